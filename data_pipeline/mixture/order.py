@@ -20,6 +20,7 @@ from data_pipeline.mixture.forecast import Forecast, forecast
 from data_pipeline.mixture.position import MixedPosition, SourcePosition, read_source, source_state
 from data_pipeline.rows.batches import Pieces
 from data_pipeline.rows.blocks import PLAN_VERSION, BlockPlanner, PackReport
+from data_pipeline.rows.change import WhenChanged, settled
 from data_pipeline.rows.fim import fim_of, rule_of
 from data_pipeline.rows.pack import BEST_FIT, Packing
 from data_pipeline.rows.position import STATE_FORMAT, check_counters
@@ -58,7 +59,7 @@ class MixedOrder:
 
     def start(self) -> MixedPosition:
         """The position of the first row."""
-        return MixedPosition(tuple(SourcePosition() for _ in self._streams))
+        return MixedPosition(tuple(SourcePosition(stream.start()) for stream in self._streams))
 
     def rows(self, at: MixedPosition, count: int) -> tuple[list[Pieces], MixedPosition]:
         """The next ``count`` rows; DataError where every source has given all its epochs."""
@@ -103,7 +104,7 @@ class MixedOrder:
             "sources": sources,
         }
 
-    def read(self, state: dict[str, Any]) -> MixedPosition:
+    def read(self, state: dict[str, Any], *, when_changed: WhenChanged = "refuse") -> MixedPosition:
         """The position that a state names. The file may have other weights, stages and sources than when it was taken.
 
         DataError where a source that it names is other data by now, or is read in another order.
@@ -126,9 +127,9 @@ class MixedOrder:
         found: list[SourcePosition] = []
         shares: list[int | None] = []
         for number, source in enumerate(self._mixture.sources):
-            position, share = SourcePosition(), None
+            position, share = SourcePosition(self._streams[number].start()), None
             if source.name in resting:
-                position, share = self._read_source(number, resting.pop(source.name))
+                position, share = self._read_source(number, resting.pop(source.name), when_changed)
             found.append(position)
             shares.append(share)
         self._resting = resting
@@ -170,10 +171,11 @@ class MixedOrder:
             "fim": rule_of(planner.fim),
         }
 
-    def _read_source(self, number: int, entry: Any) -> tuple[SourcePosition, int | None]:
-        name = self._mixture.sources[number].name
-        position, share = read_source(entry, self._identity(number), f"source {name!r} of {self._path}")
-        at = position.stream
+    def _read_source(self, number: int, entry: Any, when_changed: WhenChanged) -> tuple[SourcePosition, int | None]:
+        name, num_shards = self._mixture.sources[number].name, len(self._corpus.folders[number].manifest.shards)
+        position, share = read_source(entry, self._identity(number), f"source {name!r} of {self._path}", num_shards)
+        at = settled(position.stream, self._streams[number].planner, when_changed)
+        position = replace(position, stream=at)
         if not self._streams[number].has_row(at):
             raise DataError(
                 f"The loader state of source {name!r} of {self._path} is damaged: block {at.block} of epoch {at.epoch} "

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
-from data_pipeline.rows.blocks import Stretch
+from data_pipeline.rows.change import exclusions_of, read_excluded, read_stretches, stretches_of
 from data_pipeline.rows.position import check_counters
 from data_pipeline.rows.stream import BEGINNING, StreamPosition
 from longctx.errors import DataError
 
-_COUNTERS = ("tokens", "counted", "epoch", "epoch_row", "block", "block_row", "row_tokens")
+_OF_STREAM = ("epoch", "epoch_row", "block", "block_row", "row_tokens")
+_COUNTERS = ("tokens", "counted", *_OF_STREAM)
 
 
 @dataclass(frozen=True)
@@ -51,17 +52,21 @@ def source_state(position: SourcePosition, identity: dict[str, Any], share: int 
         "share": share,
         "tokens": position.tokens,
         "counted": position.counted,
-        **asdict(replace(position.stream, before=())),
-        "before": [[stretch.row_tokens, stretch.rows] for stretch in position.stream.before],
+        **{name: getattr(position.stream, name) for name in _OF_STREAM},
+        "before": stretches_of(position.stream),
+        **exclusions_of(position.stream),
     }
 
 
-def read_source(entry: Any, identity: dict[str, Any], where: str) -> tuple[SourcePosition, int | None]:
-    """A source's position and its share then; DataError for one of other data or of another order, or a damaged one."""
-    known = source_state(SourcePosition(), identity, None)
+def read_source(entry: Any, identity: dict[str, Any], where: str, num_shards: int) -> tuple[SourcePosition, int | None]:
+    """A source's position and its share then; DataError for one of other data or of another order, or a damaged one.
+
+    Its exclusions are those of the state (``rows.change``).
+    """
+    known = {"excluded": []} | source_state(SourcePosition(), identity, None)
     if isinstance(entry, dict):
-        # States from before there was any.
-        entry = {"fim": None, **entry}
+        # What states from before there was either do not name.
+        entry = {"excluded": [], "fim": None} | entry
     if not isinstance(entry, dict) or set(entry) != set(known):
         raise DataError(f"The loader state of {where} is damaged: it needs exactly the fields {', '.join(known)}.")
     for name, value in identity.items():
@@ -75,15 +80,8 @@ def read_source(entry: Any, identity: dict[str, Any], where: str) -> tuple[Sourc
         counters["share"] = entry["share"]
     check_counters(counters)
     stream = StreamPosition(
-        **{name: counters[name] for name in _COUNTERS[2:]}, before=_stretches(entry["before"], where)
+        **{name: counters[name] for name in _OF_STREAM},
+        before=read_stretches(entry["before"], num_shards, where),
+        excluded=read_excluded(entry["excluded"], num_shards, where),
     )
     return SourcePosition(stream, entry["tokens"], entry["counted"]), entry["share"]
-
-
-def _stretches(values: Any, where: str) -> tuple[Stretch, ...]:
-    pairs = isinstance(values, list) and all(isinstance(pair, list) and len(pair) == 2 for pair in values)
-    if not pairs or not all(type(value) is int and value >= 1 for pair in values for value in pair):
-        raise DataError(
-            f"The loader state of {where} is damaged: before={values!r} must be pairs of a length and rows."
-        )
-    return tuple(Stretch(row_tokens, rows) for row_tokens, rows in values)

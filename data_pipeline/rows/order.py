@@ -6,10 +6,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any, Protocol
 
 from data_pipeline.rows.batches import Pieces
 from data_pipeline.rows.blocks import PLAN_VERSION, BlockPlanner, Deal, PackReport
+from data_pipeline.rows.change import WhenChanged, settled
 from data_pipeline.rows.fim import Fim, fim_of
 from data_pipeline.rows.pack import BEST_FIT, Packing
 from data_pipeline.rows.position import STATE_FORMAT, Position, read_position
@@ -61,8 +63,11 @@ class Order(Protocol):
         """A position as plain JSON, with all that must be the same for it to mean the same rows."""
         ...
 
-    def read(self, state: dict[str, Any]) -> Any:
-        """The position that a state names; DataError for one of other data or of another order."""
+    def read(self, state: dict[str, Any], *, when_changed: WhenChanged = "refuse") -> Any:
+        """The position that a state names; DataError for one of other data or of another order.
+
+        ``when_changed`` says what to do about other excluded shards.
+        """
         ...
 
     def report(self, at: Any, *, documents: int = 1) -> PackReport:
@@ -94,7 +99,7 @@ class FolderOrder:
 
     def start(self) -> Position:
         """The position of the first row."""
-        return Position()
+        return Position(stream=self._stream.start())
 
     def rows(self, at: Position, count: int) -> tuple[list[Pieces], Position]:
         """The next ``count`` rows, across as many blocks and epochs as they take."""
@@ -118,11 +123,14 @@ class FolderOrder:
             "packing": str(self._packing),
             "num_blocks": self.planner.num_blocks,
             **at.counters,
+            **at.exclusions,
         }
 
-    def read(self, state: dict[str, Any]) -> Position:
+    def read(self, state: dict[str, Any], *, when_changed: WhenChanged = "refuse") -> Position:
         """The position that a state names."""
-        at = read_position(state, self.state(self.start()), self._shards.folder)
+        num_shards = len(self._shards.manifest.shards)
+        at = read_position(state, self.state(self.start()), self._shards.folder, num_shards)
+        at = replace(at, stream=settled(at.stream, self.planner, when_changed))
         if not self._stream.has_row(at.stream):
             raise DataError(
                 f"The loader state is damaged: block {at.stream.block} of epoch {at.epoch} has no row "

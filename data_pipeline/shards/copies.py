@@ -18,6 +18,7 @@ from typing import BinaryIO
 import xxhash
 import zstandard
 
+from data_pipeline.shards.exclusions import Exclusions
 from data_pipeline.shards.manifest import MANIFEST_FILE, Manifest, ShardEntry
 from data_pipeline.shards.packing import PACKED_FILE, PackedShard, Packing
 from data_pipeline.shards.stamps import cache_folder
@@ -38,13 +39,17 @@ _ADVICE = "Copy it there again, or build the folder again."
 class LocalCopy:
     """The copy of one folder. ``open_folder`` makes it."""
 
-    def __init__(self, origin: Location, folder: Path, manifest: Manifest, packing: Packing | None) -> None:
-        self.origin, self.folder = origin, folder
+    def __init__(
+        self, origin: Location, folder: Path, manifest: Manifest, packing: Packing | None, exclusions: Exclusions
+    ) -> None:
+        self.origin, self.folder, self.exclusions = origin, folder, exclusions
         self._manifest, self._packing = manifest, packing
+        # One that is excluded may be damaged where it lies, or gone.
+        self._wanted = exclusions.kept
 
     def missing(self) -> list[ShardEntry]:
-        """The shards that are not here yet."""
-        return [entry for entry in self._manifest.shards if not self._is_here(entry)]
+        """The shards that are not here yet, without those that are excluded."""
+        return [entry for entry in self._wanted if not self._is_here(entry)]
 
     def check_room(self) -> None:
         """DataError where the disk of the cache has no room for all that is missing."""
@@ -148,6 +153,8 @@ def open_folder(
     manifest = Manifest.load(origin)
     if (origin / PACKED_FILE).is_file():
         packing = Packing.load(origin, manifest)
+    # Where the folder lies, at each opening: another host may have written it.
+    exclusions = Exclusions.load(origin, manifest)
     home = copies_folder()
     if cache:
         home = Path(cache)
@@ -157,15 +164,18 @@ def open_folder(
         with _alone(copy / MANIFEST_FILE):
             if not (copy / MANIFEST_FILE).is_file():
                 _begin(origin, copy, manifest)
-    return copy, manifest, LocalCopy(origin, copy, manifest, packing)
+    return copy, manifest, LocalCopy(origin, copy, manifest, packing, exclusions)
 
 
 def fetch_folder(folder: str | Path | ObjectPath, cache: str | Path | None = None) -> Path:
-    """A shard folder as a path to a whole one: the folder itself, or its copy with all shards fetched."""
-    found, manifest, copy = open_folder(folder, cache)
+    """A shard folder as a path to a whole one: the folder itself, or its copy with all shards fetched.
+
+    Without those that are excluded.
+    """
+    found, _, copy = open_folder(folder, cache)
     if copy is not None:
         copy.check_room()
-        for entry in manifest.shards:
+        for entry in copy.missing():
             copy.bring(entry)
     return found
 

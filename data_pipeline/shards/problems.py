@@ -21,12 +21,18 @@ _SHOWN = 8
 
 
 def shard_problems(
-    folder: Path, manifest: Manifest, *, padding: int | None, copy: LocalCopy | None = None
+    folder: Path,
+    manifest: Manifest,
+    *,
+    padding: int | None,
+    copy: LocalCopy | None = None,
+    passed_over: tuple[int, ...] = (),
 ) -> Iterator[str]:
     """Yield what is wrong with the shards, a sentence each. Reads every byte, one file after the other.
 
     ``padding`` is an id that no document may hold; None where documents may hold them all. Where ``folder`` is a
-    ``copy``, each shard is fetched for this, and removed again: one alone takes room.
+    ``copy``, each shard is fetched for this, and removed again: one alone takes room. Of the shards ``passed_over``, by
+    number, nothing is read.
     """
     if copy is None:
         yield from _unlisted(folder, manifest)
@@ -35,9 +41,11 @@ def shard_problems(
             yield f"{copy.origin / name} is not listed in the manifest."
     documents = tokens = 0
     lengths: list[np.ndarray] = []
-    for entry in manifest.shards:
+    for number, entry in enumerate(manifest.shards):
         documents += entry.documents
         tokens += entry.tokens
+        if number in passed_over:
+            continue
         # A damaged file does not hide another.
         damage = list(_damage(folder, entry, copy))
         yield from damage

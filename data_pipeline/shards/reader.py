@@ -12,6 +12,7 @@ from pathlib import Path
 import numpy as np
 
 from data_pipeline.shards.copies import LocalCopy, open_folder
+from data_pipeline.shards.exclusions import Exclusions
 from data_pipeline.shards.manifest import Manifest, ShardEntry
 from data_pipeline.shards.mapped import MappedShard, check_size, unreadable
 from data_pipeline.shards.stamps import FileState, opened_state
@@ -32,26 +33,32 @@ class ShardSet:
     asked for, at most ``max_mapped`` at once; the one that was used longest ago is unmapped for another. A view keeps
     its own file mapped as long as it lives. Threads may share a set.
 
+    Excluded shards are neither mapped nor looked at; DataError for their documents, which keep their numbers.
+
     What a read touches is checked by the sums of its blocks, once for each mapping. DataError names file and bytes
     before anything wrong is returned. Lengths, and all tokens of a shard, also ask whether the file is still the one
     that was mapped; a single document does not: call ``check_files`` before a batch of them.
     """
 
     def __init__(
-        self, folder: Path, manifest: Manifest, *, verify: bool, max_mapped: int, copy: LocalCopy | None
+        self, folder: Path, exclusions: Exclusions, *, verify: bool, max_mapped: int, copy: LocalCopy | None
     ) -> None:
+        manifest = exclusions.manifest
         self.folder, self.manifest, self.padding, self.first_documents = folder, manifest, manifest.padding, (0,)
         self.copy = copy
         """What ``folder`` is a copy of, of which shards come when they are used; None where it is nobody's copy."""
+        self.exclusions, self.excluded = exclusions, exclusions.numbers
+        """The folder's list, and the numbers of its shards, ascending."""
         self.verifies_reads = verify and manifest.has_sums
         """Whether what is read is checked. Folders of earlier releases have no sums."""
         self._max_mapped = max_mapped
         self._mapped: OrderedDict[int, MappedShard] = OrderedDict()
         self._lock = threading.Lock()
         if copy is None:
-            _check_sizes(folder, manifest)
+            _check_sizes(folder, exclusions.kept)
         self._first_document = list(accumulate((entry.documents for entry in manifest.shards), initial=0))
-        self._num_documents = self._first_document[-1]
+        self.num_documents = self._first_document[-1]
+        """Documents in all shards, also in those that are excluded: what numbers of documents are below."""
         # Where all of them may be mapped, nobody has to know which was used last.
         self._maps_all = len(manifest.shards) <= max_mapped
 
@@ -65,17 +72,14 @@ class ShardSet:
         it is used: counts and offsets, and with ``verify`` the sums of blocks, where the folder has them.
         """
         found, manifest, copy = open_folder(folder, cache)
-        return cls(found, manifest, verify=verify, max_mapped=max_mapped, copy=copy)
-
-    @property
-    def num_documents(self) -> int:
-        """Documents in all shards."""
-        return self._num_documents
+        # Those of a copy were read where it comes from.
+        exclusions = copy.exclusions if copy is not None else Exclusions.load(found, manifest)
+        return cls(found, exclusions, verify=verify, max_mapped=max_mapped, copy=copy)
 
     @property
     def num_tokens(self) -> int:
-        """Tokens in all shards, document begins and ends included."""
-        return sum(entry.tokens for entry in self.manifest.shards)
+        """Tokens of the shards that are read, document begins and ends included."""
+        return sum(entry.tokens for entry in self.exclusions.kept)
 
     def check_files(self, documents: Iterable[int]) -> None:
         """DataError where a file of these documents was cut short, removed or replaced since it was mapped.
@@ -89,7 +93,7 @@ class ShardSet:
     def lengths_of(self, documents: np.ndarray) -> np.ndarray:
         """Tokens of each of these documents [n], int64. Fastest where they ascend: then each shard is looked at once.
 
-        DataError for offsets that cannot be right.
+        DataError for offsets that cannot be right. Those of excluded shards are what was kept of them.
         """
         lengths = np.empty(len(documents), np.int64)
         shards = np.searchsorted(self._first_document, documents, side="right") - 1
@@ -99,13 +103,16 @@ class ShardSet:
             if len(part):
                 number = int(shards[part[0]])
                 rows = documents[part] - self._first_document[number]
-                lengths[part] = self._current(number).lengths_of(rows)
+                if number in self.excluded:
+                    lengths[part] = self.exclusions.lengths_of(number)[rows]
+                else:
+                    lengths[part] = self._current(number).lengths_of(rows)
         return lengths
 
     def longest_document(self) -> int:
         """Tokens of the longest document; 0 without one. Reads the offsets of all shards, 8 bytes a document."""
         longest = 0
-        for number in range(len(self.manifest.shards)):
+        for number in set(range(len(self.manifest.shards))) - set(self.excluded):
             longest = max(longest, self._current(number).longest_document())
         return longest
 
@@ -137,8 +144,8 @@ class ShardSet:
 
     def _find(self, index: int) -> tuple[MappedShard, int]:
         """The shard of document ``index``, and the document's number there."""
-        if not 0 <= index < self._num_documents:
-            raise IndexError(f"document {index} of {self._num_documents}")
+        if not 0 <= index < self.num_documents:
+            raise IndexError(f"document {index} of {self.num_documents}")
         number = bisect.bisect_right(self._first_document, index) - 1
         shard = None
         if self._maps_all:
@@ -162,24 +169,17 @@ class ShardSet:
     def _current(self, number: int) -> MappedShard:
         """One shard; DataError where its file is no longer the one that was mapped."""
         shard = self._mapped.get(number)
-        if shard is None:
-            # Mapping asks the same.
-            return self._shard(number)
-        try:
-            state = opened_state(shard.path)
-        except OSError as error:
-            raise unreadable(shard.path, error) from error
-        if state != shard.state:
-            _check_replaced(shard, self.manifest.shards[number], state)
+        # Mapping asks the same.
+        if shard is not None and not _is_unchanged(shard, self.manifest.shards[number]):
             # Written to: what was found right may be so no longer.
             with self._lock:
                 self._mapped.pop(number, None)
         return self._shard(number)
 
 
-def _check_sizes(folder: Path, manifest: Manifest) -> None:
+def _check_sizes(folder: Path, entries: Iterable[ShardEntry]) -> None:
     """DataError for a file that is missing or not as large as the manifest says."""
-    for entry in manifest.shards:
+    for entry in entries:
         # Cheap, and enough for a copy that was cut short.
         check_size(folder, entry)
 
@@ -187,6 +187,11 @@ def _check_sizes(folder: Path, manifest: Manifest) -> None:
 def _open_shard(shards: ShardSet, number: int) -> MappedShard:
     """Map one file, brought here first where the folder is a copy."""
     entry = shards.manifest.shards[number]
+    if number in shards.excluded:
+        raise DataError(
+            f"{shards.folder / entry.file} is excluded: none of its documents is read. `longctx data exclude --undo` "
+            "brings them back."
+        )
     if shards.copy is not None:
         shards.copy.bring(entry)
     return MappedShard.open(shards.folder, entry, verify=shards.verifies_reads)
@@ -201,6 +206,18 @@ def manifest_tokenizer(folder: Path, manifest: Manifest) -> Tokenizer:
             f"(fingerprint {tokenizer.fingerprint}, wanted {manifest.tokenizer}). Put the original back."
         )
     return tokenizer
+
+
+def _is_unchanged(shard: MappedShard, entry: ShardEntry) -> bool:
+    """Whether nobody wrote to a file since it was mapped; DataError where it is another one, or gone."""
+    try:
+        state = opened_state(shard.path)
+    except OSError as error:
+        raise unreadable(shard.path, error) from error
+    if state != shard.state:
+        _check_replaced(shard, entry, state)
+        return False
+    return True
 
 
 def _check_replaced(shard: MappedShard, entry: ShardEntry, state: FileState) -> None:

@@ -12,7 +12,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Literal
 
-from data_pipeline.shards.manifest import MANIFEST_FILE, Manifest, ShardEntry, hash_json
+from data_pipeline.shards.exclusions import Exclusions
+from data_pipeline.shards.manifest import MANIFEST_FILE, ShardEntry, hash_json
 from data_pipeline.shards.reader import ShardSet
 from data_pipeline.shards.stamps import FileState, file_state, place_of, read_stamps, write_stamps
 from data_pipeline.shards.sums import read_sums
@@ -33,12 +34,16 @@ _SETTLED_NANOSECONDS = 2_000_000_000
 class FolderCheck:
     """What is left to check of one shard folder, as this process sees it."""
 
-    def __init__(self, folder: Path, manifest: Manifest, verify: Verify) -> None:
-        """Ask the system for the state of every file, and the stamps which are known; DataError for a missing one."""
+    def __init__(self, folder: Path, exclusions: Exclusions, verify: Verify) -> None:
+        """Ask the system for the state of every file, and the stamps which are known; DataError for a missing one.
+
+        Files that are excluded are not asked for.
+        """
+        manifest = exclusions.manifest
         self.folder = folder
-        self.manifest_hash = manifest.hash
-        self.shards = manifest.shards
-        self._states = [_state(folder / entry.file) for entry in manifest.shards]
+        self.manifest_hash, self.exclusions_hash = manifest.hash, exclusions.hash
+        self.shards = exclusions.kept
+        self._states = [_state(folder / entry.file) for entry in self.shards]
         self._stamps: dict[str, tuple[FileState, str]] = {}
         self.pending: list[ShardEntry] = []
         """Files that have to be read, in the manifest's order."""
@@ -98,9 +103,9 @@ def open_verified(folder: str | Path | ObjectPath, *, whole: bool = False) -> Sh
     if shards.verifies_reads and not whole:
         return shards
     if shards.copy is not None:
-        for entry in shards.manifest.shards:
+        for entry in shards.exclusions.kept:
             shards.copy.bring(entry)
-    check = FolderCheck(shards.folder, shards.manifest, "start")
+    check = FolderCheck(shards.folder, shards.exclusions, "start")
     for entry in check.pending:
         problem = check.problem(entry)
         if problem is not None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from pathlib import Path
 from textwrap import indent
 from typing import TYPE_CHECKING, Annotated, Any
@@ -22,6 +23,7 @@ from launcher.cli.console import (
     table,
 )
 from launcher.cli.corpus import Corpus, read_so_far, say_left_out
+from launcher.cli.data_exclude import excluded_lines
 from launcher.cli.duplicates import Duplicates, duplicate_lines
 from launcher.cli.workers import Workers
 from launcher.cluster.command import one_machine
@@ -30,7 +32,7 @@ from launcher.wording import plural
 from longctx.errors import ConfigError
 
 if TYPE_CHECKING:
-    from data_pipeline.inspect import Description, RowView
+    from data_pipeline.inspect import Description, RowView, SourceView
     from data_pipeline.prepare.build import BuildReport, SplitReport
 
 _KEEP = Duplicates()
@@ -159,8 +161,19 @@ def inspect(
         say_json(out)
         return
     say(_description_table(found))
+    _say_excluded(found)
     if shown is not None:
         say(f"\n{_row_text(shown)}")
+
+
+def _say_excluded(found: Sequence[Description | SourceView]) -> None:
+    """Print what runs leave out: the figures above them do not tell."""
+    for each in found:
+        if each.excluded:
+            tokens = sum(shard["tokens"] for shard in each.excluded)
+            say(f"\nEXCLUDED from {each.folder}: {plural(len(each.excluded), 'shard')}, {tokens:,} tokens.")
+        for shard in each.excluded:
+            say(f"  {shard['shard']}, {shard['tokens']:,} tokens, {shard['time'][:10]}: {shard['reason']}")
 
 
 def _inspect_mixture(path: Path, *, json: bool) -> None:
@@ -178,13 +191,14 @@ def _inspect_mixture(path: Path, *, json: bool) -> None:
         row = [source.name, source.folder, f"{source.documents:,}", f"{source.tokens:,}", str(source.epochs or "–")]
         rows.append([*row, *(f"{shares[number]:.1%}" for shares in found.shares)])
     say(table(head, rows))
+    _say_excluded(found.sources)
     for stage in found.stages:
         if stage.row_tokens is not None:
             say(f"From {stage.from_tokens:,} tokens on: rows of {stage.row_tokens:,} tokens.")
     say(f"\nRows as text: longctx data sample {path} --seq-len N")
 
 
-def verify(folder: _ShardFolder, *, json: Json = False) -> int:
+def verify(folder: _ShardFolder, *, all: bool = False, json: Json = False) -> int:
     """Read every byte of a shard folder, or of a mixture's, and name what is damaged.
 
     Hashes, sizes, offsets, ids, the tokenizer and what belongs together are checked, of the validation split too.
@@ -192,7 +206,9 @@ def verify(folder: _ShardFolder, *, json: Json = False) -> int:
 
     Args:
         folder: Shard folder, or its URL (s3://, gs://), of which every shard is fetched anew; or a mixture's file.
+        all: Read excluded shards too, which are otherwise named and passed over.
     """
+    from data_pipeline.inspect import excluded_from
     from data_pipeline.inspect import verify as find_problems
     from data_pipeline.mixture.file import Mixture, is_mixture
     from data_pipeline.shards.copies import has_folder
@@ -207,15 +223,25 @@ def verify(folder: _ShardFolder, *, json: Json = False) -> int:
             # Raises the error that says what a shard folder is: this one is not damaged, it is none.
             Manifest.load(place)
     with progress(f"reading {folder}"):
-        problems = interruptible(lambda: find_problems(folder))
+        problems = interruptible(lambda: find_problems(folder, every_shard=all))
+    excluded = excluded_from(folders)
     if json:
-        say_json({"folder": folder, "problems": problems})
+        listed = {str(found.folder): found.records() for found in excluded}
+        say_json({"folder": folder, "problems": problems, "excluded": listed})
     elif problems:
         say(f"{folder} is damaged:\n" + "\n".join(indent(problem, "  ") for problem in problems))
     else:
         manifests = [Manifest.load(place) for place in folders]
         shards, tokens = sum(len(m.shards) for m in manifests), sum(m.tokens for m in manifests)
+        if not all:
+            shards -= sum(len(found.shards) for found in excluded if found.folder in folders)
+            tokens -= sum(found.tokens for found in excluded if found.folder in folders)
         say(f"{folder} is whole: {plural(shards, 'shard')}, {tokens:,} tokens.")
+    if not json:
+        for found in excluded:
+            say("\n".join(excluded_lines(str(found.folder), found)))
+        if excluded and not all:
+            say("None of these was read (--all reads them).")
     if problems:
         return FAILED
     return DONE

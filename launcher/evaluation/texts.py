@@ -62,7 +62,7 @@ def _documents(options: Options, subject: Subject, folder: Path) -> Iterator[tup
     if (folder / MANIFEST_FILE).is_file():
         shards = open_verified(folder)
         _check_tokenizer(options, subject, shards)
-        for number in range(shards.num_documents):
+        for number in shards.exclusions.document_numbers():
             shards.check_files([number])
             yield shards.name(number), shards.document(number)
         return

@@ -103,8 +103,8 @@ class Lines:
     def is_due(self, record: Mapping[str, Any]) -> bool:
         """Whether the record gets a line: validations and resumes always do, as do the first and the last step."""
         step = record["step"]
-        # The plan has lines of its own.
-        if record.get("event") in ("plan", "plan_checked"):
+        # These have lines of their own.
+        if record.get("event") in ("plan", "plan_checked", "exclusions"):
             return False
         # The record of a step that could not be taken has no tokens: it says why the run ends.
         if record["kind"] != "train" or record.get("tokens") is None:

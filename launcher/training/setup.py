@@ -7,6 +7,7 @@ import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,7 @@ from launcher.checkpoint.tokenizers import check_same_data, check_same_tokenizer
 from launcher.config.sections import DataSection, RunConfig
 from launcher.config.side_by_side import padded_documents
 from launcher.config.zero import zero_options
+from launcher.metrics.record import Record
 from launcher.metrics.tensorboard import check_tensorboard
 from launcher.metrics.throughput import training_flops
 from launcher.plan.memory import check_memory, free_bytes, memory_of_rank
@@ -34,6 +36,7 @@ from launcher.training.chunks import settle_free_chunks
 from launcher.training.compiling import settle_compile
 from launcher.training.data_check import check_data
 from launcher.training.data_fetch import fetch_data
+from launcher.training.exclusions import exclusion_event, exclusion_lines
 from launcher.training.expert_record import expert_layers
 from launcher.training.feed import StepData, StepFeed
 from launcher.training.model import build_causal_lm, build_layout, shard_batch, share_of
@@ -93,6 +96,8 @@ class Run:
     """What every checkpoint holds of the tokenizer, by name; read by rank 0 alone."""
     expected: Expected
     """What the plan says of a step."""
+    exclusions: Record | None
+    """What the run leaves out of its data, as an event; None where nothing is and nothing was."""
 
     @property
     def is_rank_0(self) -> bool:
@@ -164,13 +169,14 @@ def build_run(config: RunConfig, device: torch.device) -> Run:
     loader, validation = on_every_rank(lambda: _open_data(config, model, mesh))
     _check_data(config, loader, validation)
     tokenizer_files = on_every_rank(lambda: _tokenizer_files(origin.folder, loader, validation, mesh))
-    on_every_rank(lambda: _take_order(origin, loader))
+    on_every_rank(lambda: _take_order(origin, loader, config.data))
     config = settle_compile(settle_layout(config, model, loader), device)
     config = settle_free_chunks(config, mesh, device)
     if validation is None:
         config = _without_validation(config, is_rank_0=mesh.rank == 0)
     # The others wait: rank 0 alone needs a first block of rows now.
-    expected = on_rank_0(lambda: _say_start(config, model, device, origin, loader, mesh=mesh))
+    excluded = exclusion_lines(_all_folders(loader, validation))
+    expected = on_rank_0(lambda: _say_start(config, model, device, origin, loader, mesh=mesh, excluded=excluded))
     origin = converted(origin, folder)
 
     # Allocates the model: from here on an error costs the start-up time of every rank.
@@ -200,11 +206,19 @@ def build_run(config: RunConfig, device: torch.device) -> Run:
         progress=progress,
         tokenizer_files=tokenizer_files,
         expected=expected,
+        exclusions=exclusion_event(_all_folders(loader, validation), origin),
     )
 
 
 def _say_start(
-    config: RunConfig, model: ModelConfig, device: torch.device, origin: Origin, loader: Loader, *, mesh: Mesh
+    config: RunConfig,
+    model: ModelConfig,
+    device: torch.device,
+    origin: Origin,
+    loader: Loader,
+    *,
+    mesh: Mesh,
+    excluded: list[str],
 ) -> Expected:
     """Log what the run is, what it may not have meant, and what it will take; ConfigError where it has less memory."""
     start = Start(
@@ -219,6 +233,7 @@ def _say_start(
         packing=loader.pack_report(),
         forecast=loader.forecast(max(0, config.last_step - origin.step)),
         degrees=first_degrees(config, mesh, loader),
+        excluded=excluded,
     )
     for line in summary(start):
         log.info("%s", line)
@@ -298,9 +313,7 @@ def _check_data(config: RunConfig, loader: Loader, validation: ValidationLoader 
 
     What is not here yet is fetched first.
     """
-    folders = list(loader.folders)
-    if validation is not None:
-        folders += validation.folders
+    folders = _all_folders(loader, validation)
     fetch_data(folders)
     checked = check_data(folders, config.data.verify)
     log.info(
@@ -319,10 +332,18 @@ def _check_data(config: RunConfig, loader: Loader, validation: ValidationLoader 
         )
 
 
-def _take_order(origin: Origin, loader: Loader) -> None:
+def _take_order(origin: Origin, loader: Loader, data: DataSection) -> None:
     """Let the loader go on where the checkpoint's stood; DataError where it cannot."""
     if origin.order is not None:
-        loader.load_state_dict(origin.order)
+        loader.load_state_dict(origin.order, when_changed=data.changed_exclusions)
+
+
+def _all_folders(loader: Loader, validation: ValidationLoader | None) -> list[ShardSet]:
+    """The shard folders of training and validation."""
+    folders = list(loader.folders)
+    if validation is not None:
+        folders += validation.folders
+    return folders
 
 
 def _tokenizer_files(
@@ -393,12 +414,13 @@ def leaves_remainders(folders: Sequence[ShardSet], seq_len: int) -> bool:
 
 
 def _leaves_remainders(shards: ShardSet, seq_len: int) -> bool:
-    if shards.num_tokens % seq_len:
+    # Of all shards: to exclude one in mid-run must not change the layout.
+    if sum(entry.tokens for entry in shards.manifest.shards) % seq_len:
         return True
     longest = [2 ** (int(power.removeprefix("2^")) + 1) - 1 for power in shards.manifest.length_histogram]
     if min(longest, default=seq_len) < seq_len:
         return True
-    first = shards.lengths_of(np.arange(min(shards.num_documents, _LOOKED_AT)))
+    first = shards.lengths_of(np.fromiter(islice(shards.exclusions.document_numbers(), _LOOKED_AT), np.int64))
     return bool((first % seq_len).any())
 
 

@@ -69,7 +69,8 @@ class Trainer:
         with closing(run.feed), RecordWriter(run.folder, lines, is_rank_0=run.is_rank_0) as writer:
             if run.origin == "resumed":
                 writer.write({"kind": "event", "event": "resume", "step": self.progress.step})
-            writer.write(run.expected.record(self.progress.step))
+            for record in filter(None, (run.expected.record(self.progress.step), run.exclusions)):
+                writer.write(record)
             # The first point of the curve: what the weights can do before this run changes them.
             if run.origin == "started" and config.validation.rows:
                 self._validate(writer)

@@ -126,9 +126,10 @@ class TestNothingMoreIsTouched:
         # There is no way to take such a hook away.
         sys.addaudithook(watch)
         shards = ShardSet.open(copied)
-        check = FolderCheck(copied, shards.manifest, "read")
+        check = FolderCheck(copied, shards.exclusions, "read")
         loader = build_loader(shards, seq_len=64, rows_per_step=1)
-        assert (opened, mapped(copied), check.pending) == (["manifest.json"], 0, [])
+        # The list of exclusions is asked for, and is not there.
+        assert (opened, mapped(copied), check.pending) == (["manifest.json", "exclusions.json"], 0, [])
         # The first plan then needs lengths of all shards of so small a corpus, and sums to check them by.
         next(loader)
         is_on = False
