@@ -129,6 +129,18 @@ class ShardSet:
         shard, row = self._find(index)
         return shard.tokens(row, start, stop)
 
+    def slices(self, pieces: Iterable[tuple[int, int, int]]) -> list[np.ndarray]:
+        """``slice`` of each piece (document, start, stop), behind ``check_files``: each file is looked at once."""
+        found: list[np.ndarray] = []
+        first_document, checked = self._first_document, dict[int, MappedShard]()
+        for document, start, stop in pieces:
+            number = bisect.bisect_right(first_document, document) - 1
+            shard = checked.get(number)
+            if shard is None:
+                shard = checked[number] = self._current(number)
+            found.append(shard.tokens(document - first_document[number], start, stop))
+        return found
+
     def name(self, index: int) -> str:
         """The name of document ``index`` in its source."""
         shard, row = self._find(index)
@@ -147,14 +159,14 @@ class ShardSet:
         if not 0 <= index < self.num_documents:
             raise IndexError(f"document {index} of {self.num_documents}")
         number = bisect.bisect_right(self._first_document, index) - 1
-        shard = None
-        if self._maps_all:
-            # Without the lock, which costs as much as the rest of a read.
-            shard = self._mapped.get(number)
-        return shard or self._shard(number), index - self._first_document[number]
+        return self._shard(number), index - self._first_document[number]
 
     def _shard(self, number: int) -> MappedShard:
         """One shard, mapped again where it no longer is; DataError where it is no longer as the manifest says."""
+        shard = self._mapped.get(number)
+        if shard is not None and self._maps_all:
+            # Without the lock, which costs as much as the rest of a read.
+            return shard
         with self._lock:
             shard = self._mapped.get(number)
             if shard is None:
