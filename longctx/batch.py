@@ -11,7 +11,7 @@ from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from typing import Any
 
 import torch
@@ -48,12 +48,24 @@ class PackedDocuments:
     """Tokens of each document."""
 
     def __post_init__(self) -> None:
-        bounds = self.bounds
-        lengths = tuple(map(operator.sub, bounds[1:], bounds))
+        self._set(self.bounds, tuple(map(operator.sub, self.bounds[1:], self.bounds)))
+
+    def _set(self, bounds: tuple[int, ...], lengths: tuple[int, ...]) -> None:
         # All in one stroke: a micro-batch of short rows is read in the time of a few dozen assignments.
         vars(self).update(
-            num_tokens=bounds[-1], num_documents=len(lengths), longest=max(lengths, default=0), lengths=lengths
+            bounds=bounds,
+            num_tokens=bounds[-1],
+            num_documents=len(lengths),
+            longest=max(lengths, default=0),
+            lengths=lengths,
         )
+
+    @classmethod
+    def of_lengths(cls, lengths: Sequence[int]) -> PackedDocuments:
+        """Documents of these lengths, all whole numbers of at least 0."""
+        documents = cls.__new__(cls)
+        documents._set(tuple(accumulate(lengths, initial=0)), tuple(lengths))
+        return documents
 
     @classmethod
     def of(

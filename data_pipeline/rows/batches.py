@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from itertools import accumulate
 from typing import Any, Protocol
 
 import numpy as np
@@ -101,7 +100,7 @@ def lengths_of(rows: list[Pieces], seq_len: int) -> Iterator[tuple[int, ...]]:
         yield documents_of([row], seq_len).lengths
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)
 class _Layout:
     """Pieces of all rows one after the other, with those of padding at rows' ends."""
 
@@ -129,8 +128,7 @@ class _Layout:
                 padding.append(len(pieces))
                 lengths.append(missing)
                 pieces.append(None)
-        # Sums of lengths: there is nothing in them that ``PackedDocuments.of`` would have to look for.
-        return cls(PackedDocuments(tuple(accumulate(lengths, initial=0))), pieces, padding)
+        return cls(PackedDocuments.of_lengths(lengths), pieces, padding)
 
     def padded(self, documents: PackedDocuments) -> _Layout:
         """The same with padding behind the rows, ``documents`` of its own."""
@@ -177,6 +175,7 @@ class _Buffer:
         return np.concatenate(self.parts, dtype=np.int32, casting="same_kind")
 
 
+_NO_SPANS = np.empty((0, len(Span._fields)))
 _NOTHING_FOLLOWS = np.zeros(1, np.uint16)
 
 Held = tuple[int, int, int]
@@ -199,7 +198,7 @@ def _read(
             _add_strided(buffer, layout, own, tokens, Span(start, count, step, buffer.at), shards.padding)
     return CompactBatch(
         ids=torch.from_numpy(buffer.ids()),
-        spans=torch.from_numpy(np.array(buffer.spans, np.int64).reshape(-1, len(Span._fields))),
+        spans=torch.from_numpy(np.array(buffer.spans or _NO_SPANS, np.int64)),
         ends=torch.from_numpy(np.frombuffer(buffer.ends, np.uint8)),
         bounds=layout.documents.cu_seqlens,
         documents=layout.documents,

@@ -15,7 +15,7 @@ import numpy as np
 import pyarrow as pa
 
 from data_pipeline.shards.manifest import MANIFEST_FILE, ShardEntry
-from data_pipeline.shards.stamps import FileState, file_state, opened_state
+from data_pipeline.shards.stamps import FileState, cheapest_state, file_state, opened_state
 from data_pipeline.shards.sums import ADVICE, BLOCK_SHIFT, Blocks, advise, read_sums
 from longctx.errors import DataError
 from longctx.files import check_link
@@ -31,6 +31,8 @@ class MappedShard:
     def __init__(self, path: Path, state: FileState, blocks: Blocks, content: pa.Buffer, batch: pa.RecordBatch) -> None:
         """DataError where the columns do not lie in the file as they must."""
         self.path, self.state = path, state
+        self.state_now = cheapest_state(path)
+        """Says of ``path`` what ``state`` said of it when it was mapped."""
         self._blocks = blocks
         tokens, names = batch.column("tokens"), batch.column("name")
         if tokens.type not in (pa.large_list(pa.uint16()), pa.large_list(pa.uint32())) or names.type != pa.string():

@@ -15,7 +15,7 @@ from data_pipeline.shards.copies import LocalCopy, open_folder
 from data_pipeline.shards.exclusions import Exclusions
 from data_pipeline.shards.manifest import Manifest, ShardEntry
 from data_pipeline.shards.mapped import MappedShard, check_size, unreadable
-from data_pipeline.shards.stamps import FileState, opened_state
+from data_pipeline.shards.stamps import FileState
 from data_pipeline.shards.sums import ADVICE
 from data_pipeline.stores.urls import ObjectPath
 from longctx.errors import DataError
@@ -223,7 +223,7 @@ def manifest_tokenizer(folder: Path, manifest: Manifest) -> Tokenizer:
 def _is_unchanged(shard: MappedShard, entry: ShardEntry) -> bool:
     """Whether nobody wrote to a file since it was mapped; DataError where it is another one, or gone."""
     try:
-        state = opened_state(shard.path)
+        state = shard.state_now(shard.path)
     except OSError as error:
         raise unreadable(shard.path, error) from error
     if state != shard.state:
