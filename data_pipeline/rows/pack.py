@@ -152,12 +152,13 @@ class RowPlan:
         """Rows ``first`` to before ``stop``, each as ``row`` gives it, and their tokens."""
         ends = self.row_offsets[first : stop + 1].tolist()
         begin = ends[0]
-        part = slice(begin, ends[-1])
-        documents, starts, stops = self.pieces.documents[part], self.pieces.starts[part], self.pieces.stops[part]
+        part, columns = slice(begin, ends[-1]), self.pieces
         # All rows at once: a step may have hundreds of short ones.
-        pieces = list(zip(documents.tolist(), starts.tolist(), stops.tolist(), strict=True))
+        documents, starts = columns.documents[part].tolist(), columns.starts[part].tolist()
+        stops = columns.stops[part].tolist()
+        pieces = list(zip(documents, starts, stops, strict=True))
         rows = [pieces[start - begin : end - begin] for start, end in pairwise(ends)]
-        return rows, int(stops.sum() - starts.sum())
+        return rows, sum(stops) - sum(starts)
 
     def parts_from(self, row: int) -> Parts:
         """What stands in this row and those behind it, whole again where it was cut for them."""
