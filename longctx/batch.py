@@ -111,10 +111,13 @@ class PackedDocuments:
 
         Documents without any are left out.
         """
-        first = bisect.bisect_right(self.bounds, start) - 1
-        behind = bisect.bisect_left(self.bounds, stop, first + 1)
-        cuts = self.bounds[first + 1 : behind]
-        found = zip(range(first, behind), (start, *cuts), (*cuts, stop), strict=True)
+        if start >= stop:
+            return []
+        number = bisect.bisect_right(self.bounds, start) - 1
+        behind = bisect.bisect_left(self.bounds, stop, number + 1)
+        firsts, lasts = list(self.bounds[number:behind]), list(self.bounds[number + 1 : behind + 1])
+        firsts[0], lasts[-1] = start, stop
+        found = zip(range(number, behind), firsts, lasts, strict=True)
         return [held for held in found if held[1] < held[2]]
 
     @cached_property

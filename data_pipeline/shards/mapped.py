@@ -30,9 +30,7 @@ class MappedShard:
 
     def __init__(self, path: Path, state: FileState, blocks: Blocks, content: pa.Buffer, batch: pa.RecordBatch) -> None:
         """DataError where the columns do not lie in the file as they must."""
-        self.path, self.state = path, state
-        self.state_now = cheapest_state(path)
-        """Says of ``path`` what ``state`` said of it when it was mapped."""
+        self.path, self.state, self.state_now = path, state, cheapest_state(path)
         self._blocks = blocks
         tokens, names = batch.column("tokens"), batch.column("name")
         if tokens.type not in (pa.large_list(pa.uint16()), pa.large_list(pa.uint32())) or names.type != pa.string():
@@ -85,13 +83,11 @@ class MappedShard:
 
     def tokens(self, row: int, start: int = 0, stop: int | None = None) -> np.ndarray:
         """Tokens ``start`` to ``stop`` of a document (to its end if None), as a view."""
-        # The blocks' own checks, without a call where there is nothing to do: it would take as long as the rest.
         blocks = self._blocks
-        all_seen = blocks.all_seen
-        if not all_seen:
+        if not blocks.all_seen:
             at = self._offsets_at + _OFFSET * row
-            seen = blocks.seen
-            if not (seen[at >> BLOCK_SHIFT] and seen[(at + 2 * _OFFSET - 1) >> BLOCK_SHIFT]):
+            # ``check`` asks the same. Here it would take a quarter of the time of the whole read.
+            if not (blocks.seen[at >> BLOCK_SHIFT] and blocks.seen[(at + 2 * _OFFSET - 1) >> BLOCK_SHIFT]):
                 blocks.check(at, at + 2 * _OFFSET)
         first, last = self._offset_of[row], self._offset_of[row + 1]
         # A slice of wrong offsets would be another document's tokens, or fewer than the plan counts on.
@@ -102,7 +98,7 @@ class MappedShard:
         first += start
         if first >= last:
             return self.values[:0]
-        if not all_seen:
+        if not blocks.all_seen:
             begin, end = self._values_at + self._token_bytes * first, self._values_at + self._token_bytes * last
             if blocks.seen.find(0, begin >> BLOCK_SHIFT, ((end - 1) >> BLOCK_SHIFT) + 1) >= 0:
                 blocks.check(begin, end)
