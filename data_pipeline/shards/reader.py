@@ -5,7 +5,7 @@ from __future__ import annotations
 import bisect
 import threading
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from itertools import accumulate, pairwise
 from pathlib import Path
 
@@ -119,13 +119,13 @@ class ShardSet:
     def slices(self, pieces: Iterable[tuple[int, int, int]]) -> list[np.ndarray]:
         """``slice`` of each piece (document, start, stop), behind ``check_files``: each file is looked at once."""
         found: list[np.ndarray] = []
-        first_document, checked = self._first_document, dict[int, MappedShard]()
+        first_document, checked = self._first_document, dict[int, Callable[[int, int, int], np.ndarray]]()
         for document, start, stop in pieces:
             number = bisect.bisect_right(first_document, document) - 1
-            shard = checked.get(number)
-            if shard is None:
-                shard = checked[number] = self._current(number)
-            found.append(shard.tokens(document - first_document[number], start, stop))
+            tokens_of = checked.get(number)
+            if tokens_of is None:
+                tokens_of = checked[number] = self._current(number).tokens
+            found.append(tokens_of(document - first_document[number], start, stop))
         return found
 
     def name(self, index: int) -> str:
