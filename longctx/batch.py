@@ -5,12 +5,13 @@ Axes: B rows, T tokens a row; a small t is one rank's shard of T.
 
 from __future__ import annotations
 
+import bisect
 import operator
 from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from typing import Any
 
 import torch
@@ -43,11 +44,28 @@ class PackedDocuments:
     """Documents of the sequence, empty ones too."""
     longest: int = field(init=False, compare=False, repr=False)
     """Tokens of the longest document."""
+    lengths: tuple[int, ...] = field(init=False, compare=False, repr=False)
+    """Tokens of each document."""
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "num_tokens", self.bounds[-1])
-        object.__setattr__(self, "num_documents", len(self.bounds) - 1)
-        object.__setattr__(self, "longest", max(self.lengths, default=0))
+        self._set(self.bounds, tuple(map(operator.sub, self.bounds[1:], self.bounds)))
+
+    def _set(self, bounds: tuple[int, ...], lengths: tuple[int, ...]) -> None:
+        # All in one stroke: a micro-batch of short rows is read in the time of a few dozen assignments.
+        vars(self).update(
+            bounds=bounds,
+            num_tokens=bounds[-1],
+            num_documents=len(lengths),
+            longest=max(lengths, default=0),
+            lengths=lengths,
+        )
+
+    @classmethod
+    def of_lengths(cls, lengths: Sequence[int]) -> PackedDocuments:
+        """Documents of these lengths, all whole numbers of at least 0."""
+        documents = cls.__new__(cls)
+        documents._set(tuple(accumulate(lengths, initial=0)), tuple(lengths))
+        return documents
 
     @classmethod
     def of(
@@ -88,10 +106,19 @@ class PackedDocuments:
         starts = range(self.num_tokens + self.longest, num_tokens, self.longest)
         return PackedDocuments((*self.bounds, *starts, num_tokens))
 
-    @cached_property
-    def lengths(self) -> tuple[int, ...]:
-        """Tokens of each document."""
-        return tuple(map(operator.sub, self.bounds[1:], self.bounds))
+    def within(self, start: int, stop: int) -> list[tuple[int, int, int]]:
+        """What each document has of tokens [start, stop): its number, its first token there, the one behind the last.
+
+        Documents without any are left out.
+        """
+        if start >= stop:
+            return []
+        number = bisect.bisect_right(self.bounds, start) - 1
+        behind = bisect.bisect_left(self.bounds, stop, number + 1)
+        firsts, lasts = list(self.bounds[number:behind]), list(self.bounds[number + 1 : behind + 1])
+        firsts[0], lasts[-1] = start, stop
+        found = zip(range(number, behind), firsts, lasts, strict=True)
+        return [held for held in found if held[1] < held[2]]
 
     @cached_property
     def cu_seqlens(self) -> Tensor:

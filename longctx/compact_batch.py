@@ -8,8 +8,6 @@ Axes: B rows, t tokens of this rank, D documents of the whole sequence, S spans.
 
 from __future__ import annotations
 
-import bisect
-from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from enum import IntEnum
 from typing import Any, NamedTuple
@@ -144,7 +142,7 @@ class CompactBatch:
             tokens[local : local + count] = self.ids[at : at + count]
             behind = at + span.following
             targets[local : local + count] = self.ids[behind : behind + count]
-            for number, first, last in _held(bounds, start, start + (count - 1) * step + 1):
+            for number, first, last in self.documents.within(start, start + (count - 1) * step + 1):
                 # The first of the span's tokens that the document has; with a step it may have none.
                 first += -(first - start) % step
                 num = len(range(first, last, step))
@@ -161,15 +159,3 @@ class CompactBatch:
                     targets[begin + num - 1] = IGNORED_TARGET
             local += count
         return found
-
-
-def _held(bounds: Sequence[int], start: int, stop: int) -> Iterator[tuple[int, int, int]]:
-    """Yield what lies in [start, stop) of each document: its number, its first token there, the one behind the last."""
-    number = bisect.bisect_right(bounds, start) - 1
-    while start < stop:
-        last = bounds[number + 1]
-        # Nothing of an empty document.
-        if last > start:
-            yield number, start, min(stop, last)
-            start = last
-        number += 1

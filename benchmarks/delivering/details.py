@@ -48,12 +48,13 @@ class CountingShards(ShardSet):
         self._pages: set[int] = set()
         return self._pages
 
-    def slice(self, index: int, start: int, stop: int) -> np.ndarray:
-        """Tokens of a document, as ever."""
-        found = super().slice(index, start, stop)
-        if found.nbytes:
-            first = found.__array_interface__["data"][0]
-            self._pages.update(range(first // PAGE_BYTES, (first + found.nbytes - 1) // PAGE_BYTES + 1))
+    def slices(self, pieces: Iterable[tuple[int, int, int]]) -> list[np.ndarray]:
+        """Tokens of documents, as ever."""
+        found = super().slices(pieces)
+        for tokens in found:
+            if tokens.nbytes:
+                first = tokens.__array_interface__["data"][0]
+                self._pages.update(range(first // PAGE_BYTES, (first + tokens.nbytes - 1) // PAGE_BYTES + 1))
         return found
 
 

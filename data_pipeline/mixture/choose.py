@@ -50,11 +50,10 @@ class Chooser:
         # The last row of all may be shorter.
         while room and (chosen := self._furthest_behind(shares, sources, row_tokens)) is not None:
             source, epochs = sources[chosen], self._mixture.sources[chosen].epochs
-            rows, stream = self._streams[chosen].take(source.stream, 1, row_tokens, epochs=epochs)
+            rows, taken, stream = self._streams[chosen].take(source.stream, 1, row_tokens, epochs=epochs)
             # Without a row its last epoch ended in blocks that have none: it is used up now.
             room -= len(rows)
             pieces = [piece for pieces in rows for piece in pieces]
-            taken = sum(stop - start for _, start, stop in pieces)
             sources[chosen] = SourcePosition(stream, source.tokens + taken, source.counted + taken)
             first = self._corpus.first_document[chosen]
             row += [(first + document, start, stop) for document, start, stop in pieces]

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 
 import numpy as np
 
-from data_pipeline.rows.batches import Documents
+from data_pipeline.rows.batches import Documents, Pieces
 from data_pipeline.rows.fim import Fim
 
 
@@ -22,6 +22,11 @@ class FimDocuments:
     def check_files(self, documents: Iterable[int]) -> None:
         """As the documents' own."""
         self._documents.check_files(documents)
+
+    def slices(self, pieces: Pieces) -> list[np.ndarray]:
+        """``slice`` of each piece, behind ``check_files``."""
+        self.check_files({document for document, _, _ in pieces})
+        return [self.slice(document, start, stop) for document, start, stop in pieces]
 
     def lengths_of(self, documents: np.ndarray) -> np.ndarray:
         """Tokens of each of these documents [n] as it is read, int64."""

@@ -103,8 +103,7 @@ class FolderOrder:
 
     def rows(self, at: Position, count: int) -> tuple[list[Pieces], Position]:
         """The next ``count`` rows, across as many blocks and epochs as they take."""
-        rows, stream = self._stream.take(at.stream, count, self._seq_len)
-        tokens = sum(stop - start for row in rows for _, start, stop in row)
+        rows, tokens, stream = self._stream.take(at.stream, count, self._seq_len)
         return rows, Position(at.rows_consumed + count, at.tokens_consumed + tokens, stream)
 
     def first_rows(self, most: int) -> list[Pieces]:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import bisect
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from typing import Literal, get_args
 
 import numpy as np
@@ -145,9 +146,19 @@ class RowPlan:
 
     def row(self, index: int) -> list[tuple[int, int, int]]:
         """Pieces of a row in order, each as document, start, stop."""
-        part = slice(int(self.row_offsets[index]), int(self.row_offsets[index + 1]))
-        documents, starts, stops = self.pieces.documents[part], self.pieces.starts[part], self.pieces.stops[part]
-        return list(zip(documents.tolist(), starts.tolist(), stops.tolist(), strict=True))
+        return self.rows(index, index + 1)[0][0]
+
+    def rows(self, first: int, stop: int) -> tuple[list[list[tuple[int, int, int]]], int]:
+        """Rows ``first`` to before ``stop``, each as ``row`` gives it, and their tokens."""
+        ends = self.row_offsets[first : stop + 1].tolist()
+        begin = ends[0]
+        part, columns = slice(begin, ends[-1]), self.pieces
+        # All rows at once: a step may have hundreds of short ones.
+        documents, starts = columns.documents[part].tolist(), columns.starts[part].tolist()
+        stops = columns.stops[part].tolist()
+        pieces = list(zip(documents, starts, stops, strict=True))
+        rows = [pieces[start - begin : end - begin] for start, end in pairwise(ends)]
+        return rows, sum(stops) - sum(starts)
 
     def parts_from(self, row: int) -> Parts:
         """What stands in this row and those behind it, whole again where it was cut for them."""

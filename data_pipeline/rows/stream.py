@@ -77,14 +77,14 @@ class Stream:
 
     def take(
         self, at: StreamPosition, count: int, row_tokens: int, *, epochs: int | None = None
-    ) -> tuple[list[Pieces], StreamPosition]:
-        """The next ``count`` rows of at most ``row_tokens`` tokens, and the position behind them.
+    ) -> tuple[list[Pieces], int, StreamPosition]:
+        """The next ``count`` rows of at most ``row_tokens`` tokens, the tokens in them, and the position behind them.
 
         Fewer where so many ``epochs`` end before. DataError where an epoch has no row at all.
         """
         assert at.excluded == self.planner.excluded, "a position of other exclusions: see rows.change"
         rows: list[Pieces] = []
-        empty = 0
+        tokens = empty = 0
         # What is left of the block is packed anew where its rows had another length so far.
         at = at.at_length(row_tokens)
         while len(rows) < count and (epochs is None or at.epoch < epochs):
@@ -99,7 +99,9 @@ class Stream:
                     f"{' of the shards that are not excluded' * bool(at.excluded)}."
                 )
             stop = min(plan.num_rows, at.block_row + count - len(rows))
-            rows += [plan.row(row) for row in range(at.block_row, stop)]
+            found, found_tokens = plan.rows(at.block_row, stop)
+            rows += found
+            tokens += found_tokens
             epoch, block = self.planner.next_block(at.epoch, at.block)
             if stop > plan.num_rows // 2:
                 # Planned beside the steps to come, which then never wait for it.
@@ -107,7 +109,7 @@ class Stream:
             at = at.moved(stop - at.block_row)
             if stop == plan.num_rows:
                 at = at.at_block(epoch, block)
-        return rows, at
+        return rows, tokens, at
 
     def has_row(self, at: StreamPosition) -> bool:
         """Whether there is a row at this position: of one that was read from a file nobody knows."""

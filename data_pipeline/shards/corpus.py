@@ -5,6 +5,7 @@ from __future__ import annotations
 import bisect
 from collections.abc import Iterable, Sequence
 from itertools import accumulate
+from typing import Any
 
 import numpy as np
 
@@ -59,6 +60,22 @@ class Corpus:
         """``ShardSet.slice`` of a document of any folder."""
         number = self.folder_of(index)
         return self.folders[number].slice(index - self.first_document[number], start, stop)
+
+    def slices(self, pieces: Iterable[tuple[int, int, int]]) -> list[np.ndarray]:
+        """``ShardSet.slices`` of documents of any folder."""
+        # Each folder is asked once: what its pieces are, and where they stand among all.
+        own: dict[int, list[tuple[int, int, int]]] = {}
+        places: dict[int, list[int]] = {}
+        place = -1
+        for place, (document, start, stop) in enumerate(pieces):
+            number = self.folder_of(document)
+            own.setdefault(number, []).append((document - self.first_document[number], start, stop))
+            places.setdefault(number, []).append(place)
+        found: list[Any] = [None] * (place + 1)
+        for number, of_folder in own.items():
+            for place, tokens in zip(places[number], self.folders[number].slices(of_folder), strict=True):
+                found[place] = tokens
+        return found
 
     def document(self, document: int) -> np.ndarray:
         """``ShardSet.document`` of a document of any folder."""

@@ -15,7 +15,7 @@ import numpy as np
 import pyarrow as pa
 
 from data_pipeline.shards.manifest import MANIFEST_FILE, ShardEntry
-from data_pipeline.shards.stamps import FileState, file_state, opened_state
+from data_pipeline.shards.stamps import FileState, cheapest_state, file_state, opened_state
 from data_pipeline.shards.sums import ADVICE, BLOCK_SHIFT, Blocks, advise, read_sums
 from longctx.errors import DataError
 from longctx.files import check_link
@@ -30,7 +30,7 @@ class MappedShard:
 
     def __init__(self, path: Path, state: FileState, blocks: Blocks, content: pa.Buffer, batch: pa.RecordBatch) -> None:
         """DataError where the columns do not lie in the file as they must."""
-        self.path, self.state = path, state
+        self.path, self.state, self.state_now = path, state, cheapest_state(path)
         self._blocks = blocks
         tokens, names = batch.column("tokens"), batch.column("name")
         if tokens.type not in (pa.large_list(pa.uint16()), pa.large_list(pa.uint32())) or names.type != pa.string():
@@ -83,11 +83,12 @@ class MappedShard:
 
     def tokens(self, row: int, start: int = 0, stop: int | None = None) -> np.ndarray:
         """Tokens ``start`` to ``stop`` of a document (to its end if None), as a view."""
-        at = self._offsets_at + _OFFSET * row
-        # ``check`` asks the same. Here it would take a quarter of the time of the whole read.
-        seen = self._blocks.seen
-        if not (seen[at >> BLOCK_SHIFT] and seen[(at + 2 * _OFFSET - 1) >> BLOCK_SHIFT]):
-            self._blocks.check(at, at + 2 * _OFFSET)
+        blocks = self._blocks
+        if not blocks.all_seen:
+            at = self._offsets_at + _OFFSET * row
+            # ``check`` asks the same. Here it would take a quarter of the time of the whole read.
+            if not (blocks.seen[at >> BLOCK_SHIFT] and blocks.seen[(at + 2 * _OFFSET - 1) >> BLOCK_SHIFT]):
+                blocks.check(at, at + 2 * _OFFSET)
         first, last = self._offset_of[row], self._offset_of[row + 1]
         # A slice of wrong offsets would be another document's tokens, or fewer than the plan counts on.
         if not 0 <= first < last <= self._num_tokens:
@@ -97,9 +98,10 @@ class MappedShard:
         first += start
         if first >= last:
             return self.values[:0]
-        begin, end = self._values_at + self._token_bytes * first, self._values_at + self._token_bytes * last
-        if seen.find(0, begin >> BLOCK_SHIFT, ((end - 1) >> BLOCK_SHIFT) + 1) >= 0:
-            self._blocks.check(begin, end)
+        if not blocks.all_seen:
+            begin, end = self._values_at + self._token_bytes * first, self._values_at + self._token_bytes * last
+            if blocks.seen.find(0, begin >> BLOCK_SHIFT, ((end - 1) >> BLOCK_SHIFT) + 1) >= 0:
+                blocks.check(begin, end)
         return self.values[first:last]
 
     def all_tokens(self) -> np.ndarray:

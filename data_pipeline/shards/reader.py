@@ -5,8 +5,8 @@ from __future__ import annotations
 import bisect
 import threading
 from collections import OrderedDict
-from collections.abc import Iterable
-from itertools import accumulate
+from collections.abc import Callable, Iterable, Iterator
+from itertools import accumulate, pairwise
 from pathlib import Path
 
 import numpy as np
@@ -15,7 +15,7 @@ from data_pipeline.shards.copies import LocalCopy, open_folder
 from data_pipeline.shards.exclusions import Exclusions
 from data_pipeline.shards.manifest import Manifest, ShardEntry
 from data_pipeline.shards.mapped import MappedShard, check_size, unreadable
-from data_pipeline.shards.stamps import FileState, opened_state
+from data_pipeline.shards.stamps import FileState
 from data_pipeline.shards.sums import ADVICE
 from data_pipeline.stores.urls import ObjectPath
 from longctx.errors import DataError
@@ -59,6 +59,8 @@ class ShardSet:
         self._first_document = list(accumulate((entry.documents for entry in manifest.shards), initial=0))
         self.num_documents = self._first_document[-1]
         """Documents in all shards, also in those that are excluded: what numbers of documents are below."""
+        self.num_tokens = sum(entry.tokens for entry in exclusions.kept)
+        """Tokens of the shards that are read, document begins and ends included."""
         # Where all of them may be mapped, nobody has to know which was used last.
         self._maps_all = len(manifest.shards) <= max_mapped
 
@@ -76,11 +78,6 @@ class ShardSet:
         exclusions = copy.exclusions if copy is not None else Exclusions.load(found, manifest)
         return cls(found, exclusions, verify=verify, max_mapped=max_mapped, copy=copy)
 
-    @property
-    def num_tokens(self) -> int:
-        """Tokens of the shards that are read, document begins and ends included."""
-        return sum(entry.tokens for entry in self.exclusions.kept)
-
     def check_files(self, documents: Iterable[int]) -> None:
         """DataError where a file of these documents was cut short, removed or replaced since it was mapped.
 
@@ -96,25 +93,18 @@ class ShardSet:
         DataError for offsets that cannot be right. Those of excluded shards are what was kept of them.
         """
         lengths = np.empty(len(documents), np.int64)
-        shards = np.searchsorted(self._first_document, documents, side="right") - 1
-        # Runs of documents of one shard.
-        bounds = np.flatnonzero(np.diff(shards)) + 1
-        for part in np.split(np.arange(len(documents)), bounds):
-            if len(part):
-                number = int(shards[part[0]])
-                rows = documents[part] - self._first_document[number]
-                if number in self.excluded:
-                    lengths[part] = self.exclusions.lengths_of(number)[rows]
-                else:
-                    lengths[part] = self._current(number).lengths_of(rows)
+        for number, part in _runs(np.searchsorted(self._first_document, documents, side="right") - 1):
+            rows = documents[part] - self._first_document[number]
+            if number in self.excluded:
+                lengths[part] = self.exclusions.lengths_of(number)[rows]
+            else:
+                lengths[part] = self._current(number).lengths_of(rows)
         return lengths
 
     def longest_document(self) -> int:
         """Tokens of the longest document; 0 without one. Reads the offsets of all shards, 8 bytes a document."""
-        longest = 0
-        for number in set(range(len(self.manifest.shards))) - set(self.excluded):
-            longest = max(longest, self._current(number).longest_document())
-        return longest
+        kept = set(range(len(self.manifest.shards))) - set(self.excluded)
+        return max((self._current(number).longest_document() for number in kept), default=0)
 
     def document(self, index: int) -> np.ndarray:
         """All tokens of document ``index``, a read-only view (uint16 or uint32); DataError for wrong offsets."""
@@ -122,12 +112,21 @@ class ShardSet:
         return shard.tokens(row)
 
     def slice(self, index: int, start: int, stop: int) -> np.ndarray:
-        """Tokens ``start`` to ``stop`` of document ``index``, a read-only view; only their blocks are touched.
-
-        Both count from the document's beginning; beyond its end there are none.
-        """
+        """Tokens ``start`` to ``stop`` of document ``index``, none beyond its end; their blocks alone are touched."""
         shard, row = self._find(index)
         return shard.tokens(row, start, stop)
+
+    def slices(self, pieces: Iterable[tuple[int, int, int]]) -> list[np.ndarray]:
+        """``slice`` of each piece (document, start, stop), behind ``check_files``: each file is looked at once."""
+        found: list[np.ndarray] = []
+        first_document, checked = self._first_document, dict[int, Callable[[int, int, int], np.ndarray]]()
+        for document, start, stop in pieces:
+            number = bisect.bisect_right(first_document, document) - 1
+            tokens_of = checked.get(number)
+            if tokens_of is None:
+                tokens_of = checked[number] = self._current(number).tokens
+            found.append(tokens_of(document - first_document[number], start, stop))
+        return found
 
     def name(self, index: int) -> str:
         """The name of document ``index`` in its source."""
@@ -147,14 +146,14 @@ class ShardSet:
         if not 0 <= index < self.num_documents:
             raise IndexError(f"document {index} of {self.num_documents}")
         number = bisect.bisect_right(self._first_document, index) - 1
-        shard = None
-        if self._maps_all:
-            # Without the lock, which costs as much as the rest of a read.
-            shard = self._mapped.get(number)
-        return shard or self._shard(number), index - self._first_document[number]
+        return self._shard(number), index - self._first_document[number]
 
     def _shard(self, number: int) -> MappedShard:
         """One shard, mapped again where it no longer is; DataError where it is no longer as the manifest says."""
+        shard = self._mapped.get(number)
+        if shard is not None and self._maps_all:
+            # Without the lock, which costs as much as the rest of a read.
+            return shard
         with self._lock:
             shard = self._mapped.get(number)
             if shard is None:
@@ -168,6 +167,8 @@ class ShardSet:
 
     def _current(self, number: int) -> MappedShard:
         """One shard; DataError where its file is no longer the one that was mapped."""
+        if number < 0:
+            raise IndexError("documents are numbered from 0")
         shard = self._mapped.get(number)
         # Mapping asks the same.
         if shard is not None and not _is_unchanged(shard, self.manifest.shards[number]):
@@ -182,6 +183,14 @@ def _check_sizes(folder: Path, entries: Iterable[ShardEntry]) -> None:
     for entry in entries:
         # Cheap, and enough for a copy that was cut short.
         check_size(folder, entry)
+
+
+def _runs(shards: np.ndarray) -> Iterator[tuple[int, slice]]:
+    """Yield each run of equal numbers [n]: the number, and where it stands."""
+    ends = [0, *(np.flatnonzero(np.diff(shards)) + 1).tolist(), len(shards)]
+    for start, stop in pairwise(ends):
+        if start < stop:
+            yield int(shards[start]), slice(start, stop)
 
 
 def _open_shard(shards: ShardSet, number: int) -> MappedShard:
@@ -211,7 +220,7 @@ def manifest_tokenizer(folder: Path, manifest: Manifest) -> Tokenizer:
 def _is_unchanged(shard: MappedShard, entry: ShardEntry) -> bool:
     """Whether nobody wrote to a file since it was mapped; DataError where it is another one, or gone."""
     try:
-        state = opened_state(shard.path)
+        state = shard.state_now(shard.path)
     except OSError as error:
         raise unreadable(shard.path, error) from error
     if state != shard.state:

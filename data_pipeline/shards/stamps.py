@@ -9,6 +9,8 @@ from __future__ import annotations
 import json
 import os
 import socket
+from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 
 import xxhash
@@ -24,10 +26,13 @@ FileState = tuple[int, int, int, int]
 _NETWORK = ("nfs", "lustre", "ceph", "gpfs", "beegfs", "glusterfs", "cifs", "smb", "9p", "virtiofs", "fuse.")
 """How the types of file systems begin that several hosts see."""
 
+_LOCAL = ("ext2", "ext3", "ext4", "f2fs", "tmpfs", "xfs")
+"""Types of file systems that answer for their own disk or memory, always with what is there now."""
+
 
 def file_state(path: Path) -> FileState:
     """What the system says of a file; OSError where there is none."""
-    return _state(path.stat())
+    return _state(os.stat(path))  # noqa: PTH116, asked for every batch: pathlib takes a third more
 
 
 def opened_state(path: Path) -> FileState:
@@ -37,6 +42,16 @@ def opened_state(path: Path) -> FileState:
         return _state(os.fstat(handle))
     finally:
         os.close(handle)
+
+
+def cheapest_state(path: Path) -> Callable[[Path], FileState]:
+    """What says how a file is now: ``file_state`` where the system itself has it, else ``opened_state``.
+
+    The first takes half the time of the second, and a row of some thousand tokens is read in not much more.
+    """
+    if _is_local(path.stat().st_dev):
+        return file_state
+    return opened_state
 
 
 def _state(status: os.stat_result) -> FileState:
@@ -95,6 +110,21 @@ def _machine() -> str:
         return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     except OSError:
         return socket.gethostname()
+
+
+@cache
+def _is_local(device: int) -> bool:
+    """Whether a device's file system is one of ``_LOCAL``; not where the system does not say."""
+    number = f"{os.major(device)}:{os.minor(device)}"
+    try:
+        lines = Path("/proc/self/mountinfo").read_text().splitlines()
+    except OSError:
+        return False
+    for line in lines:
+        before, _, after = line.partition(" - ")
+        if before.split()[2] == number:
+            return after.split()[0] in _LOCAL
+    return False
 
 
 def _mount_of(path: Path) -> tuple[str, str]:

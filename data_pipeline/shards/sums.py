@@ -90,6 +90,8 @@ class Blocks:
         else:
             self.seen = bytearray(b"\1") * count
         self._seen_view = np.frombuffer(self.seen, np.uint8)
+        self.all_seen = sums is None
+        """Whether all have been: then nobody has to look for one that has not."""
 
     def check(self, start: int, stop: int) -> None:
         """DataError where a block with some of these bytes is damaged."""
@@ -122,6 +124,7 @@ class Blocks:
                 raise damaged_blocks(self._path, begin, min(end, stop))
             self.seen[number] = 1
             number = self.seen.find(0, number + 1, last)
+        self.all_seen = self.seen.find(0) < 0
 
     def _bring(self, begin: int, end: int) -> None:
         """Have the system read these bytes into memory; DataError where a read would end the process by a signal."""

@@ -7,8 +7,9 @@ all-to-all over heads gives each of its ranks all of those tokens, in order, wit
 
 from __future__ import annotations
 
+import functools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -18,7 +19,7 @@ from torch import Tensor
 from longctx.batch import PackedDocuments
 from longctx.errors import ConfigError
 from parallel.layout.balanced import assign
-from parallel.layout.zigzag import head_and_tail
+from parallel.layout.zigzag import Pieces, head_and_tail
 
 KINDS = ("contiguous", "zigzag", "striped", "balanced")
 
@@ -77,7 +78,11 @@ class SequenceLayout:
         """
         check_layout(kind, num_tokens, degree, ulysses)
         documents = PackedDocuments.of(cu_seqlens, num_tokens)
-        runs = tuple(_ring_runs(kind, num_tokens, degree // ulysses, documents.bounds))
+        ring_degree = degree // ulysses
+        if kind == "balanced" and ring_degree > 1:
+            runs = _runs_of(assign(num_tokens, ring_degree, documents.bounds))
+        else:
+            runs = _fixed_runs(kind, num_tokens, ring_degree)
         return cls(kind, num_tokens, degree, ulysses, runs)
 
     @property
@@ -139,22 +144,21 @@ class SequenceLayout:
         return torch.cat([cut for _, cut in sorted(pieces, key=lambda p: p[0])], dim)
 
 
-def _ring_runs(kind: str, num_tokens: int, degree: int, bounds: Sequence[int]) -> Iterator[Runs]:
-    """The runs of each of ``degree`` ring ranks."""
+# The same in every micro-batch of a run; its validation may have another length.
+@functools.lru_cache(maxsize=16)
+def _fixed_runs(kind: str, num_tokens: int, degree: int) -> tuple[Runs, ...]:
+    """The runs of each of ``degree`` ring ranks, where they are the same whatever the documents."""
+    if kind == "zigzag" and degree > 1:
+        return _runs_of(head_and_tail(num_tokens, degree))
     tokens_per_rank = num_tokens // degree
     if kind == "striped":
-        for rank in range(degree):
-            yield (Run(rank, tokens_per_rank, degree),)
-    elif kind == "contiguous" or degree == 1:
-        for rank in range(degree):
-            yield (Run(rank * tokens_per_rank, tokens_per_rank, 1),)
-    else:
-        if kind == "zigzag":
-            assigned = head_and_tail(num_tokens, degree)
-        else:
-            assigned = assign(num_tokens, degree, bounds)
-        for pieces in assigned:
-            yield tuple(Run(start, count, 1) for start, count in pieces)
+        return tuple((Run(rank, tokens_per_rank, degree),) for rank in range(degree))
+    return tuple((Run(rank * tokens_per_rank, tokens_per_rank, 1),) for rank in range(degree))
+
+
+def _runs_of(assigned: Iterable[Pieces]) -> tuple[Runs, ...]:
+    """Pieces that ring ranks were assigned, as runs."""
+    return tuple(tuple(Run(start, count, 1) for start, count in pieces) for pieces in assigned)
 
 
 def _cut_rows(runs: Runs, start: int, stop: int) -> Runs:

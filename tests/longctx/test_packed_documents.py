@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from itertools import accumulate
+from itertools import accumulate, pairwise
 
 import numpy as np
 import pytest
@@ -30,6 +30,24 @@ def test_counts_are_those_of_the_lengths(lengths):
     assert documents.longest == max(lengths, default=0)
     assert documents.cu_seqlens.dtype == torch.int64
     assert documents.cu_seqlens.tolist() == list(documents.bounds)
+
+
+@given(lengths_of_documents)
+def test_from_lengths_they_are_the_same(lengths):
+    made, documents = PackedDocuments.of_lengths(lengths), PackedDocuments.of(bounds_of(lengths))
+    assert vars(made) == vars(documents)
+    assert (made, hash(made)) == (documents, hash(documents))
+
+
+@given(lengths_of_documents, st.data())
+def test_what_lies_within_is_found_document_by_document(lengths, data):
+    documents = PackedDocuments.of(bounds_of(lengths))
+    start = data.draw(st.integers(0, documents.num_tokens))
+    stop = data.draw(st.integers(0, documents.num_tokens))
+    clipped = [
+        (number, max(start, first), min(stop, last)) for number, (first, last) in enumerate(pairwise(documents.bounds))
+    ]
+    assert documents.within(start, stop) == [(number, a, b) for number, a, b in clipped if a < b]
 
 
 @given(lengths_of_documents)

@@ -221,11 +221,11 @@ class TestStages:
         for row_tokens, count in lengths:
             for _ in range(count):
                 if at.epoch == 0:
-                    taken, at = stream.take(at, 1, row_tokens)
+                    taken, _, at = stream.take(at, 1, row_tokens)
                     rows += taken
                     assert stream.has_row(at)
         while at.epoch == 0:
-            taken, at = stream.take(at, 1, 100)
+            taken, _, at = stream.take(at, 1, 100)
             rows += taken
         assert pieces_of(rows) == whole(folder, "mixed")
 

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from itertools import cycle
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from data_pipeline.rows.batches import Pieces, Share, build_batch, build_share
+from data_pipeline.shards import reader
 from data_pipeline.shards.corpus import Corpus
 from data_pipeline.shards.reader import ShardSet
 from longctx.batch import IGNORED_TARGET, PADDING_DOCUMENT
@@ -116,6 +120,77 @@ def test_each_document_says_its_source(odd):
     assert batch.sources is not None
     assert batch.sources.tolist() == [1, 0, -1, 2, -1, -1]
     assert build_batch(odd, [[(3, 0, 9)]], 30).unpack().sources is None
+
+
+@settings(deadline=None, max_examples=60)
+@given(case=some_rows(), folders=st.lists(st.integers(0, 2), min_size=1, max_size=40))
+def test_documents_of_several_folders_come_in_their_order(odd, case, folders):
+    rows, row_tokens = case
+    of_piece = cycle(folders)
+    strewn = [
+        [(next(of_piece) * len(LENGTHS) + document, start, stop) for document, start, stop in row] for row in rows
+    ]
+    one, several = build_batch(odd, rows, row_tokens), build_batch(Corpus((odd, odd, odd)), strewn, row_tokens)
+    for name in ("ids", "spans", "ends", "bounds"):
+        assert torch.equal(getattr(one, name), getattr(several, name))
+
+
+@dataclass(frozen=True)
+class TypedShards:
+    """Documents of which each is read in a type of its own, as those that are filled in are beside others."""
+
+    shards: ShardSet
+    types: tuple[type, ...]
+    padding: int = 3
+    first_documents: tuple[int, ...] = (0,)
+
+    def check_files(self, documents) -> None:
+        self.shards.check_files(documents)
+
+    def lengths_of(self, documents: np.ndarray) -> np.ndarray:
+        return self.shards.lengths_of(documents)
+
+    def slice(self, index: int, start: int, stop: int) -> np.ndarray:
+        return self.shards.slice(index, start, stop).astype(self.types[index % len(self.types)])
+
+    def slices(self, pieces: Pieces) -> list[np.ndarray]:
+        return [self.slice(document, start, stop) for document, start, stop in pieces]
+
+
+@settings(deadline=None, max_examples=60)
+@given(case=some_rows(), types=st.lists(st.sampled_from([np.uint16, np.uint32, np.int32]), min_size=1, max_size=4))
+@pytest.mark.parametrize("step", [1, 3])
+def test_ids_are_the_same_whatever_types_they_are_read_in(odd, case, types, step):
+    rows, row_tokens = case
+    run = (0, 1 + (len(rows) * row_tokens - 1) // step, step)
+    typed = TypedShards(odd, tuple(types), odd.padding)
+    found, wanted = (
+        build_share(shards, rows, row_tokens, lambda documents: Share(documents, [run], None))[0]
+        for shards in (typed, odd)
+    )
+    assert found.ids.dtype == torch.int32
+    assert torch.equal(found.ids, wanted.ids)
+
+
+def test_each_file_is_looked_at_once_for_a_batch(odd, monkeypatch):
+    looked_at: list[str] = []
+
+    def watched(shard, entry) -> bool:
+        looked_at.append(shard.path.name)
+        return True
+
+    rows = [[(document, 0, 1) for document in (*range(len(LENGTHS)), 0, 10)]] * 3
+    build_batch(odd, rows, 13)
+    monkeypatch.setattr(reader, "_is_unchanged", watched)
+    build_batch(odd, rows, 13)
+    assert sorted(looked_at) == sorted(entry.file for entry in odd.manifest.shards)
+
+
+def test_there_is_no_document_before_the_first(odd):
+    with pytest.raises(IndexError):
+        odd.slices([(-1, 0, 1)])
+    with pytest.raises(IndexError):
+        odd.slices([(0, 0, 1), (len(LENGTHS), 0, 1)])
 
 
 def test_four_bytes_a_token_travel(odd):

@@ -76,7 +76,7 @@ def order_of(folder: Path, **options: Any) -> FolderOrder:
 
 def take(order: FolderOrder, at: Position, epoch: int) -> tuple[list, Position]:
     """The next row, or none where the epoch ends: its last blocks may be empty."""
-    rows, stream = Stream(order.planner).take(at.stream, 1, SEQ_LEN, epochs=epoch + 1)
+    rows, _, stream = Stream(order.planner).take(at.stream, 1, SEQ_LEN, epochs=epoch + 1)
     tokens = sum(stop - start for row in rows for _, start, stop in row)
     return rows, Position(at.rows_consumed + len(rows), at.tokens_consumed + tokens, stream)
 

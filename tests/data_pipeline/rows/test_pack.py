@@ -32,6 +32,14 @@ def test_rows_hold_something_and_never_too_much(lengths, seq_len, seed):
     assert plan.row_tokens.tolist() == sizes
 
 
+@given(LENGTHS, SEQ_LENS, st.data())
+def test_rows_at_once_are_the_rows(lengths, seq_len, data):
+    plan = plan_rows(np.array(lengths, int), seq_len)
+    first = data.draw(st.integers(0, plan.num_rows))
+    stop = data.draw(st.integers(first, plan.num_rows))
+    assert plan.rows(first, stop) == (rows(plan)[first:stop], plan.row_tokens[first:stop].sum())
+
+
 @given(LENGTHS, SEQ_LENS, st.integers(0, 5))
 def test_only_documents_longer_than_a_row_are_cut_and_only_at_its_multiples(lengths, seq_len, seed):
     plan = plan_rows(np.array(lengths, int), seq_len, seed=seed)

@@ -15,6 +15,7 @@ import pytest
 
 from data_pipeline.loader import build_loader
 from data_pipeline.rows.batches import build_batch
+from data_pipeline.shards import stamps
 from data_pipeline.shards.reader import ShardSet
 from data_pipeline.texts import read_texts
 from longctx.errors import DataError
@@ -57,9 +58,13 @@ CHANGES: dict[str, tuple[Callable[[Path], None], str]] = {
 }
 
 
+@pytest.mark.parametrize("is_local", [True, False])
 @pytest.mark.parametrize("has_sums", [True, False])
 @pytest.mark.parametrize("change", CHANGES)
-def test_every_way_to_read_it_names_the_file(folder: Path, change: str, has_sums: bool):
+def test_every_way_to_read_it_names_the_file(
+    folder: Path, change: str, has_sums: bool, is_local: bool, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(stamps, "_is_local", lambda device: is_local)
     if not has_sums:
         if change == "written to":
             pytest.skip("nothing vouches for what is written there")

@@ -192,6 +192,7 @@ class TestNothingMoreIsTouched:
                 blocks.check(start, stop)
             with expected:
                 blocks.check_items(np.array([start]), stop - start)
+            assert blocks.all_seen == all(blocks.seen)
 
     def test_what_was_seen_is_not_read_again(self, copied: Path):
         shards = ShardSet.open(copied)

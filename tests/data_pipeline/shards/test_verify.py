@@ -11,7 +11,14 @@ import pytest
 from data_pipeline.shards.exclusions import Exclusions
 from data_pipeline.shards.manifest import Manifest
 from data_pipeline.shards.reader import ShardSet
-from data_pipeline.shards.stamps import cache_folder, place_of
+from data_pipeline.shards.stamps import (
+    _is_local,
+    cache_folder,
+    cheapest_state,
+    file_state,
+    opened_state,
+    place_of,
+)
 from data_pipeline.shards.verify import FolderCheck, deal, open_verified
 from longctx.errors import DataError
 from longctx.files import hash_file
@@ -184,6 +191,34 @@ def test_place_is_the_network_file_system_or_this_machine(tmp_path: Path, monkey
     assert place_of(tmp_path) == "nfs4 server:/data"
     assert place_of(Path("/")) == place_of(Path("/"))
     assert "nfs" not in place_of(Path("/"))
+
+
+@pytest.mark.parametrize(
+    ("kind", "way"),
+    [
+        ("ext4", file_state),
+        ("tmpfs", file_state),
+        ("nfs4", opened_state),
+        ("overlay", opened_state),
+        (None, opened_state),
+    ],
+)
+def test_a_file_is_opened_unless_its_own_machine_has_it(tmp_path: Path, monkeypatch, kind: str | None, way):
+    device = tmp_path.stat().st_dev
+    lines = ["1 2 0:0 / /elsewhere rw - nfs server:/data rw"]
+    if kind is not None:
+        lines.append(f"1 2 {os.major(device)}:{os.minor(device)} / {tmp_path} rw shared:1 - {kind} what rw")
+    read = Path.read_text
+    monkeypatch.setattr(
+        Path, "read_text", lambda path, *a: "\n".join(lines) if path.name == "mountinfo" else read(path, *a)
+    )
+    _is_local.cache_clear()
+    try:
+        assert cheapest_state(tmp_path) is way
+    finally:
+        _is_local.cache_clear()
+    (tmp_path / "file").write_bytes(b"some")
+    assert file_state(tmp_path / "file") == opened_state(tmp_path / "file")
 
 
 @pytest.mark.parametrize("parts", [1, 2, 3, 7])
