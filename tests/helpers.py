@@ -128,8 +128,8 @@ def _lead(folder: str, world_size: int, timeout: float) -> int:
         (Path(folder) / "failed_timeout").write_text(
             f"{len(children)} of {world_size} ranks still ran after {timeout} s"
         )
-    # Let the peers write what they saw: on a busy machine it takes them a while.
-    deadline = time.monotonic() + 3.0
+    # Let the peers write what they saw.
+    deadline = time.monotonic() + 1.0
     while failed and children and time.monotonic() < deadline:
         children = [child for child in children if os.waitpid(child, os.WNOHANG) == (0, 0)]
         time.sleep(0.01)

@@ -72,6 +72,7 @@ def test_our_contender_gives_what_the_loader_gives(made, tmp_path):
         assert np.array_equal(row.unpack().tokens.numpy(), wanted.tokens.numpy())
 
 
+@pytest.mark.slow
 def test_contenders_take_turns_and_who_is_missing_is_named(made, monkeypatch):
     monkeypatch.setattr(contest, "PEERS_PYTHON", Path("/nowhere"))
     monkeypatch.setattr(contest, "MOST_SECONDS", 0.02)
@@ -91,6 +92,7 @@ def test_contenders_take_turns_and_who_is_missing_is_named(made, monkeypatch):
             assert row["share"] == 1.0 or row["contender"] != COPY
 
 
+@pytest.mark.slow
 def test_a_contender_that_fails_says_why_and_the_others_go_on(made, monkeypatch, tmp_path):
     monkeypatch.setattr(contest, "MOST_SECONDS", 0.02)
     copy, ours = (next(of for of in HERE if of.name == name) for name in (COPY, OURS))

@@ -16,6 +16,7 @@ import pytest
 from launcher.cli.console import program
 from launcher.cli.duplicates import Duplicates
 from launcher.cli.verbs import UNBUILT, VERBS, Verb, parse
+from launcher.cli.workers import Workers
 from longctx import __version__
 from tests.helpers import REPOSITORY
 from tests.launcher.cli.calls import call, start
@@ -68,7 +69,7 @@ class TestHelp:
             "validation_fraction": 0.5,
             "shard_tokens": None,
             "duplicates": Duplicates(),
-            "workers": None,
+            "crew": Workers(),
             "exact": False,
             "overwrite": False,
             "json": True,
