@@ -1,6 +1,7 @@
 """The order of a run's rows: which documents stand in row n of all, for any number of ranks. Here that of one folder.
 
-``data_pipeline.mixture.order`` has that of several. An order holds no position: the loader has one, and asks for what follows.
+``data_pipeline.mixture.order`` has that of several. An order holds no position: the loader has one, and asks for what
+follows.
 """
 
 from __future__ import annotations
