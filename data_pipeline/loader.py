@@ -55,6 +55,7 @@ def build_loader(
     shuffle: bool = True,
     packing: Packing = BEST_FIT,
     cost: Cost | None = None,
+    lockstep: bool = False,
     verify: bool = True,
     open_folder: Open | None = None,
 ) -> Loader:
@@ -62,7 +63,8 @@ def build_loader(
 
     ``rows_per_step`` counts rows of all ranks and micro-batches together. A micro-batch is [rows, seq_len], of at most
     ``micro_batch_rows`` rows: where these do not divide a rank's rows of a step, some have one less than others.
-    With ``cost``, the work of a row, the rows of a step are dealt out so that ranks have as much (``rows.balance``).
+    With ``cost``, the work of a row, the rows of a step are dealt out so that ranks have as much (``rows.balance``),
+    with ``lockstep`` in each micro-batch.
     With ``verify`` nothing damaged is ever read (``open_verified``); a folder that is open already is taken as it is.
     ``open_folder`` opens folders in another way.
     Raises ``ConfigError`` for sizes that do not fit, ``DataError`` for a folder that cannot be read.
@@ -81,6 +83,7 @@ def build_loader(
         data_rank=data_rank,
         data_degree=data_degree,
         cost=cost,
+        lockstep=lockstep,
     )
 
 
@@ -180,6 +183,7 @@ class Loader:
         data_rank: int,
         data_degree: int,
         cost: Cost | None = None,
+        lockstep: bool = False,
     ) -> None:
         """``order`` numbers the documents of all ``folders``, as ``Corpus`` does."""
         self.folders = tuple(folders)
@@ -187,7 +191,7 @@ class Loader:
         self._documents = documents_in(folders, order.fims)
         self._order = order
         self.seq_len = seq_len
-        self._cost = cost
+        self._cost, self._lockstep = cost, lockstep
         self.micro_batches = MicroBatches.deal(rows_per_step, most_rows=micro_batch_rows, data_degree=data_degree)
         """How the rows of a step are dealt out."""
         self._rows_per_step = rows_per_step
@@ -290,7 +294,8 @@ class Loader:
         if self._cost is None:
             return list(enumerate(rows))
         costs = [self._cost(lengths) for lengths in lengths_of(rows, self.seq_len)]
-        return [(number, rows[number]) for number in balanced(costs, self.micro_batches)]
+        places = balanced(costs, self.micro_batches, lockstep=self._lockstep)
+        return [(number, rows[number]) for number in places]
 
     def _next_rows(self) -> list[tuple[int, Pieces]]:
         """Those of this data rank's next micro-batch."""

@@ -222,29 +222,35 @@ def cost(lengths: Sequence[int]) -> int:
 class Work:
     """The work of a step's ranks."""
 
-    most: int
+    most: float
     mean: float
     least: float
     """What the busiest rank has at least: ranks have equally many rows, and one of them has the costliest."""
+    lockstep: float
+    """What the busiest rank of each micro-batch has, all micro-batches together."""
 
     @classmethod
     def of(cls, costs: Sequence[int], places: Iterable[int], dealt: MicroBatches) -> Work:
         """That of rows which lie at these places."""
-        placed = list(places)
-        loads = []
-        for rank in range(dealt.data_degree):
-            rows = [row for number in range(len(dealt)) for row in dealt.rows(number, rank)]
-            loads.append(sum(costs[placed[row]] for row in rows))
-        mean, ascending = sum(loads) / len(loads), sorted(costs)
+        placed, ascending = list(places), sorted(costs)
+        loads = np.array(
+            [
+                [sum(costs[placed[row]] for row in dealt.rows(number, rank)) for rank in range(dealt.data_degree)]
+                for number in range(len(dealt))
+            ],
+            np.float64,
+        )
+        sums = loads.sum(0)
         beside = len(costs) // dealt.data_degree - 1
-        return cls(max(loads), mean, max(mean, ascending[-1] + sum(ascending[:beside])))
+        least = max(sums.mean(), ascending[-1] + sum(ascending[:beside]))
+        return cls(float(sums.max()), float(sums.mean()), float(least), float(loads.max(1).sum()))
 
 
 def measure_packing(corpus: Path, seq_len: int, steps: int = 8) -> dict[str, Any]:
     """What an epoch's rows waste, and by what factor the busiest data rank holds up the others.
 
     The factor is the work of the busiest ranks of all steps over the mean rank's: with rows as they come, and as
-    the loader deals them out.
+    the loader deals them out. In lockstep it is that of the busiest ranks of all micro-batches.
     """
     shards = ShardSet.open(corpus / SHARDS)
     _, order = open_order(shards, seq_len)
@@ -252,12 +258,13 @@ def measure_packing(corpus: Path, seq_len: int, steps: int = 8) -> dict[str, Any
     lengths = shards.lengths_of(np.arange(shards.num_documents))
     least = -(-shards.num_tokens // seq_len) * seq_len - shards.num_tokens
     dealt = MicroBatches.deal(DATA_RANKS * MICRO_BATCHES, most_rows=1, data_degree=DATA_RANKS)
-    as_they_come, as_dealt, at = [], [], order.start()
+    as_they_come, as_dealt, as_they_meet, at = [], [], [], order.start()
     for _ in range(steps):
         rows, at = order.rows(at, DATA_RANKS * MICRO_BATCHES)
         costs = [cost(of) for of in lengths_of(rows, seq_len)]
         as_they_come.append(Work.of(costs, range(len(costs)), dealt))
         as_dealt.append(Work.of(costs, balanced(costs, dealt), dealt))
+        as_they_meet.append(Work.of(costs, balanced(costs, dealt, lockstep=True), dealt))
     return {
         "seq_len": seq_len,
         "rows": report.rows,
@@ -270,8 +277,14 @@ def measure_packing(corpus: Path, seq_len: int, steps: int = 8) -> dict[str, Any
         "straggler": _factor(as_dealt),
         "straggler_least": sum(work.least for work in as_dealt) / sum(work.mean for work in as_dealt),
         "straggler_worst": max(work.most / work.mean for work in as_dealt),
+        "lockstep_as_they_come": _waited(as_they_come),
+        "lockstep": _waited(as_they_meet),
     }
 
 
 def _factor(steps: Sequence[Work]) -> float:
     return sum(work.most for work in steps) / sum(work.mean for work in steps)
+
+
+def _waited(steps: Sequence[Work]) -> float:
+    return sum(work.lockstep for work in steps) / sum(work.mean for work in steps)

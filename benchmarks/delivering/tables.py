@@ -89,10 +89,13 @@ def of_packing(result: dict[str, Any]) -> Lines:
                     f"{row['straggler_as_they_come']:.3f}",
                     f"**{row['straggler']:.3f}**",
                     f"{row['straggler_least']:.3f}",
+                    f"{row['lockstep_as_they_come']:.3f}",
+                    f"{row['lockstep']:.3f}",
                 ]
             )
     head = ["corpus", "tokens of a row", "rows", "padding", "of it in the last row", "cut, of the longer ones"]
-    return [*head, "busiest rank over the mean: as they come", "as dealt out", "least, rows equally many"], rows
+    head += ["busiest rank over the mean: as they come", "as dealt out", "least, rows equally many"]
+    return [*head, "of each micro-batch: as they come", "as dealt out in lockstep"], rows
 
 
 def of_build(result: dict[str, Any]) -> Lines:

@@ -19,7 +19,10 @@ STEPS = 64
 
 @dataclass(frozen=True, kw_only=True)
 class StepWork:
-    """The busiest data rank's work of each step as a multiple of the mean rank's."""
+    """The busiest data rank's work of each step as a multiple of the mean rank's.
+
+    In lockstep, that of each micro-batch's busiest one, all micro-batches together.
+    """
 
     in_order: list[float]
     balanced: list[float]
@@ -46,11 +49,12 @@ def survey(
     *,
     documents: int,
     steps: int = STEPS,
+    lockstep: bool = False,
 ) -> Survey:
     """Plan the first rows of a run, reading no tokens: blocks with at least so many ``documents`` for the packing.
 
     ``cost`` is the work of a row of documents of these lengths. Of a short epoch there are fewer ``steps``, at least
-    one where a step has rows enough.
+    one where a step has rows enough. With ``lockstep`` ranks wait for one another in each micro-batch.
     """
     packing = order.report(order.start(), documents=documents)
     rows_per_step = sum(micro_batches.sizes) * micro_batches.data_degree
@@ -65,8 +69,9 @@ def survey(
     costs = [cost(lengths) for lengths in lengths_of(rows, seq_len)]
     for first in range(0, len(rows) - rows_per_step + 1, rows_per_step):
         of_step = costs[first : first + rows_per_step]
-        work.in_order.append(_straggler(of_step, list(range(rows_per_step)), micro_batches))
-        work.balanced.append(_straggler(of_step, balanced(of_step, micro_batches), micro_batches))
+        places = balanced(of_step, micro_batches, lockstep=lockstep)
+        work.in_order.append(straggler(of_step, range(rows_per_step), micro_batches, lockstep=lockstep))
+        work.balanced.append(straggler(of_step, places, micro_batches, lockstep=lockstep))
     return Survey(
         packing=packing,
         steps_of_epoch=packing.rows / rows_per_step,
@@ -75,10 +80,19 @@ def survey(
     )
 
 
-def _straggler(costs: Sequence[int], places: Sequence[int], micro_batches: MicroBatches) -> float:
-    """The work of the busiest rank over that of the mean one."""
-    loads = np.zeros(micro_batches.data_degree)
-    for rank in range(micro_batches.data_degree):
-        for number in range(len(micro_batches)):
-            loads[rank] += sum(costs[places[place]] for place in micro_batches.rows(number, rank))
-    return float(loads.max() / loads.mean())
+def straggler(costs: Sequence[int], places: Sequence[int], micro_batches: MicroBatches, *, lockstep: bool) -> float:
+    """What ranks wait for over the mean rank's work, where the row ``places[n]`` lies at place n.
+
+    That is the busiest rank's work of the step; in lockstep the sum of each micro-batch's busiest one.
+    """
+    loads = np.array(
+        [
+            [sum(costs[places[place]] for place in micro_batches.rows(number, rank)) for rank in range(micro_batches.data_degree)]
+            for number in range(len(micro_batches))
+        ],
+        np.float64,
+    )
+    waited = loads.sum(0).max()
+    if lockstep:
+        waited = loads.max(1).sum()
+    return float(waited / loads.sum(0).mean())

@@ -35,7 +35,8 @@ def plan(
 
     Takes the config and flags of pretrain.py. Lengths are read, tokens are not.
     The work of a rank is the model's FLOPs for its documents. Where the busiest one has more than the mean, the others
-    wait for it in every step: with rows in their order, and with data.balance.
+    wait for it in every step, or in every micro-batch with zero.stage 2 or 3 and with experts on several data ranks:
+    with rows in their order, and with data.balance.
 
     Args:
         config: The run's file, or a recipe's name.
@@ -51,6 +52,7 @@ def plan(
     from data_pipeline.shards.reader import ShardSet
     from launcher.config.check import check_run
     from launcher.config.load import load_run_config
+    from launcher.config.lockstep import in_lockstep
     from launcher.config.side_by_side import settle_context
     from launcher.metrics.throughput import training_flops
     from launcher.plan.world import World
@@ -69,7 +71,8 @@ def plan(
     folders, order = open_order(data.train, data.seq_len, open_folder=open_folder, **order_of)
     cost = partial(training_flops, run_config.model.config())
     with progress(f"planning {data.train}"):
-        found = survey(order, data.seq_len, micro_batches, cost, documents=PLANNED_DOCUMENTS)
+        lockstep = in_lockstep(run_config)
+        found = survey(order, data.seq_len, micro_batches, cost, documents=PLANNED_DOCUMENTS, lockstep=lockstep)
     # Before the table, which names it.
     if output is not None:
         from launcher.report.packing import packing_picture
@@ -88,7 +91,7 @@ def plan(
     for shards in folders:
         if shards.excluded:
             say("\n".join(excluded_lines(str(shards.folder), shards.exclusions)) + "\n")
-    say(table(["", ""], _lines(found, run_config.train.steps)))
+    say(table(["", ""], _lines(found, run_config.train.steps, lockstep=lockstep)))
     say("\n" + table(["tokens of a piece", "share of tokens"], _lengths(found)))
     if isinstance(order, MixedOrder):
         rows = run_config.train.steps * run_config.rows_per_step
@@ -145,7 +148,7 @@ def sample(
     say(f"Written to {output}: {len(text):,} characters.")
 
 
-def _lines(found: Survey, steps: int) -> list[list[str]]:
+def _lines(found: Survey, steps: int, *, lockstep: bool) -> list[list[str]]:
     """What packing costs, and how even ranks are."""
     packing, about = found.packing, ""
     if not packing.exact:
@@ -158,10 +161,14 @@ def _lines(found: Survey, steps: int) -> list[list[str]]:
         ["documents longer than a row", f"{about}{packing.documents_cut:,}"],
         ["truncated tokens", f"{packing.truncated_tokens:,}"],
     ]
+    busiest = "busiest rank"
+    if lockstep:
+        # With these settings ranks wait for one another in each.
+        busiest = "busiest rank of each micro-batch"
     for name, factors in (("in their order", found.work.in_order), ("data.balance", found.work.balanced)):
         if factors:
             mean, most = statistics.fmean(factors), max(factors)
-            lines.append([f"busiest rank, rows {name}", f"{mean:.3f} times the mean ({most:.3f} at most)"])
+            lines.append([f"{busiest}, rows {name}", f"{mean:.3f} times the mean ({most:.3f} at most)"])
     return lines
 
 

@@ -23,6 +23,7 @@ from data_pipeline.shards.reader import ShardSet
 from data_pipeline.stores.urls import below, locate
 from launcher.checkpoint.load import load_checkpoint, load_weights
 from launcher.checkpoint.tokenizers import check_same_data, check_same_tokenizer, uncompared_files
+from launcher.config.lockstep import in_lockstep
 from launcher.config.sections import DataSection, RunConfig
 from launcher.config.side_by_side import padded_documents
 from launcher.config.zero import zero_options
@@ -276,8 +277,16 @@ def _open_data(config: RunConfig, model: ModelConfig, mesh: Mesh) -> tuple[Loade
     cost = None
     if config.data.balance:
         cost = partial(training_flops, model)
-    order = {"seed": config.run.seed, "packing": config.packing, "cost": cost, "open_folder": open_folder}
-    loader = build_loader(config.data.train, rows_per_step=config.rows_per_step, **order, **common)
+    loader = build_loader(
+        config.data.train,
+        rows_per_step=config.rows_per_step,
+        seed=config.run.seed,
+        packing=config.packing,
+        cost=cost,
+        lockstep=in_lockstep(config),
+        open_folder=open_folder,
+        **common,
+    )
     vocab_size = loader.shards.manifest.vocab_size
     if vocab_size > model.vocab_size:
         advice = f"Try --model.vocab_size {vocab_size}."

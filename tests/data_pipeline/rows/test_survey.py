@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 
 from data_pipeline.loader import build_loader
@@ -24,10 +25,11 @@ def shards(tokenizer, tmp_path_factory: pytest.TempPathFactory) -> ShardSet:
     return write_lengths(tmp_path_factory.mktemp("survey") / "shards", tokenizer, lengths)
 
 
+@pytest.mark.parametrize("lockstep", [False, True])
 @pytest.mark.parametrize("options", [{}, {"cost": cost}])
-def test_the_work_is_that_of_the_loaders_ranks(shards: ShardSet, options):
+def test_the_work_is_that_of_the_loaders_ranks(shards: ShardSet, options, lockstep):
     dealt = MicroBatches.deal(ROWS, most_rows=2, data_degree=RANKS)
-    found = survey(FolderOrder(shards, SEQ_LEN), SEQ_LEN, dealt, cost, documents=1 << 20)
+    found = survey(FolderOrder(shards, SEQ_LEN), SEQ_LEN, dealt, cost, documents=1 << 20, lockstep=lockstep)
     factors = found.work.balanced if options else found.work.in_order
     assert len(factors) == found.packing.rows // ROWS
     loaders = [
@@ -38,13 +40,16 @@ def test_the_work_is_that_of_the_loaders_ranks(shards: ShardSet, options):
             micro_batch_rows=2,
             data_rank=rank,
             data_degree=RANKS,
+            lockstep=lockstep,
             **options,
         )
         for rank in range(RANKS)
     ]
     for factor in factors:
-        work = [sum(cost(documents.lengths) for documents in loader.next_documents()) for loader in loaders]
-        assert factor == pytest.approx(max(work) * RANKS / sum(work))
+        work = np.array([[cost(documents.lengths) for documents in loader.next_documents()] for loader in loaders])
+        # What ranks wait for: the busiest one of the step, or of each micro-batch.
+        waited = work.max(0).sum() if lockstep else work.sum(1).max()
+        assert factor == pytest.approx(waited * RANKS / work.sum())
         for loader in loaders:
             for _ in range(loader.micro_batches_per_step):
                 next(loader)

@@ -37,6 +37,13 @@ def test_a_plan_says_what_packing_costs_and_how_even_ranks_are(capsys, shards: P
     assert "#0a0b0c" not in picture.read_text(), "no placeholder of a page's colours"
 
 
+def test_where_ranks_meet_in_each_micro_batch_it_is_that_ones_busiest_rank(capsys, shards: Path):
+    stage = ("--zero.stage", 2, "--data.train", shards, "--ranks", 2)
+    code, out, err = call(capsys, "data", "plan", *FLAGS, *stage)
+    assert code == 0, err
+    assert "busiest rank of each micro-batch, rows data.balance" in out
+
+
 def test_json_has_the_factors_of_each_step(capsys, shards: Path):
     code, out, err = call(capsys, "data", "plan", *FLAGS, "--data.train", shards, "--ranks", 2, "--json")
     assert code == 0, err

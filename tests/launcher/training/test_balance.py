@@ -9,6 +9,8 @@ import numpy as np
 import pytest
 
 from data_pipeline.loader import build_loader
+from launcher.config.load import load_run_config
+from launcher.config.lockstep import in_lockstep
 from launcher.metrics.throughput import training_flops
 from longctx.config import PRESETS
 from longctx.tokenizer import load_tokenizer
@@ -48,6 +50,8 @@ def test_losses_and_norms_are_those_of_one_process(ranks, uneven, tmp_path):
         "order": {**SAME, "data.balance": "false"},
         "work": SAME,
         "several rows": {**SAME, "train.micro_batch_rows": 2},
+        # Stage 2 reduces in each micro-batch: rows of like work share one.
+        "lockstep": {**SAME, "zero.stage": 2},
     }
     run_distributed(train_each, ranks, uneven, {tmp_path / name: changed for name, changed in ways.items()})
     for name in ways:
@@ -74,7 +78,24 @@ def test_ranks_have_as_much_work_and_the_rows_of_the_step(uneven: Path):
                 seen.append(tuple(batch.tokens.flatten().tolist()))
         return work, seen
 
-    in_order, balanced = of_ranks(), of_ranks(cost=cost)
-    assert sorted(in_order[1]) == sorted(balanced[1])
-    factors = [4 * max(work) / sum(work) for work, _ in (in_order, balanced)]
-    assert factors[1] <= 1.05 < factors[0]
+    in_order, balanced, in_lockstep = of_ranks(), of_ranks(cost=cost), of_ranks(cost=cost, lockstep=True)
+    assert sorted(in_order[1]) == sorted(balanced[1]) == sorted(in_lockstep[1])
+    factors = [4 * max(work) / sum(work) for work, _ in (in_order, balanced, in_lockstep)]
+    assert factors[1] <= 1.005 <= factors[2] <= 1.05 < factors[0]
+
+
+@pytest.mark.parametrize(
+    ("flags", "waits"),
+    [
+        ({"zero.stage": 0}, False),
+        ({"zero.stage": 1}, False),
+        ({"zero.stage": 2}, True),
+        ({"zero.stage": 3}, True),
+        # Four neighbours hold the experts: two data ranks of two.
+        ({"zero.stage": 1, "parallel.expert": 4, "parallel.context": 2}, True),
+        ({"zero.stage": 1, "parallel.expert": 2, "parallel.context": 4}, False),
+    ],
+)
+def test_data_ranks_meet_in_each_micro_batch_where_gradients_weights_or_experts_do(flags, waits):
+    words = [word for key, value in flags.items() for word in (f"--{key}", str(value))]
+    assert in_lockstep(load_run_config(["--config", "quickstart", *words])) == waits
