@@ -27,7 +27,7 @@ from data_pipeline.prepare.parts.work import SHOWN_DIFFERENCES, Job, explain_ine
 from data_pipeline.prepare.publish import check_free, outgoing_folder, send
 from data_pipeline.prepare.sources import Source, no_text
 from data_pipeline.shards.manifest import MANIFEST_FILE, VALIDATION_FOLDER, Manifest, hash_json
-from data_pipeline.shards.packing import PACKED_FILE, Packing
+from data_pipeline.shards.packing import PACKED_FILE, PackedFolder
 from data_pipeline.shards.verify import open_verified
 from data_pipeline.shards.writer import DEFAULT_SHARD_TOKENS
 from data_pipeline.stores.client import list_objects
@@ -355,7 +355,7 @@ def _checked_manifest(folder: Location) -> Manifest:
     there = list_objects(folder)
     sizes = {entry.file: entry.bytes for entry in manifest.shards}
     if PACKED_FILE in there:
-        sizes = {entry.file: entry.bytes for entry in Packing.load(folder, manifest).shards}
+        sizes = {entry.file: entry.bytes for entry in PackedFolder.load(folder, manifest).shards}
     for name, size in sizes.items():
         # To read terabytes back would take as long as to send them.
         if there.get(name) != size:

@@ -18,7 +18,7 @@ from pathlib import Path
 from data_pipeline.prepare.left_out import LEFT_OUT_FILE
 from data_pipeline.shards.exclusions import EXCLUSIONS_FILE, Exclusions
 from data_pipeline.shards.manifest import MANIFEST_FILE, VALIDATION_FOLDER, Manifest, hash_json
-from data_pipeline.shards.packing import DEFAULT_LEVEL, LEVELS, PACKED_FILE, Packing, pack_shard
+from data_pipeline.shards.packing import DEFAULT_LEVEL, LEVELS, PACKED_FILE, PackedFolder, pack_shard
 from data_pipeline.shards.stamps import cache_folder
 from data_pipeline.shards.sums import sums_file
 from data_pipeline.stores.client import list_objects, remove, upload
@@ -165,7 +165,7 @@ def _pack_into(folder: Path, staging: Path, *, level: int, say: Say) -> int:
         for name in (*names, *CARRIED_FILES, LEFT_OUT_FILE, MANIFEST_FILE):
             if (folder / split / name).is_file():
                 shutil.copyfile(folder / split / name, staging / split / name)
-        packing = Packing(manifest=manifest.hash, shards=packed)
+        packing = PackedFolder(manifest=manifest.hash, shards=packed)
         (staging / split / PACKED_FILE).write_bytes(json.dumps(packing.to_json(), indent=2).encode() + b"\n")
         size += sum(entry.bytes for entry in packed)
     return size

@@ -20,7 +20,7 @@ import zstandard
 
 from data_pipeline.shards.exclusions import Exclusions
 from data_pipeline.shards.manifest import MANIFEST_FILE, Manifest, ShardEntry
-from data_pipeline.shards.packing import PACKED_FILE, PackedShard, Packing
+from data_pipeline.shards.packing import PACKED_FILE, PackedShard, PackedFolder
 from data_pipeline.shards.stamps import cache_folder
 from data_pipeline.shards.sums import sums_file
 from data_pipeline.stores.client import list_names
@@ -40,7 +40,7 @@ class LocalCopy:
     """The copy of one folder. ``open_folder`` makes it."""
 
     def __init__(
-        self, origin: Location, folder: Path, manifest: Manifest, packing: Packing | None, exclusions: Exclusions
+        self, origin: Location, folder: Path, manifest: Manifest, packing: PackedFolder | None, exclusions: Exclusions
     ) -> None:
         self.origin, self.folder, self.exclusions = origin, folder, exclusions
         self._manifest, self._packing = manifest, packing
@@ -152,7 +152,7 @@ def open_folder(
         origin = origin.resolve()
     manifest = Manifest.load(origin)
     if (origin / PACKED_FILE).is_file():
-        packing = Packing.load(origin, manifest)
+        packing = PackedFolder.load(origin, manifest)
     # Where the folder lies, at each opening: another host may have written it.
     exclusions = Exclusions.load(origin, manifest)
     home = copies_folder()

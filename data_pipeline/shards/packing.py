@@ -40,7 +40,7 @@ class PackedShard:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Packing:
+class PackedFolder:
     """How the shards of a folder are packed."""
 
     manifest: str
@@ -53,7 +53,7 @@ class Packing:
         return {**body, "hash": hash_json(body)}
 
     @classmethod
-    def load(cls, folder: Location, manifest: Manifest) -> Packing:
+    def load(cls, folder: Location, manifest: Manifest) -> PackedFolder:
         """Read and check ``packed.json``; DataError where it is damaged, edited, or of another manifest."""
         path = folder / PACKED_FILE
         body = read_object(path)

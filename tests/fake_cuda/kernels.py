@@ -1,4 +1,4 @@
-"""Attention kernels and grouped products on fake CUDA tensors; prints a line for each thing that was run."""
+"""Kernels, products and batches on fake CUDA tensors; prints a line for each thing that was run."""
 
 from __future__ import annotations
 
@@ -13,6 +13,8 @@ from torch._subclasses import FakeTensorMode
 from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from longctx.batch import PackedDocuments
+from longctx.compact_batch import CompactBatch
 from longctx.kernels.attention.contract import KernelRequest, Scores
 from longctx.kernels.attention.flash.adapter import FlashKernel
 from longctx.kernels.attention.flash.calls import translate
@@ -131,7 +133,31 @@ def loss() -> None:
     assert (weight.grad.dtype, weight.grad.shape) == (torch.bfloat16, weight.shape)
 
 
+def batch() -> None:
+    """A micro-batch is unpacked on the device: documents, a cut one and padding, in runs with and without a step."""
+    names = ("tokens", "targets", "positions", "document_ids")
+    with FakeTensorMode():
+        for spans in ([[0, 30, 1, 0]], [[0, 7, 1, 0], [7, 3, 1, 8]], [[1, 10, 3, 0]]):
+            num_tokens = sum(count for _, count, _, _ in spans)
+            compact = CompactBatch(
+                ids=torch.empty(64, dtype=torch.int32),
+                spans=torch.tensor(spans),
+                ends=torch.empty(3, dtype=torch.uint8),
+                bounds=torch.tensor([0, 9, 10, 40]),
+                documents=PackedDocuments((0, 9, 10, 40)),
+                shape=(1, num_tokens),
+                num_targets=num_tokens,
+                num_tokens=num_tokens,
+            )
+            # Whatever has a size or a value that the host would have to wait for raises here.
+            found = compact.unpack("cuda")
+            for x in (getattr(found, name) for name in names):
+                assert (x.shape, x.dtype, x.device.type) == ((1, num_tokens), torch.int64, "cuda")
+            say("unpacked", num_tokens)
+
+
 if __name__ == "__main__":
     attention()
+    batch()
     grouped()
     loss()

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from data_pipeline.shards.exclusions import lengths_file
 from tests.data_pipeline.stores.conftest import fill, server, store  # noqa: F401  (fixtures)
 from tests.data_pipeline.stores.s3_server import Store
 from tests.launcher.cli.calls import call
@@ -39,6 +40,36 @@ def test_the_verbs_take_urls(capsys, world: Path, store: Store):  # noqa: F811
     )  # fmt: skip
     # Whose copy is whole since it was inspected.
     assert code == 0
+
+
+def test_a_shard_of_a_store_is_excluded_for_every_host_that_reads_it(capsys, monkeypatch, world: Path, store: Store):  # noqa: F811
+    fill(store, world / "data", "corpora/data")
+    plan = ["data", "plan", "--data.train", "s3://corpora/data", "--data.seq_len", 256, "--train.tokens_per_step", 512]
+    plan += ["--run.hostfile", "none", "--json"]
+
+    def tokens() -> int:
+        code, out, err = call(capsys, *plan)
+        assert code == 0, err
+        return json.loads(out)["packing"]["tokens"]
+
+    every = tokens()
+    whole = store.under("corpora/data")
+    entry = json.loads(whole["manifest.json"])["shards"][1]
+    code, out, err = call(capsys, "data", "exclude", "s3://corpora/data", entry["file"], "--reason", "a bad scrape")
+    assert code == 0, err
+    assert entry["file"] in out
+    beside = store.under("corpora/data").keys() - whole.keys()
+    assert beside == {"exclusions.json", lengths_file(entry["file"])}
+    # Another host has a cache of its own.
+    monkeypatch.setenv("LONGCTX_CACHE", str(world / "another"))
+    assert tokens() == every - entry["tokens"]
+    code, _, err = call(capsys, "data", "exclude", "s3://corpora/data", "00099.arrow", "--reason", "a bad scrape")
+    assert code == 2
+    assert "Did you mean" in err
+    code, _, err = call(capsys, "data", "exclude", "s3://corpora/data", entry["file"], "--undo")
+    assert code == 0, err
+    assert store.under("corpora/data") == whole
+    assert tokens() == every
 
 
 def test_pack(capsys, world: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
