@@ -87,7 +87,10 @@ def straggler(costs: Sequence[int], places: Sequence[int], micro_batches: MicroB
     """
     loads = np.array(
         [
-            [sum(costs[places[place]] for place in micro_batches.rows(number, rank)) for rank in range(micro_batches.data_degree)]
+            [
+                sum(costs[places[place]] for place in micro_batches.rows(number, rank))
+                for rank in range(micro_batches.data_degree)
+            ]
             for number in range(len(micro_batches))
         ],
         np.float64,

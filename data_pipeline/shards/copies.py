@@ -20,7 +20,7 @@ import zstandard
 
 from data_pipeline.shards.exclusions import Exclusions
 from data_pipeline.shards.manifest import MANIFEST_FILE, Manifest, ShardEntry
-from data_pipeline.shards.packing import PACKED_FILE, PackedShard, PackedFolder
+from data_pipeline.shards.packing import PACKED_FILE, PackedFolder, PackedShard
 from data_pipeline.shards.stamps import cache_folder
 from data_pipeline.shards.sums import sums_file
 from data_pipeline.stores.client import list_names

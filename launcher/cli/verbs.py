@@ -34,6 +34,7 @@ from launcher.cli import (
     plan,
     practice,
     report,
+    run,
     tokenizer,
 )
 from launcher.cli.console import (
@@ -117,11 +118,17 @@ VERBS = {
     ),
     "measure": Verb(measure.measure, ("--output hardware.toml", "--ranks 2 --cpu-time --output two.toml")),
     "doctor": Verb(doctor.doctor, ("--folder runs", "--hostfile hostfile")),
+    "run": Verb(
+        run.run,
+        (
+            "--retries 5 -- deepspeed --num_gpus 2 launcher/pretrain.py --config run.toml",
+            "-- deepspeed --hostfile hostfile launcher/pretrain.py --config run.toml --run.resume newest-good",
+        ),
+    ),
     "report": Verb(report.report, ("runs/first", "runs/first runs/second --output comparison.html")),
 }
 
 UNBUILT = {
-    "run": "Start `deepspeed --num_gpus 2 launcher/pretrain.py …`; after a failure add --run.resume newest-good.",
     "verify": (
         "Start `deepspeed --hostfile hostfile launcher/verify.py --config run.toml`, which compares a run with one "
         "process. For files use `data verify DIR` and `checkpoint verify DIR`."

@@ -79,7 +79,8 @@ def test_in_lockstep_the_costliest_rows_come_first(data, ranks, rows, most):
 def test_in_lockstep_ranks_wait_as_little_as_any_order_has_them(costs):
     dealt = MicroBatches.deal(6, most_rows=1, data_degree=2)
     waited = loads_of(costs, dealt, lockstep=True).max(0).sum()
-    assert waited == min(sum(max(pair) for pair in zip(order[::2], order[1::2])) for order in permutations(costs))
+    orders = (zip(order[::2], order[1::2], strict=True) for order in permutations(costs))
+    assert waited == min(sum(max(pair) for pair in order) for order in orders)
 
 
 @pytest.mark.parametrize("lockstep", [False, True])

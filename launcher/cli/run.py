@@ -1,0 +1,42 @@
+"""The verb ``run``."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from tyro.conf import Positional, arg
+
+from launcher.cli.console import note
+from longctx.errors import ConfigError
+
+
+def run(
+    command: Annotated[Positional[tuple[str, ...]], arg(metavar="COMMAND")],
+    *,
+    retries: int = 3,
+    wait_seconds: float = 10.0,
+) -> int:
+    """Start a training command, and start it again from its newest good checkpoint when it fails.
+
+    A rank that died, a host that went away or a launcher that was killed costs the steps behind the last checkpoint.
+    Hosts of the hostfile that no longer answer are left out where the others are a valid run. What cannot help is not
+    tried: after exit code 2, and where two attempts in a row end at the same step, it stops. With --run.resume
+    newest-good in the command, the same line begins a run and goes on with it.
+
+    Signals go to the training, and end it here too. The exit code is that of the last attempt.
+
+    Args:
+        command: A line that starts launcher/pretrain.py, behind `--`.
+        retries: Attempts after the first one.
+        wait_seconds: Before the first of them; doubled before each further one, up to 300, until the run advances.
+    """
+    if retries < 0:
+        raise ConfigError(f"--retries {retries} must be at least 0.")
+    if not 0 <= wait_seconds <= 86400:
+        raise ConfigError(f"--wait-seconds {wait_seconds:g} must be between 0 and 86400, a day.")
+    from launcher.supervise.command import TrainingCommand
+    from launcher.supervise.run import Supervised
+    from launcher.supervise.verdict import Patience
+
+    patience = Patience(retries=retries, wait_seconds=wait_seconds)
+    return Supervised.of(TrainingCommand.of(command), patience, note).run()

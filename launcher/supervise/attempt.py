@@ -1,0 +1,132 @@
+"""One attempt: the command in a session of its own, signals handed on to it, and nobody of it left behind."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from types import FrameType
+
+import psutil
+
+from longctx.errors import LongCtxError
+
+HANDED_ON = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
+"""Signals that mean the training, and not who supervises it."""
+_POLL_SECONDS = 0.2
+_LEAVE_SECONDS = 10.0
+"""How long what is left of an attempt has to end by itself, once it was told to."""
+
+
+@dataclass(frozen=True)
+class Ending:
+    """How an attempt ended."""
+
+    code: int
+    """The command's exit code; 128 and the signal's number where one ended it."""
+    seconds: float
+    left_behind: int
+    """Processes that it had not ended itself, and that were ended in its place."""
+
+
+class Stop:
+    """What a user, or a scheduler, asked for: a signal that ends the attempt under way, and comes before any other."""
+
+    def __init__(self) -> None:
+        self.signal: signal.Signals | None = None
+        """The first one that came."""
+        self._session = 0
+
+    @contextmanager
+    def listening(self) -> Iterator[None]:
+        """While this lasts, signals are handed on to the attempt under way."""
+        before = {number: signal.signal(number, self._hear) for number in HANDED_ON}
+        try:
+            yield
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+    @contextmanager
+    def meaning(self, session: int) -> Iterator[None]:
+        """While this lasts, they go to the processes of this session."""
+        self._session = session
+        if self.signal is not None:
+            # It came before there was anybody to hand it on to.
+            self._hand_on(self.signal)
+        try:
+            yield
+        finally:
+            self._session = 0
+
+    def wait(self, seconds: float) -> bool:
+        """Sleep; whether one came before or meanwhile, which ends it."""
+        end = time.monotonic() + seconds
+        while self.signal is None and time.monotonic() < end:
+            time.sleep(min(_POLL_SECONDS, max(end - time.monotonic(), 0.0)))
+        return self.signal is not None
+
+    def _hear(self, number: int, frame: FrameType | None) -> None:
+        if self.signal is not None:
+            # Asked twice: whoever asks does not want to wait.
+            number = signal.SIGKILL
+        else:
+            self.signal = signal.Signals(number)
+        if self._session:
+            self._hand_on(number)
+
+    def _hand_on(self, number: int) -> None:
+        for process in _members(self._session):
+            _send(process, number)
+
+
+def attempt(words: Sequence[str], stop: Stop) -> Ending:
+    """Run a command to its end, its output where ours goes. LongCtxError where it cannot be started."""
+    began = time.monotonic()
+    try:
+        # A session of its own: a terminal's Ctrl-C comes to us alone, and all that it starts can be found again.
+        process = subprocess.Popen(list(words), start_new_session=True)
+    except OSError as error:
+        raise LongCtxError(f"{words[0]} cannot be started: {error.strerror}.\nIs the environment active?") from error
+    with stop.meaning(process.pid):
+        code = process.wait()
+    left = _end_all(process.pid)
+    if code < 0:
+        code = 128 - code
+    return Ending(code, time.monotonic() - began, left)
+
+
+def _members(session: int) -> list[psutil.Process]:
+    """The processes of a session that still run, its first one among them."""
+    found = []
+    for number in psutil.pids():
+        try:
+            process = psutil.Process(number)
+            if os.getsid(number) == session and process.status() != psutil.STATUS_ZOMBIE:
+                found.append(process)
+        except (ProcessLookupError, PermissionError, psutil.Error):
+            # It has ended meanwhile, or is nobody of ours.
+            continue
+    return found
+
+
+def _end_all(session: int) -> int:
+    """End what is left of a session: launchers that were killed leave their ranks. Returns how many there were."""
+    left = _members(session)
+    for process in left:
+        _send(process, signal.SIGTERM)
+    _, alive = psutil.wait_procs(left, timeout=_LEAVE_SECONDS)
+    # Those that they started meanwhile, too.
+    for process in {*alive, *_members(session)}:
+        _send(process, signal.SIGKILL)
+    return len(left)
+
+
+def _send(process: psutil.Process, number: int) -> None:
+    # It may have ended.
+    with suppress(psutil.Error):
+        process.send_signal(number)

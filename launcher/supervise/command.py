@@ -1,0 +1,86 @@
+"""The training command that is supervised: what it starts, what run it is, and the same line for another attempt."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path, PurePath
+
+from launcher.cluster.command import SCRIPT
+from launcher.config.flags import take_flag
+from longctx.errors import ConfigError
+
+_HOSTFILE = ("--hostfile", "-H")
+
+
+@dataclass(frozen=True)
+class TrainingCommand:
+    """A line that starts ``launcher/pretrain.py``, by whatever launcher."""
+
+    starter: tuple[str, ...]
+    """Everything up to the script, with it."""
+    arguments: tuple[str, ...]
+    """What the script takes."""
+
+    @classmethod
+    def of(cls, words: Sequence[str]) -> TrainingCommand:
+        """ConfigError where these words start no ``launcher/pretrain.py``, whose checkpoints alone are known."""
+        for number, word in enumerate(words):
+            # The last two parts of the path: it may be started from any folder.
+            if PurePath(word).parts[-2:] == PurePath(SCRIPT).parts:
+                return cls(tuple(words[: number + 1]), tuple(words[number + 1 :]))
+        problem = "needs the command that it is to start, behind --."
+        if words:
+            given = shlex.join(words)[:200]
+            problem = f"`{given}` does not start {SCRIPT}: no other program is known to go on from its checkpoints."
+        raise ConfigError(
+            f"longctx run: {problem}\nTry: longctx run -- deepspeed --num_gpus 2 {SCRIPT} --config run.toml"
+        )
+
+    @property
+    def words(self) -> list[str]:
+        """The whole line."""
+        return [*self.starter, *self.arguments]
+
+    @property
+    def resume(self) -> str | None:
+        """The value of ``--run.resume``; None where the line has none."""
+        return take_flag(list(self.arguments), "--run.resume")[1]
+
+    @property
+    def hostfile(self) -> Path | None:
+        """The hostfile of a line that starts with ``deepspeed``."""
+        for number, word in enumerate(self.starter):
+            flag, equals, value = word.partition("=")
+            if flag in _HOSTFILE and equals:
+                return Path(value)
+            if flag in _HOSTFILE and number + 1 < len(self.starter):
+                return Path(self.starter[number + 1])
+        return None
+
+    def resuming(self, resume: str | None) -> TrainingCommand:
+        """The same with another ``--run.resume``, or without one."""
+        arguments, _ = take_flag(list(self.arguments), "--run.resume")
+        if resume is not None:
+            arguments += ["--run.resume", resume]
+        return replace(self, arguments=tuple(arguments))
+
+    def on_hosts(self, hostfile: Path) -> TrainingCommand:
+        """The same on the hosts of another file."""
+        starter: list[str] = []
+        words = iter(self.starter)
+        for word in words:
+            flag, equals, _ = word.partition("=")
+            if flag not in _HOSTFILE:
+                starter.append(word)
+                continue
+            # The file is a word of its own, or a part of the flag's.
+            if not equals:
+                next(words, None)
+            starter += ["--hostfile", str(hostfile)]
+        return replace(self, starter=tuple(starter))
+
+    def __str__(self) -> str:
+        """As it is typed."""
+        return shlex.join(self.words)

@@ -1,0 +1,67 @@
+"""The hosts of a run that still answer, and a run on them alone."""
+
+from __future__ import annotations
+
+import subprocess
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+from launcher.config.check import check_run
+from launcher.config.sections import RunConfig
+from launcher.doctor.remote import CONNECT_SECONDS, ssh_command
+from longctx.errors import ConfigError, LongCtxError
+from longctx.files import write_atomically
+
+_AT_ONCE = 64
+"""Connections over ssh at the same time."""
+_ANSWER_SECONDS = 3 * CONNECT_SECONDS
+
+
+def silent_hosts(slots: Mapping[str, int]) -> list[str]:
+    """Those that do not answer over ssh without a password; none of a file with one host, which needs no ssh."""
+    hosts = list(slots)
+    if len(hosts) == 1:
+        return []
+    with ThreadPoolExecutor(min(len(hosts), _AT_ONCE)) as pool:
+        answers = list(pool.map(_answers, hosts))
+    return [host for host, answered in zip(hosts, answers, strict=True) if not answered]
+
+
+def largest_valid(slots: Mapping[str, int], config: RunConfig) -> dict[str, int]:
+    """The first of these hosts, as many as the run's degrees and its tokens a step allow; none where no number does."""
+    hosts = list(slots.items())
+    for count in range(len(hosts), 0, -1):
+        # In their order: rank 0, which writes the run's files, stays on the first one.
+        chosen = dict(hosts[:count])
+        try:
+            check_run(config, sum(chosen.values()))
+        except ConfigError:
+            continue
+        return chosen
+    return {}
+
+
+def write_hostfile(path: Path, slots: Mapping[str, int]) -> None:
+    """Write a hostfile, whole or not at all."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_atomically(path, "".join(f"{host} slots={count}\n" for host, count in slots.items()).encode())
+
+
+def _answers(host: str) -> bool:
+    try:
+        done = subprocess.run(
+            ssh_command(host, "true"),
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            timeout=_ANSWER_SECONDS,
+            check=False,
+        )
+    except subprocess.TimeoutExpired:
+        return False
+    except FileNotFoundError as error:
+        raise LongCtxError(
+            "this machine has no ssh, by which the hosts are asked: apt-get install openssh-client"
+        ) from error
+    return done.returncode == 0

@@ -1,0 +1,159 @@
+"""Attempt after attempt, until the run is done, hopeless, stopped, or out of retries."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from launcher.cluster.exit import FAILED, INTERRUPTED
+from launcher.cluster.hostfile import read_hostfile
+from launcher.config.load import load_run_config
+from launcher.config.sections import RunConfig
+from launcher.supervise.attempt import Ending, Stop, attempt
+from launcher.supervise.command import TrainingCommand
+from launcher.supervise.hosts import largest_valid, silent_hosts, write_hostfile
+from launcher.supervise.progress import begin_anew, last_step, newest_checkpoint
+from launcher.supervise.verdict import AGAIN, Judge, Patience, State
+
+log = logging.getLogger(__name__)
+
+RESTARTS_FILE = "restarts.jsonl"
+"""A line for each attempt that failed."""
+HOSTFILE = "hostfile.restart"
+"""In the run's folder: the hosts of an attempt on fewer of them."""
+
+Tell = Callable[[str], None]
+"""Says a line to the user."""
+
+
+@dataclass(frozen=True)
+class Supervised:
+    """A run under supervision."""
+
+    command: TrainingCommand
+    config: RunConfig
+    judge: Judge
+    tell: Tell
+
+    @classmethod
+    def of(cls, command: TrainingCommand, patience: Patience, tell: Tell) -> Supervised:
+        """ConfigError where the command's settings make no run."""
+        config = load_run_config(list(command.arguments))
+        return cls(command, config, Judge(patience, config.last_step, config.checkpoint.every_steps > 0), tell)
+
+    @property
+    def folder(self) -> Path:
+        """The run's folder."""
+        return Path(self.config.run.output_dir)
+
+    def run(self) -> int:
+        """Start the command until it is done; the exit code of the last attempt."""
+        stop, judge = Stop(), self.judge
+        with stop.listening():
+            while True:
+                line = self._line(stop)
+                if line is None:
+                    return INTERRUPTED
+                ending = attempt(line.words, stop)
+                if ending.left_behind:
+                    self.tell(f"longctx run: ended {ending.left_behind} processes that the launcher had left behind.")
+                if stop.signal is not None:
+                    # Whoever asked for it knows why it ended.
+                    return ending.code
+                verdict = judge.verdict(ending, State(step=last_step(self.folder), saved=self._saved))
+                if verdict is None:
+                    return ending.code
+                self._record(ending, verdict)
+                if verdict != AGAIN:
+                    self.tell(f"longctx run: {verdict}\n{self._advice()}")
+                    return ending.code or FAILED
+                seconds = judge.patience.wait(judge.failures)
+                self._announce(ending, seconds)
+                if stop.wait(seconds):
+                    return INTERRUPTED
+
+    @property
+    def _saved(self) -> int | None:
+        return newest_checkpoint(self.folder)
+
+    def _line(self, stop: Stop) -> TrainingCommand | None:
+        """The command of the next attempt; None where it was stopped while it waited for hosts."""
+        line, is_first = self.command, not self.judge.attempts
+        if is_first:
+            # The same line begins a run and goes on with it, as a scheduler wants it that starts a job again.
+            if line.resume in ("latest", "newest-good") and self._saved is None and last_step(self.folder) is None:
+                line = line.resuming(None)
+            return line
+        if self._saved is not None:
+            line = line.resuming("newest-good")
+        else:
+            line = line.resuming(None)
+            begin_anew(self.folder)
+        if line.hostfile is None:
+            return line
+        return self._on_answering(line, read_hostfile(line.hostfile), stop)
+
+    def _on_answering(self, line: TrainingCommand, slots: dict[str, int], stop: Stop) -> TrainingCommand | None:
+        """The same on the hosts that answer; waits where these are too few."""
+        questions = 0
+        while silent := silent_hosts(slots):
+            chosen = largest_valid({host: n for host, n in slots.items() if host not in silent}, self.config)
+            gone = f"longctx run: {', '.join(silent)} does not answer over ssh"
+            if chosen:
+                write_hostfile(self.folder / HOSTFILE, chosen)
+                ranks = sum(chosen.values())
+                self.tell(f"{gone}. Going on with {len(chosen)} of {len(slots)} hosts, {ranks} ranks.")
+                return line.on_hosts(self.folder / HOSTFILE)
+            questions += 1
+            # At least a second: with --wait-seconds 0 it would ask without a pause.
+            seconds = max(self.judge.patience.wait(questions), 1.0)
+            self.tell(
+                f"{gone}, and the others make no valid run (degrees, train.tokens_per_step). Asking again in "
+                f"{seconds:.0f} s. Ctrl-C ends it."
+            )
+            if stop.wait(seconds):
+                return None
+        return line
+
+    def _announce(self, ending: Ending, seconds: float) -> None:
+        """Say what ended and what comes next."""
+        what = "There is no checkpoint yet: beginning anew"
+        if self._saved is not None:
+            what = "Going on from the newest good checkpoint"
+        left = self.judge.patience.retries - self.judge.attempts
+        self.tell(
+            f"longctx run: attempt {self.judge.attempts} ended with exit code {ending.code} {self.judge.where()}, "
+            f"after {ending.seconds:.0f} s. {what} in {seconds:.0f} s; {left} more after that. Ctrl-C ends it."
+        )
+
+    def _advice(self) -> str:
+        """Where to look, and what to type once what is wrong is mended."""
+        advice = f"What it said is above and in {self.folder / 'logs'}."
+        if self._saved is not None:
+            advice += f"\nGo on with: {self.command.resuming('newest-good')}"
+        return advice
+
+    def _record(self, ending: Ending, verdict: str) -> None:
+        """Add a line to the run's folder, where there is one."""
+        if not self.folder.is_dir():
+            return
+        values: dict[str, Any] = {
+            "time": datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ"),
+            "attempt": self.judge.attempts,
+            "exit_code": ending.code,
+            "step": self.judge.reached,
+            "seconds": round(ending.seconds, 1),
+            "left_behind": ending.left_behind,
+            "verdict": verdict,
+        }
+        try:
+            with (self.folder / RESTARTS_FILE).open("a") as file:
+                file.write(json.dumps(values) + "\n")
+        except OSError as error:
+            # A full disk may be why the attempt failed; the next one will say so.
+            log.warning("%s cannot be written: %s", self.folder / RESTARTS_FILE, error)

@@ -1,0 +1,89 @@
+"""What the end of an attempt means: the run is done, it is worth another attempt, or nothing would be won by one."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from launcher.cluster.exit import DONE, INTERRUPTED, WRONG_USAGE
+from launcher.supervise.attempt import Ending
+
+AGAIN = "again"
+"""The verdict of an attempt that another one is to follow."""
+_MOST_WAIT_SECONDS = 300.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Patience:
+    """When to try again."""
+
+    retries: int
+    """Attempts after the first one."""
+    wait_seconds: float
+    """Before the first of them; twice as long before each further one, up to five minutes, until the run advances."""
+
+    def wait(self, failures: int) -> float:
+        """Seconds to wait after so many failures in a row without an advance."""
+        return min(self.wait_seconds * 2 ** (failures - 1), max(_MOST_WAIT_SECONDS, self.wait_seconds))
+
+
+@dataclass(frozen=True, kw_only=True)
+class State:
+    """What the run's folder says once an attempt has ended."""
+
+    step: int | None
+    """The last one that was recorded; None where there is none yet."""
+    saved: int | None
+    """That of the newest checkpoint; None without one."""
+
+
+@dataclass
+class Judge:
+    """Judges one attempt after the other."""
+
+    patience: Patience
+    last_step: int
+    """The step that the run ends at."""
+    saves: bool
+    """Whether it writes checkpoints."""
+    attempts: int = 0
+    failures: int = 0
+    """In a row, without an advance between them."""
+    reached: int | None = field(default=None, init=False)
+    """The step of the last failure; None where that made none."""
+
+    def verdict(self, ending: Ending, state: State) -> str | None:
+        """None where the run is done, ``AGAIN``, or in words why it ends here."""
+        self.attempts += 1
+        if ending.code == DONE and self._is_done(ending, state):
+            return None
+        is_the_same = self.failures > 0 and state.step == self.reached
+        self.reached = state.step
+        if not is_the_same:
+            # It advanced, or came less far: either way it was not this step that ended it before.
+            self.failures = 0
+        self.failures += 1
+        if ending.code == WRONG_USAGE:
+            return "exit code 2 is a mistake in the command or its settings: to start it again would not help."
+        if ending.code == INTERRUPTED:
+            return "somebody interrupted the training (exit code 130): it is not started again."
+        if is_the_same:
+            return f"two attempts in a row ended {self.where()}: to start it again would not help."
+        if self.attempts > self.patience.retries:
+            return (
+                f"attempt {self.attempts} ended with exit code {ending.code} {self.where()}, and was the last one "
+                f"(--retries {self.patience.retries})."
+            )
+        return AGAIN
+
+    def where(self) -> str:
+        """How far the last attempt came, in words."""
+        if self.reached is None:
+            return "before its first step"
+        return f"behind step {self.reached} of {self.last_step}"
+
+    def _is_done(self, ending: Ending, state: State) -> bool:
+        """Whether exit code 0 means what it says: DeepSpeed's runner says so of a launcher that was killed, too."""
+        if state.step is None or state.step < self.last_step:
+            return False
+        # Ranks that were still there may have been about to write the last checkpoint.
+        return not ending.left_behind or not self.saves or state.saved == self.last_step

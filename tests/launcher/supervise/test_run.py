@@ -1,0 +1,189 @@
+"""``longctx run``: which ends are tried again, from where, on which hosts, and who is left running."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from launcher.supervise import run as supervised
+from tests.launcher.cli.calls import call
+from tests.launcher.runs import SCREEN
+from tests.launcher.supervise.trainer import Act, Trainer
+
+NOW = ("--wait-seconds", 0)
+
+
+def test_it_goes_on_from_the_newest_good_checkpoint_until_the_run_is_done(capsys, tmp_path: Path):
+    acts = (Act(steps=(1, 2, 3), saves=(2,)), Act(steps=(3, 4, 5), code=-9), Act(steps=range(5, 11), code=0))
+    trainer = Trainer(tmp_path, *acts)
+    code, _, err = call(capsys, "run", *NOW, "--", *trainer.words("--run.seed", 3))
+    assert code == 0, err
+    assert trainer.resumes() == [None, "newest-good", "newest-good"]
+    assert all(arguments[-4:-2] == ["--run.seed", "3"] for arguments in trainer.calls()[1:])
+    assert [(row["exit_code"], row["step"]) for row in trainer.restarts()] == [(1, 3), (137, 5)]
+    assert "attempt 1 ended with exit code 1 behind step 3 of 10" in err
+    assert "Going on from the newest good checkpoint" in err
+
+
+def test_without_a_checkpoint_it_begins_anew(capsys, tmp_path: Path):
+    trainer = Trainer(tmp_path, Act(steps=(1,)), Act(steps=range(1, 11), code=0))
+    code, _, err = call(capsys, "run", *NOW, "--", *trainer.words())
+    assert code == 0, err
+    assert "There is no checkpoint yet: beginning anew" in err
+    assert trainer.resumes() == [None, None]
+    # What the first attempt did is kept, and out of the way of the second one's.
+    assert len((trainer.run / "metrics.jsonl").read_text().splitlines()) == 10
+    assert len((trainer.run / "metrics.discarded.jsonl").read_text().splitlines()) == 1
+
+
+def test_one_line_begins_a_run_and_goes_on_with_it(capsys, tmp_path: Path):
+    trainer = Trainer(tmp_path, Act(steps=(1, 2), saves=(2,), code=2), Act(steps=range(3, 11), code=0))
+    line = ("run", *NOW, "--", *trainer.words("--run.resume", "newest-good"))
+    assert call(capsys, *line)[0] == 2
+    assert call(capsys, *line)[0] == 0
+    assert trainer.resumes() == [None, "newest-good"]
+
+
+@pytest.mark.parametrize(
+    ("acts", "code", "said"),
+    [
+        ((Act(code=2),), 2, "a mistake in the command or its settings"),
+        ((Act(code=130),), 130, "somebody interrupted"),
+        ((Act(), Act()), 1, "two attempts in a row ended before its first step"),
+        ((Act(steps=(1, 2), saves=(1,)), Act(steps=(2,))), 1, "two attempts in a row ended behind step 2 of 10"),
+        # What a launcher says whose own launcher was killed.
+        ((Act(steps=(1,), code=0), Act(steps=(1,), code=0)), 1, "two attempts in a row ended behind step 1"),
+        (
+            (Act(steps=(1,), saves=(1,)), Act(steps=(2,)), Act(steps=(3,), code=-9)),
+            137,
+            "was the last one (--retries 2).\nWhat it said is above",
+        ),
+    ],
+)
+def test_what_cannot_help_is_not_tried(capsys, tmp_path: Path, acts, code, said):
+    trainer = Trainer(tmp_path, *acts)
+    found, _, err = call(capsys, "run", *NOW, "--retries", 2, "--", *trainer.words())
+    assert found == code, err
+    assert said in err
+    assert len(trainer.calls()) == len(trainer.restarts()) == len(acts)
+
+
+def test_a_launcher_that_was_killed_leaves_nobody_behind(capsys, tmp_path: Path):
+    trainer = Trainer(tmp_path, Act(steps=(1,), code=-9, rank=True), Act(steps=range(1, 11), code=0))
+    code, _, err = call(capsys, "run", *NOW, "--", *trainer.words())
+    assert code == 0, err
+    assert "ended 1 processes that the launcher had left behind" in err
+    assert not psutil.pid_exists(int((trainer.place / "rank").read_text()))
+
+
+def test_exit_code_0_with_ranks_that_were_still_there_is_no_end_without_the_last_checkpoint(capsys, tmp_path: Path):
+    acts = (Act(steps=range(1, 11), saves=(8,), code=0, rank=True), Act(steps=(9, 10), saves=(10,), code=0, rank=True))
+    trainer = Trainer(tmp_path, *acts)
+    code, _, err = call(capsys, "run", *NOW, "--", *trainer.words())
+    assert code == 0, err
+    assert trainer.resumes() == [None, "newest-good"]
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
+def test_a_signal_goes_to_the_training_and_ends_it_here_too(capsys, tmp_path: Path, number):
+    trainer = Trainer(tmp_path, Act(steps=(1,), hangs=True, code=7))
+
+    def tell() -> None:
+        while not (trainer.place / "hangs").exists():
+            time.sleep(0.01)
+        os.kill(os.getpid(), number)
+
+    sender = threading.Thread(target=tell)
+    sender.start()
+    code, _, _ = call(capsys, "run", *NOW, "--", *trainer.words())
+    sender.join()
+    # SIGTERM is one that it hears; of the others it dies.
+    assert code == {signal.SIGTERM: 7, signal.SIGINT: 130, signal.SIGHUP: 129}[number]
+    assert len(trainer.calls()) == 1
+
+
+def test_whoever_waits_for_the_next_attempt_can_be_stopped(capsys, tmp_path: Path):
+    trainer = Trainer(tmp_path, Act(steps=(1,)))
+
+    def tell() -> None:
+        while not (trainer.run / "restarts.jsonl").exists():
+            time.sleep(0.01)
+        time.sleep(0.3)
+        os.kill(os.getpid(), signal.SIGINT)
+
+    sender = threading.Thread(target=tell)
+    sender.start()
+    code, _, _ = call(capsys, "run", "--wait-seconds", 60, "--", *trainer.words())
+    sender.join()
+    assert code == 130
+    assert len(trainer.calls()) == 1
+
+
+HOSTS = "one slots=2\ntwo slots=2\nthree slots=2\n"
+
+
+@pytest.mark.parametrize(
+    ("silent", "tokens", "hosts"),
+    [
+        ([], 49152, None),
+        (["two"], 49152, "one slots=2\nthree slots=2\n"),
+        # A step of 18 rows, which the four ranks that are left do not divide.
+        (["one"], 36864, "two slots=2\n"),
+    ],
+)
+def test_hosts_that_do_not_answer_are_left_out(capsys, monkeypatch, tmp_path: Path, silent, tokens, hosts):
+    trainer = Trainer(tmp_path, Act(steps=(1,), saves=(1,)), Act(steps=range(2, 11), code=0))
+    (tmp_path / "hostfile").write_text(HOSTS)
+    monkeypatch.setattr(supervised, "silent_hosts", lambda slots: silent)
+    python, script, *settings = trainer.words(
+        *("--data.seq_len", 2048, "--train.tokens_per_step", tokens),
+        *("--parallel.context", 1, "--parallel.expert", 1),
+    )
+    starter = [python, tmp_path / "starter.py", f"--hostfile={tmp_path / 'hostfile'}", script]
+    (tmp_path / "starter.py").write_text(
+        "import os, pathlib, sys\n"
+        "flags, script = sys.argv[1:], next(word for word in sys.argv[1:] if word.endswith('pretrain.py'))\n"
+        "at = flags.index(script)\n"
+        "with pathlib.Path(__file__).with_name('started').open('a') as file:\n"
+        "    file.write(' '.join(flags[:at]) + '\\n')\n"
+        "os.execv(sys.executable, [sys.executable, *flags[at:]])\n"
+    )
+    code, _, err = call(capsys, "run", *NOW, "--", *starter, *settings)
+    assert code == 0, err
+    first, second = (tmp_path / "started").read_text().splitlines()
+    assert first == f"--hostfile={tmp_path / 'hostfile'}"
+    if hosts is None:
+        assert second == first
+        return
+    assert second == f"--hostfile {trainer.run / 'hostfile.restart'}"
+    assert (trainer.run / "hostfile.restart").read_text() == hosts
+    assert f"{silent[0]} does not answer over ssh" in err
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ([], "needs the command that it is to start"),
+        (["--", "deepspeed", "--num_gpus", "2", "launcher/pretrin.py"], "does not start launcher/pretrain.py"),
+        (["--retries", "-1", "--", "launcher/pretrain.py"], "--retries -1 must be at least 0"),
+        (["--wait-seconds", "nan", "--", "launcher/pretrain.py"], "--wait-seconds nan must be between 0 and"),
+        (["--", "deepspeed", "launcher/pretrain.py", "--train.stepps", "3"], "train.stepps"),
+    ],
+)
+def test_bad_input_is_refused_on_one_screen(capsys, words, said):
+    code, _, err = call(capsys, "run", *words)
+    assert code == 2
+    assert said in err
+    assert len(err.splitlines()) < SCREEN
+
+
+def test_a_program_that_is_not_there(capsys):
+    code, _, err = call(capsys, "run", "--", "deepspeeed", "launcher/pretrain.py", "--run.output_dir", "nowhere")
+    assert code == 1
+    assert "deepspeeed cannot be started: No such file or directory" in err
