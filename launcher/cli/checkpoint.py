@@ -1,4 +1,4 @@
-"""The verbs ``checkpoint list|verify``."""
+"""The verbs ``checkpoint list|verify|prune|export``."""
 
 from __future__ import annotations
 
@@ -9,8 +9,10 @@ from typing import Annotated, Any
 from tyro.conf import Positional, arg
 
 from launcher.cli.console import Json, human_bytes, note, progress, say, say_json, table
+from launcher.cli.one_of import one_of
 from launcher.cluster.exit import DONE, FAILED
-from longctx.errors import CheckpointError, LongCtxError
+from launcher.wording import plural
+from longctx.errors import CheckpointError, ConfigError, LongCtxError
 
 _COLUMNS = {"step": "step", "bytes": "size", "ranks": "ranks", "dtype": "dtype", "folder": "folder"}
 
@@ -70,6 +72,82 @@ def verify(folder: Annotated[Positional[Path], arg(metavar="DIR")], *, json: Jso
     if damaged:
         return FAILED
     return DONE
+
+
+def prune(
+    run: Annotated[Positional[Path], arg(metavar="RUN")],
+    *,
+    keep_last: int,
+    keep_every: int = 0,
+    dry_run: bool = False,
+    json: Json = False,
+) -> None:
+    """Remove checkpoints of a run, and what killed saves and resumes have left.
+
+    Kept are the newest ones and, with --keep-every, those of every so many steps. Each is renamed before its files go,
+    so that a removal that is killed leaves nothing that looks whole. Of a run that goes on at the same time, a save
+    under way is left alone.
+
+    Args:
+        run: Run folder.
+        keep_last: Newest checkpoints to keep, at least 1.
+        keep_every: Keep those whose step this number divides, too; 0: none.
+        dry_run: Say what would be removed, and remove nothing.
+    """
+    from launcher.checkpoint.remove import kept_steps, leftovers, remove_checkpoint
+
+    for name, value, least in (("--keep-last", keep_last, 1), ("--keep-every", keep_every, 0)):
+        if value < least:
+            raise ConfigError(f"{name} {value} must be at least {least}.")
+    rows = [_summary(folder) for folder in _checkpoints_of(run)]
+    kept = kept_steps([row["step"] for row in rows], last=keep_last, every=keep_every)
+    readable = [row["step"] for row in rows if row["problem"] is None]
+    if readable and not kept & set(readable):
+        raise CheckpointError(
+            f"of the checkpoints that would be kept none has a manifest that can be read; step {readable[-1]} has.\n"
+            f"Remove the damaged folders by hand, or try --keep-last {_last_with(rows, readable[-1])}."
+        )
+    found = [(Path(row["folder"]), "") for row in rows if row["step"] not in kept]
+    found += [(leftover.path, leftover.what) for leftover in leftovers(run)]
+    removed = []
+    for path, why in found:
+        size = sum(file.stat().st_size for file in path.rglob("*") if file.is_file())
+        if not dry_run:
+            remove_checkpoint(path)
+        removed.append({"folder": str(path), "bytes": size, "why": why})
+    if json:
+        say_json({"removed": removed, "kept": sorted(kept), "dry_run": dry_run})
+        return
+    what = "Removed"
+    if dry_run:
+        what = "Would remove"
+    for row in removed:
+        say(f"{what} {row['folder']}, {human_bytes(row['bytes'])}{row['why'] and ': '}{row['why']}.")
+    total = human_bytes(sum(row["bytes"] for row in removed))
+    say(f"{what} {total} in all; {plural(len(kept), 'checkpoint')} kept: {', '.join(map(str, sorted(kept))) or '–'}.")
+
+
+def export(
+    source: Annotated[Positional[Path], arg(metavar="IN")],
+    output: Annotated[Positional[Path], arg(metavar="OUT")],
+    *,
+    dtype: Annotated[str | None, one_of("float32", "bfloat16", "float16")] = None,
+) -> None:
+    """Write a checkpoint as a Hugging Face folder, read back and verified: `convert --to hf`, which has more options.
+
+    Args:
+        source: Checkpoint, or run folder: its newest checkpoint.
+        output: Folder to make.
+        dtype: Dtype of the written weights, even if bits are lost.
+    """
+    from launcher.cli.convert import convert
+
+    convert(source, output, to="hf", dtype=dtype)
+
+
+def _last_with(rows: list[dict[str, Any]], step: int) -> int:
+    """How many of the newest checkpoints have that of a step among them."""
+    return sum(row["step"] >= step for row in rows)
 
 
 def _checkpoints_of(run: Path) -> list[Path]:

@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 from tyro.conf import Positional, arg, create_mutex_group
-from tyro.constructors import PrimitiveConstructorSpec
 
 from launcher.cli.console import human_bytes, progress, say
+from launcher.cli.one_of import one_of
 from launcher.cluster.command import one_machine
 from launcher.wording import plural
 from longctx.errors import ConfigError
@@ -21,38 +21,16 @@ if TYPE_CHECKING:
 _DIRECTION = create_mutex_group(required=True, title="direction")
 
 
-def _one_of(*choices: str, bare: str | None = None) -> PrimitiveConstructorSpec[str | None]:
-    """An option that takes one of ``choices``; ``bare`` is what it means without a value."""
-
-    def read(given: list[str]) -> str | None:
-        if given:
-            return given[0]
-        return bare
-
-    nargs = 1
-    if bare is not None:
-        nargs = (0, 1)
-    # Not a Literal: tyro cannot take one without a value (`--verify` alone).
-    return PrimitiveConstructorSpec(
-        nargs=nargs,
-        metavar="{" + ",".join(choices) + "}",
-        instance_from_str=read,
-        is_instance=lambda value: value is None or value in choices,
-        str_from_instance=lambda value: [str(value)],
-        choices=choices,
-    )
-
-
 def convert(
     source: Annotated[Positional[Path], arg(metavar="IN")],
     output: Annotated[Positional[Path], arg(metavar="OUT")],
     *,
-    to: Annotated[str | None, _DIRECTION, _one_of("hf")] = None,
-    origin: Annotated[str | None, _DIRECTION, _one_of("hf"), arg(name="from")] = None,
+    to: Annotated[str | None, _DIRECTION, one_of("hf")] = None,
+    origin: Annotated[str | None, _DIRECTION, one_of("hf"), arg(name="from")] = None,
     upcycle: Annotated[str | None, _DIRECTION, arg(metavar="EXPERTS[,TOP_K[,GRANULARITY]]")] = None,
-    dtype: Annotated[str | None, _one_of("float32", "bfloat16", "float16")] = None,
+    dtype: Annotated[str | None, one_of("float32", "bfloat16", "float16")] = None,
     tokenizer: Annotated[str | None, arg(metavar="TOKENIZER|none")] = None,
-    verify: Annotated[str, _one_of("auto", "tensors", "logits", "none", bare="auto")] = "auto",
+    verify: Annotated[str, one_of("auto", "tensors", "logits", "none", bare="auto")] = "auto",
 ) -> None:
     """Convert checkpoints to and from Hugging Face.
 

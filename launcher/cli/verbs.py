@@ -95,6 +95,10 @@ VERBS = {
         ),
     ),
     "checkpoint list": Verb(checkpoint.list_checkpoints, ("runs/first",)),
+    "checkpoint prune": Verb(
+        checkpoint.prune, ("runs/first --keep-last 2 --keep-every 1000", "runs/first --keep-last 1 --dry-run")
+    ),
+    "checkpoint export": Verb(checkpoint.export, ("runs/first exported --dtype bfloat16",)),
     "checkpoint verify": Verb(checkpoint.verify, ("runs/first/checkpoints/step_000100",)),
     "generate": Verb(generate.generate, ('--checkpoint runs/first --prompt "def main(" --max-new-tokens 40',)),
     "evaluate": Verb(
@@ -133,8 +137,6 @@ UNBUILT = {
         "Start `deepspeed --hostfile hostfile launcher/verify.py --config run.toml`, which compares a run with one "
         "process. For files use `data verify DIR` and `checkpoint verify DIR`."
     ),
-    "checkpoint prune": "Set checkpoint.keep_last in the run's config, or delete a step_NNNNNN folder whole.",
-    "checkpoint export": "Use `convert --to hf RUN OUT`.",
 }
 """Names that are promised but not built, and what to use until they are."""
 

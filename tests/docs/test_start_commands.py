@@ -19,7 +19,10 @@ from tests.helpers import REPOSITORY
 from tests.launcher.runs import free_port, path_without_ssh
 
 SCRIPT = "launcher/pretrain.py"
-FOR_CLUSTERS = ("README.md", "2-your-data-128k-on-8-gpus.md", "verbs.py", "pretrain.py", "scheduler.py")
+FOR_CLUSTERS = (
+    *("README.md", "2-your-data-128k-on-8-gpus.md", "5-when-it-breaks.md", "commands.md"),
+    *("verbs.py", "pretrain.py", "scheduler.py"),
+)
 """Files that may show the line for several machines: ``deepspeed --hostfile hostfile``."""
 
 # A stand-in for the script: what its ranks were told is all that a launcher has to get right.
@@ -51,6 +54,8 @@ def printed() -> Iterator[tuple[str, str]]:
 def start_of(command: str) -> str:
     """What stands before the script, with one number for all numbers of ranks."""
     start = command.partition(SCRIPT)[0].replace("\\", " ")
+    # Who starts it again when it fails is tested in tests/launcher/supervise/.
+    start = re.sub(r"^longctx run .*?-- ", "", start)
     return re.sub(r"(--num_gpus|--nproc_per_node) (\d+|N)", r"\1 2", " ".join(start.split()))
 
 

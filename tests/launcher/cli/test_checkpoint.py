@@ -1,9 +1,17 @@
-"""``checkpoint list|verify``."""
+"""``checkpoint list|verify|prune|export``."""
 
 from __future__ import annotations
 
 import json
+import os
+import shutil
+import time
+from pathlib import Path
 
+import pytest
+
+from launcher.checkpoint import remove
+from longctx.checkpoint_format import list_checkpoints
 from tests.launcher.cli.calls import call, flip_a_byte
 
 
@@ -61,3 +69,97 @@ def test_verify_says_when_the_manifest_is_damaged(capsys, damaged_run):
     assert code == 1
     assert "its hash does not match" in out
     assert "step_000020 is whole" in out
+
+
+def names(run: Path) -> list[str]:
+    return sorted(path.name for path in (run / "checkpoints").iterdir())
+
+
+@pytest.fixture
+def long_run(damaged_run: Path) -> Path:
+    """Checkpoints of steps 20, 40, 60, 80, 100, and what is no checkpoint any more."""
+    folder = damaged_run / "checkpoints"
+    for step in (40, 60, 80):
+        shutil.copytree(folder / "step_000020", folder / f"step_{step:06d}")
+    shutil.copytree(folder / "step_000020", folder / "step_000090.discarded")
+    for name in (".step_000070.partial", ".step_000030.removed", ".step_000110.partial"):
+        (folder / name).mkdir()
+        (folder / name / "rank_00000.safetensors").write_bytes(b"half")
+    # One save ended two hours ago without a word, the other one is under way.
+    past = time.time() - 7200
+    for path in (folder / ".step_000070.partial", folder / ".step_000070.partial/rank_00000.safetensors"):
+        os.utime(path, (past, past))
+    return damaged_run
+
+
+class TestPrune:
+    def test_the_newest_and_those_of_every_so_many_steps_stay(self, capsys, long_run):
+        code, out, err = call(capsys, "checkpoint", "prune", long_run, "--keep-last", 2, "--keep-every", 40)
+        assert code == 0, err
+        assert names(long_run) == [".step_000110.partial", "step_000040", "step_000080", "step_000100"]
+        for words in ("step_000020, ", "a save that was killed", "a removal that was killed", "set aside when the run"):
+            assert words in out
+        assert "3 checkpoints kept: 40, 80, 100." in out
+        assert call(capsys, "checkpoint", "verify", long_run)[0] == 0
+
+    def test_a_dry_run_removes_nothing(self, capsys, long_run):
+        before = names(long_run)
+        code, out, _ = call(capsys, "checkpoint", "prune", long_run, "--keep-last", 1, "--dry-run", "--json")
+        found = json.loads(out)
+        assert (code, found["kept"], found["dry_run"]) == (0, [100], True)
+        assert len(found["removed"]) == 7
+        assert names(long_run) == before
+
+    @pytest.mark.parametrize("killed_at", ["rename", "first file"])
+    def test_a_removal_that_is_killed_leaves_nothing_that_looks_whole(self, long_run, monkeypatch, killed_at):
+        path = long_run / "checkpoints/step_000040"
+
+        def killed(folder, **options):
+            if killed_at == "first file" and Path(folder).exists():
+                next(Path(folder).iterdir()).unlink()
+            if Path(folder).exists() or killed_at == "rename":
+                raise KeyboardInterrupt
+
+        monkeypatch.setattr(remove.shutil, "rmtree", killed)
+        with pytest.raises(KeyboardInterrupt):
+            remove.remove_checkpoint(path)
+        for checkpoint in list_checkpoints(long_run):
+            assert (checkpoint / "master.safetensors").exists()
+
+    def test_damaged_manifests_alone_are_not_what_stays(self, capsys, long_run):
+        for step in (80, 100):
+            (long_run / f"checkpoints/step_{step:06d}/manifest.json").write_text("{")
+        before = names(long_run)
+        code, _, err = call(capsys, "checkpoint", "prune", long_run, "--keep-last", 2)
+        assert code == 1
+        assert "step 60 has" in err
+        assert "--keep-last 3" in err
+        assert names(long_run) == before
+        assert call(capsys, "checkpoint", "prune", long_run, "--keep-last", 3)[0] == 0
+
+    @pytest.mark.parametrize(
+        ("options", "code", "said"),
+        [
+            (["--keep-last", "0"], 2, "--keep-last 0 must be at least 1"),
+            (["--keep-last", "1", "--keep-every", "-1"], 2, "--keep-every -1 must be at least 0"),
+            ([], 2, "--keep-last"),
+        ],
+    )
+    def test_bad_input(self, capsys, run, options, code, said):
+        ended, out, err = call(capsys, "checkpoint", "prune", run, *options)
+        assert (ended, out) == (code, "")
+        assert said in err
+
+    def test_no_run_folder(self, capsys, tmp_path):
+        code, _, err = call(capsys, "checkpoint", "prune", tmp_path / "nothing", "--keep-last", 1)
+        assert code == 1
+        assert "is not a run folder: it does not exist" in err
+
+
+def test_export_is_convert(capsys, run, tmp_path):
+    code, _, err = call(capsys, "checkpoint", "export", run, tmp_path / "exported", "--dtype", "bfloat16")
+    assert code == 0, err
+    options = ("--to", "hf", "--dtype", "bfloat16")
+    assert call(capsys, "convert", *options, run, tmp_path / "converted")[0] == 0
+    exported, converted = (tmp_path / name / "model.safetensors" for name in ("exported", "converted"))
+    assert exported.read_bytes() == converted.read_bytes()
