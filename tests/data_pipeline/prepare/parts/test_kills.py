@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import random
 import re
@@ -98,6 +99,19 @@ def wait_for_parts(process: subprocess.Popen[str], output: Path, count: int) -> 
         assert process.poll() is None, process.communicate()
         assert time.monotonic() < until
         time.sleep(0.01)
+
+
+def wait_for_worker(process: subprocess.Popen[str]) -> psutil.Process:
+    """Wait until there is one, which takes longer to start than a part takes."""
+    until = time.monotonic() + 60
+    while time.monotonic() < until:
+        for child in psutil.Process(process.pid).children():
+            # It may have ended, or not have begun with its own program.
+            with contextlib.suppress(psutil.Error):
+                if any("parts.worker" in word for word in child.cmdline()):
+                    return child
+        time.sleep(0.005)
+    raise AssertionError("no worker within a minute")
 
 
 def wait_for_ends(processes: list[psutil.Process], seconds: float) -> None:
@@ -225,17 +239,17 @@ def test_a_second_build_in_the_same_place_is_refused(start: Start, undisturbed: 
 
 def test_a_build_waits_for_the_last_worker_of_a_killed_one(start: Start, undisturbed: dict[str, bytes], tmp_path: Path):
     first = start()
-    wait_for_parts(first, tmp_path / "out", 1)
-    workers = psutil.Process(first.pid).children()
+    # Before it has done anything: on a fast machine the build would soon be done.
+    worker = wait_for_worker(first)
     # It cannot hear that its parent is gone, and could write once more.
-    workers[0].suspend()
+    worker.suspend()
     first.kill()
     # Not communicate(): the worker holds the other end of standard error.
     first.wait()
     second = start()
     with pytest.raises(subprocess.TimeoutExpired):
         second.wait(timeout=4)
-    workers[0].resume()
+    worker.resume()
     _, err = second.communicate(timeout=100)
     assert second.returncode == 0, err
     assert content(tmp_path / "out") == undisturbed
