@@ -16,7 +16,8 @@ from longctx.errors import ClusterError
 
 # No leading dash: ssh would read such a host as an option.
 _HOST = re.compile(r"[A-Za-z0-9]([A-Za-z0-9._-]*[A-Za-z0-9])?")
-_FILTERS = ("--include", "--exclude", "-i", "-e", "--num_nodes", "--num_gpus", "--num_accelerators")
+FILTERS = ("--include", "--exclude", "-i", "-e", "--num_nodes", "--num_gpus", "--num_accelerators")
+"""Flags of the deepspeed command that start fewer ranks than the hostfile has slots."""
 _MOST_SLOTS = 4096
 
 
@@ -38,7 +39,7 @@ def check_hostfile(setting: str, world_size: int, command: Sequence[str] | None 
         return
     slots = read_hostfile(Path(path))
     # With a filter the user starts fewer ranks on purpose.
-    filtered = any(argument.split("=")[0] in _FILTERS for argument in command)
+    filtered = any(argument.split("=")[0] in FILTERS for argument in command)
     if not filtered and sum(slots.values()) != world_size:
         hosts = ", ".join(f"{host} slots={n}" for host, n in slots.items())
         raise ClusterError(

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path, PurePath
 
 from launcher.cluster.command import SCRIPT
+from launcher.cluster.hostfile import FILTERS
 from launcher.config.flags import take_flag
 from longctx.errors import ConfigError
 
@@ -50,7 +51,9 @@ class TrainingCommand:
 
     @property
     def hostfile(self) -> Path | None:
-        """The hostfile of a line that starts with ``deepspeed``."""
+        """The hostfile of a line that starts with ``deepspeed``; None where that picks hosts from it by a filter."""
+        if any(word.partition("=")[0] in FILTERS for word in self.starter):
+            return None
         for number, word in enumerate(self.starter):
             flag, equals, value = word.partition("=")
             if flag in _HOSTFILE and equals:

@@ -12,6 +12,7 @@ import psutil
 import pytest
 
 from launcher.supervise import run as supervised
+from launcher.supervise.command import TrainingCommand
 from tests.launcher.cli.calls import call
 from tests.launcher.runs import SCREEN
 from tests.launcher.supervise.trainer import Act, Trainer
@@ -164,6 +165,12 @@ def test_hosts_that_do_not_answer_are_left_out(capsys, monkeypatch, tmp_path: Pa
     assert second == f"--hostfile {trainer.run / 'hostfile.restart'}"
     assert (trainer.run / "hostfile.restart").read_text() == hosts
     assert f"{silent[0]} does not answer over ssh" in err
+
+
+def test_hosts_that_a_filter_picks_are_left_to_it():
+    words = ["deepspeed", "--hostfile", "hosts", "launcher/pretrain.py"]
+    assert TrainingCommand.of(words).hostfile == Path("hosts")
+    assert TrainingCommand.of([*words[:3], "--include=one@two", words[3]]).hostfile is None
 
 
 @pytest.mark.parametrize(
