@@ -21,6 +21,7 @@ Kind = Literal["best_fit", "concatenate", "one_document"]
 if TYPE_CHECKING:
     from data_pipeline.mixture.forecast import Forecast
     from data_pipeline.rows.survey import Survey
+    from launcher.config.sections import RunConfig
 
 
 def plan(
@@ -52,7 +53,6 @@ def plan(
     from data_pipeline.shards.reader import ShardSet
     from launcher.config.check import check_run
     from launcher.config.load import load_run_config
-    from launcher.config.lockstep import in_lockstep
     from launcher.config.side_by_side import settle_context
     from launcher.metrics.throughput import training_flops
     from launcher.plan.world import World
@@ -70,8 +70,8 @@ def plan(
     order_of = {"seed": run_config.run.seed, "packing": run_config.packing}
     folders, order = open_order(data.train, data.seq_len, open_folder=open_folder, **order_of)
     cost = partial(training_flops, run_config.model.config())
+    lockstep = _in_lockstep(run_config)
     with progress(f"planning {data.train}"):
-        lockstep = in_lockstep(run_config)
         found = survey(order, data.seq_len, micro_batches, cost, documents=PLANNED_DOCUMENTS, lockstep=lockstep)
     # Before the table, which names it.
     if output is not None:
@@ -146,6 +146,21 @@ def sample(
     text = "\n".join(sampled)
     write_atomically(output, text.encode())
     say(f"Written to {output}: {len(text):,} characters.")
+
+
+def _in_lockstep(config: RunConfig) -> bool:
+    """Whether data ranks wait in each micro-batch, on the device that the run names or this machine has."""
+    import torch
+
+    from launcher.config.lockstep import in_lockstep
+
+    device_type = config.run.device
+    if device_type == "auto":
+        device_type = "cpu"
+        if torch.cuda.is_available():
+            device_type = "cuda"
+    # zero.stage = "auto" is another one on GPUs.
+    return in_lockstep(config.resolve(native_bfloat16=True, device_type=device_type))
 
 
 def _lines(found: Survey, steps: int, *, lockstep: bool) -> list[list[str]]:

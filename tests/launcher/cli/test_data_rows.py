@@ -37,9 +37,10 @@ def test_a_plan_says_what_packing_costs_and_how_even_ranks_are(capsys, shards: P
     assert "#0a0b0c" not in picture.read_text(), "no placeholder of a page's colours"
 
 
-def test_where_ranks_meet_in_each_micro_batch_it_is_that_ones_busiest_rank(capsys, shards: Path):
-    stage = ("--zero.stage", 2, "--data.train", shards, "--ranks", 2)
-    code, out, err = call(capsys, "data", "plan", *FLAGS, *stage)
+@pytest.mark.parametrize("changed", [("--zero.stage", 2), ("--run.device", "cuda")])
+def test_where_ranks_meet_in_each_micro_batch_it_is_that_ones_busiest_rank(capsys, shards: Path, changed):
+    """Stage 2, by name or as what ``auto`` is on GPUs."""
+    code, out, err = call(capsys, "data", "plan", *FLAGS, *changed, "--data.train", shards, "--ranks", 2)
     assert code == 0, err
     assert "busiest rank of each micro-batch, rows data.balance" in out
 
