@@ -19,7 +19,7 @@ from data_pipeline.mixture.file import Mixture, is_mixture
 from data_pipeline.mixture.forecast import Forecast
 from data_pipeline.mixture.order import MixedOrder
 from data_pipeline.rows.balance import balanced
-from data_pipeline.rows.batches import Documents, Pieces, Place, build_batch, build_share, documents_of, lengths_of
+from data_pipeline.rows.batches import Documents, Place, build_batch, build_share, documents_of, lengths_of
 from data_pipeline.rows.blocks import PackReport
 from data_pipeline.rows.change import WhenChanged
 from data_pipeline.rows.filled import FimDocuments
@@ -28,6 +28,7 @@ from data_pipeline.rows.first_rows import FirstRows
 from data_pipeline.rows.micro_batches import MicroBatches
 from data_pipeline.rows.order import FolderOrder, Order
 from data_pipeline.rows.pack import BEST_FIT, Packing
+from data_pipeline.rows.row import Row
 from data_pipeline.shards.corpus import Corpus
 from data_pipeline.shards.reader import ShardSet
 from data_pipeline.shards.verify import open_verified
@@ -199,7 +200,7 @@ class Loader:
         # Where the last whole step ended; the state is these numbers, so it never points into a step.
         self._position = order.start()
         # The step under way: all ranks' rows, where they end, and the micro-batch that comes next.
-        self._step_rows: list[tuple[int, Pieces]] = []
+        self._step_rows: list[tuple[int, Row]] = []
         self._step_end = self._position
         self._micro_batch = 0
 
@@ -228,7 +229,7 @@ class Loader:
         self._advance()
         return partial(self._read, rows)
 
-    def _read(self, rows: Sequence[tuple[int, Pieces]], place: Place) -> Taken:
+    def _read(self, rows: Sequence[tuple[int, Row]], place: Place) -> Taken:
         share, documents = build_share(self._documents, [row for _, row in rows], self.seq_len, place)
         return Taken(share, documents, tuple(number for number, _ in rows))
 
@@ -288,7 +289,7 @@ class Loader:
         # What was read of a step under way is read again, from its first micro-batch.
         self._micro_batch = 0
 
-    def _placed_rows(self) -> list[tuple[int, Pieces]]:
+    def _placed_rows(self) -> list[tuple[int, Row]]:
         """The rows of the next step with their numbers, at the places that the micro-batches are dealt out by."""
         rows, self._step_end = self._order.rows(self._position, self._rows_per_step)
         if self._cost is None:
@@ -297,7 +298,7 @@ class Loader:
         places = balanced(costs, self.micro_batches, lockstep=self._lockstep)
         return [(number, rows[number]) for number in places]
 
-    def _next_rows(self) -> list[tuple[int, Pieces]]:
+    def _next_rows(self) -> list[tuple[int, Row]]:
         """Those of this data rank's next micro-batch."""
         if self._micro_batch == 0:
             self._step_rows = self._placed_rows()
@@ -319,8 +320,8 @@ class Rows(Protocol):
         """How many there are."""
         ...
 
-    def __getitem__(self, row: int, /) -> Pieces:
-        """The pieces of a row."""
+    def __getitem__(self, row: int, /) -> Row:
+        """A row by its number."""
         ...
 
 
@@ -393,14 +394,14 @@ class ValidationLoader:
         for number in range(len(self)):
             yield build_share(self._documents, self._rows_of(number), self.seq_len, place)[0]
 
-    def _rows_of(self, number: int) -> list[Pieces]:
-        rows: list[Pieces] = []
+    def _rows_of(self, number: int) -> list[Row]:
+        rows: list[Row] = []
         for row in self._micro_batches.rows(number, self._data_rank):
             # Every rank takes part in every collective, so a rank without rows gets rows of padding.
-            pieces: Pieces = []
+            found = Row()
             if row < len(self._rows):
-                pieces = self._rows[row]
-            rows.append(pieces)
+                found = self._rows[row]
+            rows.append(found)
         return rows
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from data_pipeline.mixture.file import Mixture
 from data_pipeline.mixture.position import MixedPosition, SourcePosition
-from data_pipeline.rows.batches import Pieces
+from data_pipeline.rows.row import Piece, Row
 from data_pipeline.rows.stream import Stream
 from data_pipeline.shards.corpus import Corpus
 from longctx.errors import DataError
@@ -34,7 +34,7 @@ class Chooser:
         """Those by which this row of the run is chosen."""
         return self._shares[self._stage(row) + 1]
 
-    def row(self, at: MixedPosition) -> tuple[Pieces, MixedPosition]:
+    def row(self, at: MixedPosition) -> tuple[Row, MixedPosition]:
         """The next row: as many of the stage's as go into one of the run's, laid end to end.
 
         It has no pieces where every source with a share has given its epochs.
@@ -44,7 +44,7 @@ class Chooser:
             # Counted anew: what older shares left is no debt.
             sources = [replace(source, counted=0) for source in sources]
         row_tokens = self._mixture.row_tokens(self._stage(at.rows_consumed), self._seq_len)
-        row: Pieces = []
+        row: list[Piece] = []
         # Padding of each would lie between documents; laid end to end without it, all of it is at the row's end.
         room = self._seq_len // row_tokens
         # The last row of all may be shorter.
@@ -53,11 +53,10 @@ class Chooser:
             rows, taken, stream = self._streams[chosen].take(source.stream, 1, row_tokens, epochs=epochs)
             # Without a row its last epoch ended in blocks that have none: it is used up now.
             room -= len(rows)
-            pieces = [piece for pieces in rows for piece in pieces]
             sources[chosen] = SourcePosition(stream, source.tokens + taken, source.counted + taken)
             first = self._corpus.first_document[chosen]
-            row += [(first + document, start, stop) for document, start, stop in pieces]
-        return row, MixedPosition(tuple(sources), at.rows_consumed + 1, shares)
+            row += [(first + document, start, stop) for found in rows for document, start, stop in found]
+        return Row.of(row), MixedPosition(tuple(sources), at.rows_consumed + 1, shares)
 
     def _furthest_behind(self, shares: Sequence[int], sources: Sequence[SourcePosition], row_tokens: int) -> int | None:
         """The source that the next row is of; None where all have given their epochs."""

@@ -18,12 +18,12 @@ from data_pipeline.mixture.choose import Chooser
 from data_pipeline.mixture.file import Mixture
 from data_pipeline.mixture.forecast import Forecast, forecast
 from data_pipeline.mixture.position import MixedPosition, SourcePosition, read_source, source_state
-from data_pipeline.rows.batches import Pieces
 from data_pipeline.rows.blocks import PLAN_VERSION, BlockPlanner, PackReport
 from data_pipeline.rows.change import WhenChanged, settled
 from data_pipeline.rows.fim import fim_of, rule_of
 from data_pipeline.rows.pack import BEST_FIT, Packing
 from data_pipeline.rows.position import STATE_FORMAT, check_counters
+from data_pipeline.rows.row import Row
 from data_pipeline.rows.stream import Stream
 from data_pipeline.shards.corpus import Corpus
 from data_pipeline.shuffle import key64
@@ -61,10 +61,10 @@ class MixedOrder:
         """The position of the first row."""
         return MixedPosition(tuple(SourcePosition(stream.start()) for stream in self._streams))
 
-    def rows(self, at: MixedPosition, count: int) -> tuple[list[Pieces], MixedPosition]:
+    def rows(self, at: MixedPosition, count: int) -> tuple[list[Row], MixedPosition]:
         """The next ``count`` rows; DataError where every source has given all its epochs."""
         # One at a time: the row before decides which source is furthest behind.
-        rows: list[Pieces] = []
+        rows: list[Row] = []
         for _ in range(count):
             row, behind = self._chooser.row(at)
             if not row:
@@ -73,9 +73,9 @@ class MixedOrder:
             at = behind
         return rows, at
 
-    def first_rows(self, most: int | None) -> list[Pieces]:
+    def first_rows(self, most: int | None) -> list[Row]:
         """The first rows, at most so many, or all until every source has given its epochs."""
-        rows: list[Pieces] = []
+        rows: list[Row] = []
         at = self.start()
         while most is None or len(rows) < most:
             row, at = self._chooser.row(at)

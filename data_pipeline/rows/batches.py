@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import bisect
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -9,11 +10,9 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 
+from data_pipeline.rows.row import Piece, Row
 from longctx.batch import PackedDocuments
 from longctx.compact_batch import CompactBatch, DocumentEnd, Span
-
-Pieces = list[tuple[int, int, int]]
-"""One row: document, start, stop of each piece."""
 
 Runs = Sequence[tuple[int, int, int]]
 """Tokens start, start + step, … (count of them), each as start, count, step; ascending and disjoint."""
@@ -44,7 +43,7 @@ class Documents(Protocol):
         """Tokens ``start`` to ``stop`` of a document; beyond its end there are none."""
         ...
 
-    def slices(self, pieces: Pieces) -> list[np.ndarray]:
+    def slices(self, pieces: Sequence[Piece]) -> list[np.ndarray]:
         """``slice`` of each piece, behind ``check_files``: what a batch reads."""
         ...
 
@@ -65,7 +64,7 @@ Place = Callable[[PackedDocuments], Share]
 """Who decides on the share, from the documents of the micro-batch."""
 
 
-def build_batch(shards: Documents, rows: list[Pieces], seq_len: int) -> CompactBatch:
+def build_batch(shards: Documents, rows: Sequence[Row], seq_len: int) -> CompactBatch:
     """Rows of pieces as a batch [len(rows), seq_len]; a row without pieces is all padding.
 
     Reads only the pieces, and one token beyond each that was cut: that token is the target of the piece's last one.
@@ -76,7 +75,7 @@ def build_batch(shards: Documents, rows: list[Pieces], seq_len: int) -> CompactB
 
 
 def build_share(
-    shards: Documents, rows: list[Pieces], seq_len: int, place: Place
+    shards: Documents, rows: Sequence[Row], seq_len: int, place: Place
 ) -> tuple[CompactBatch, PackedDocuments]:
     """One rank's part of the same batch, [1, t], and the documents of the whole one, padding behind the rows left out.
 
@@ -89,15 +88,19 @@ def build_share(
     return _read(shards, layout, share, (1, num_tokens), row_tokens=seq_len), layout.documents
 
 
-def documents_of(rows: list[Pieces], seq_len: int) -> PackedDocuments:
+def documents_of(rows: Sequence[Row], seq_len: int) -> PackedDocuments:
     """The documents of such a batch; nothing is read."""
     return _Layout.of(rows, seq_len).documents
 
 
-def lengths_of(rows: list[Pieces], seq_len: int) -> Iterator[tuple[int, ...]]:
+def lengths_of(rows: Sequence[Row], seq_len: int) -> Iterator[tuple[int, ...]]:
     """Yield the lengths of each row's documents, that of padding too: it is attended to as well."""
     for row in rows:
         yield documents_of([row], seq_len).lengths
+
+
+Held = tuple[int, int, int]
+"""The number of a document, its first token that lies in a run, and the one behind the last."""
 
 
 @dataclass(slots=True)
@@ -106,41 +109,53 @@ class _Layout:
 
     documents: PackedDocuments
     """Where each piece begins, among the tokens of all rows."""
-    pieces: list[tuple[int, int, int] | None]
-    """None is padding."""
+    rows: Sequence[Row]
+    firsts: list[int]
+    """The number of each row's first piece, and behind them how many the rows have together."""
     padding: list[int]
-    """Which of them are."""
-    num_behind: int = 0
-    """How many of the last ones lie behind the rows."""
+    """Which are padding."""
 
     @classmethod
-    def of(cls, rows: list[Pieces], seq_len: int) -> _Layout:
+    def of(cls, rows: Sequence[Row], seq_len: int) -> _Layout:
         """That of these rows."""
         lengths: list[int] = []
-        pieces: list[tuple[int, int, int] | None] = []
-        padding: list[int] = []
+        firsts, padding = [0], []
         for row in rows:
-            of_row = [stop - start for _, start, stop in row]
-            lengths += of_row
-            pieces += row
-            missing = seq_len - sum(of_row)
+            lengths += row.lengths
+            missing = seq_len - sum(row.lengths)
             if missing:
-                padding.append(len(pieces))
+                padding.append(len(lengths))
                 lengths.append(missing)
-                pieces.append(None)
-        return cls(PackedDocuments.of_lengths(lengths), pieces, padding)
+            firsts.append(len(lengths))
+        return cls(PackedDocuments.of_lengths(lengths), rows, firsts, padding)
 
     def padded(self, documents: PackedDocuments) -> _Layout:
         """The same with padding behind the rows, ``documents`` of its own."""
-        missing = documents.num_documents - len(self.pieces)
-        if not missing:
+        behind = range(self.firsts[-1], documents.num_documents)
+        if not behind:
             return self
-        behind = range(len(self.pieces), documents.num_documents)
-        return _Layout(documents, [*self.pieces, *[None] * missing], [*self.padding, *behind], missing)
+        return _Layout(documents, self.rows, self.firsts, [*self.padding, *behind])
+
+    def wanted(self, runs: Iterable[list[Held]]) -> list[Piece]:
+        """What has to be read, run by run: the pieces of documents, and one token behind each."""
+        bounds, wanted = self.documents.bounds, []
+        for run in runs:
+            for number, first, last in run:
+                row, place = self._place(number)
+                if place < len(row.lengths):
+                    offset = row.starts[place] - bounds[number]
+                    wanted.append((row.documents[place], first + offset, last + offset + 1))
+        return wanted
+
+    def _place(self, number: int) -> tuple[Row, int]:
+        """The row of a piece, and its number there; for padding that behind the row's pieces, or a larger one."""
+        # Behind the rows too, it counts from the last one's first piece.
+        row = min(bisect.bisect_right(self.firsts, number), len(self.rows)) - 1
+        return self.rows[row], number - self.firsts[row]
 
     def padding_id(self, number: int, padding: int) -> int:
         """What fills a piece of padding: what fills rows, and 0 behind them."""
-        if number < len(self.pieces) - self.num_behind:
+        if number < self.firsts[-1]:
             return padding
         return 0
 
@@ -186,9 +201,6 @@ class _Buffer:
 
 _NO_SPANS = np.empty((0, len(Span._fields)))
 
-Held = tuple[int, int, int]
-"""The number of a document, its first token that lies in a run, and the one behind the last."""
-
 
 def _read(
     shards: Documents, layout: _Layout, share: Share, shape: tuple[int, int], *, row_tokens: int = 0
@@ -197,7 +209,7 @@ def _read(
     layout = layout.padded(share.documents)
     held = [_held(layout.documents, *run) for run in share.runs]
     # All at once, so that each file is looked at once, and right before it is read.
-    found = shards.slices(_wanted(layout, held))
+    found = shards.slices(layout.wanted(held))
     buffer, tokens = _Buffer.of(layout, shards.padding, found), iter(found)
     for own, (start, count, step) in zip(held, share.runs, strict=True):
         if step == 1:
@@ -229,25 +241,12 @@ def _held(documents: PackedDocuments, start: int, count: int, step: int) -> list
     return [held for held in on_step if held[1] < held[2]]
 
 
-def _wanted(layout: _Layout, held: Iterable[list[Held]]) -> Pieces:
-    """What has to be read, run by run: the pieces of documents, and one token behind each."""
-    bounds, pieces = layout.documents.bounds, layout.pieces
-    wanted: Pieces = []
-    for run in held:
-        for number, first, last in run:
-            piece = pieces[number]
-            if piece is not None:
-                offset = piece[1] - bounds[number]
-                wanted.append((piece[0], first + offset, last + offset + 1))
-    return wanted
-
-
 def _sources(shards: Documents, layout: _Layout) -> torch.Tensor | None:
     """The source of each document; None where all have one."""
     if len(shards.first_documents) == 1:
         return None
-    sources = np.full(len(layout.pieces), -1)
-    documents = [piece[0] for piece in layout.pieces if piece is not None]
+    sources = np.full(layout.documents.num_documents, -1)
+    documents = [document for row in layout.rows for document in row.documents]
     is_document = np.ones(len(sources), bool)
     is_document[layout.padding] = False
     sources[is_document] = np.searchsorted(shards.first_documents, documents, side="right") - 1
@@ -256,12 +255,12 @@ def _sources(shards: Documents, layout: _Layout) -> torch.Tensor | None:
 
 def _add_run(buffer: _Buffer, layout: _Layout, run: list[Held], tokens: Iterator[np.ndarray], start: int) -> None:
     """Add the documents of a run of neighbours: one span, and another one behind each piece that was cut."""
-    bounds, pieces, parts = layout.documents.bounds, layout.pieces, buffer.parts
+    bounds, ends, parts = layout.documents.bounds, buffer.ends, buffer.parts
     at = span_at = buffer.at
     last, following, num_tokens, num_targets = start, 0, 0, 0
     for number, first, last in run:
         num, following = last - first, 0
-        if pieces[number] is None:
+        if ends[number] == DocumentEnd.PADDING:
             parts.append(np.full(num, layout.padding_id(number, buffer.padding), buffer.dtype))
             at += num
             continue
@@ -275,7 +274,7 @@ def _add_run(buffer: _Buffer, layout: _Layout, run: list[Held], tokens: Iterator
         num_targets += size - 1
         if following and last == bounds[number + 1]:
             # Cut here: the next document's first token would stand where its following one has to.
-            buffer.ends[number] = DocumentEnd.MORE
+            ends[number] = DocumentEnd.MORE
             buffer.spans.append(Span(start, last - start, 1, span_at))
             start, span_at = last, at
     if start < last:
@@ -295,7 +294,7 @@ def _add_strided(buffer: _Buffer, layout: _Layout, run: list[Held], tokens: Iter
     own, behind = np.zeros((2, span.count), np.int32)
     for number, first, last in run:
         at, here = (first - span.start) // step, len(range(first, last, step))
-        if layout.pieces[number] is None:
+        if buffer.ends[number] == DocumentEnd.PADDING:
             own[at : at + here] = layout.padding_id(number, buffer.padding)
             continue
         part = next(tokens)

@@ -7,8 +7,9 @@ from collections.abc import Iterable, Sequence
 
 import numpy as np
 
-from data_pipeline.rows.batches import Documents, Pieces
+from data_pipeline.rows.batches import Documents
 from data_pipeline.rows.fim import Fim
+from data_pipeline.rows.row import Piece
 
 
 class FimDocuments:
@@ -23,7 +24,7 @@ class FimDocuments:
         """As the documents' own."""
         self._documents.check_files(documents)
 
-    def slices(self, pieces: Pieces) -> list[np.ndarray]:
+    def slices(self, pieces: Sequence[Piece]) -> list[np.ndarray]:
         """``slice`` of each piece, behind ``check_files``."""
         self.check_files({document for document, _, _ in pieces})
         return [self.slice(document, start, stop) for document, start, stop in pieces]

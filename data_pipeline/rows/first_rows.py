@@ -5,8 +5,8 @@ from __future__ import annotations
 import bisect
 from itertools import accumulate
 
-from data_pipeline.rows.batches import Pieces
 from data_pipeline.rows.blocks import BlockPlanner, Deal
+from data_pipeline.rows.row import Row
 from data_pipeline.shards.reader import ShardSet
 
 
@@ -32,7 +32,7 @@ class FirstRows:
         """Rows."""
         return self._num_rows
 
-    def __getitem__(self, row: int) -> Pieces:
-        """The pieces of a row."""
+    def __getitem__(self, row: int) -> Row:
+        """A row by its number."""
         block = bisect.bisect_right(self._first_rows, row) - 1
         return self._planner.plan(0, block).row(row - self._first_rows[block])

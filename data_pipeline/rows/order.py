@@ -10,12 +10,12 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, Protocol
 
-from data_pipeline.rows.batches import Pieces
 from data_pipeline.rows.blocks import PLAN_VERSION, BlockPlanner, Deal, PackReport
 from data_pipeline.rows.change import WhenChanged, settled
 from data_pipeline.rows.fim import Fim, fim_of
 from data_pipeline.rows.pack import BEST_FIT, Packing
 from data_pipeline.rows.position import STATE_FORMAT, Position, read_position
+from data_pipeline.rows.row import Row
 from data_pipeline.rows.stream import Stream
 from data_pipeline.shards.reader import ShardSet
 from longctx.errors import DataError
@@ -52,11 +52,11 @@ class Order(Protocol):
         """The position of the first row."""
         ...
 
-    def rows(self, at: Any, count: int) -> tuple[list[Pieces], Any]:
+    def rows(self, at: Any, count: int) -> tuple[list[Row], Any]:
         """The next ``count`` rows, and the position behind them; DataError where there are no more."""
         ...
 
-    def first_rows(self, most: int) -> list[Pieces]:
+    def first_rows(self, most: int) -> list[Row]:
         """The first rows, at most so many; fewer where there are no more."""
         ...
 
@@ -102,12 +102,12 @@ class FolderOrder:
         """The position of the first row."""
         return Position(stream=self._stream.start())
 
-    def rows(self, at: Position, count: int) -> tuple[list[Pieces], Position]:
+    def rows(self, at: Position, count: int) -> tuple[list[Row], Position]:
         """The next ``count`` rows, across as many blocks and epochs as they take."""
         rows, tokens, stream = self._stream.take(at.stream, count, self._seq_len)
         return rows, Position(at.rows_consumed + count, at.tokens_consumed + tokens, stream)
 
-    def first_rows(self, most: int) -> list[Pieces]:
+    def first_rows(self, most: int) -> list[Row]:
         """The first rows."""
         return self.rows(self.start(), most)[0]
 

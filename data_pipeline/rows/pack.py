@@ -10,12 +10,14 @@ from __future__ import annotations
 import bisect
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from itertools import pairwise
 from typing import Literal, get_args
 
 import numpy as np
 
 from data_pipeline.rows.fim import FimRule
+from data_pipeline.rows.row import Row
 from data_pipeline.shuffle import shuffled
 from longctx.errors import ConfigError
 
@@ -144,21 +146,27 @@ class RowPlan:
         ends = np.concatenate([np.zeros(1, np.int64), np.cumsum(self.pieces.lengths)])
         return np.diff(ends[self.row_offsets])
 
-    def row(self, index: int) -> list[tuple[int, int, int]]:
-        """Pieces of a row in order, each as document, start, stop."""
+    def row(self, index: int) -> Row:
+        """One row."""
         return self.rows(index, index + 1)[0][0]
 
-    def rows(self, first: int, stop: int) -> tuple[list[list[tuple[int, int, int]]], int]:
-        """Rows ``first`` to before ``stop``, each as ``row`` gives it, and their tokens."""
+    def rows(self, first: int, stop: int) -> tuple[list[Row], int]:
+        """Rows ``first`` to before ``stop``, and their tokens."""
         ends = self.row_offsets[first : stop + 1].tolist()
         begin = ends[0]
-        part, columns = slice(begin, ends[-1]), self.pieces
+        documents, starts, lengths = self._columns
         # All rows at once: a step may have hundreds of short ones.
-        documents, starts = columns.documents[part].tolist(), columns.starts[part].tolist()
-        stops = columns.stops[part].tolist()
-        pieces = list(zip(documents, starts, stops, strict=True))
-        rows = [pieces[start - begin : end - begin] for start, end in pairwise(ends)]
-        return rows, sum(stops) - sum(starts)
+        sizes = lengths[begin : ends[-1]].tolist()
+        rows = [
+            Row(documents[start:end], starts[start:end], sizes[start - begin : end - begin])
+            for start, end in pairwise(ends)
+        ]
+        return rows, sum(sizes)
+
+    @cached_property
+    def _columns(self) -> tuple[memoryview, memoryview, memoryview]:
+        """Documents, first tokens and lengths of all pieces: slices of these are cheap, and items plain integers."""
+        return self.pieces.documents.data, self.pieces.starts.data, self.pieces.lengths.data
 
     def parts_from(self, row: int) -> Parts:
         """What stands in this row and those behind it, whole again where it was cut for them."""

@@ -15,6 +15,7 @@ from data_pipeline.prepare.build import build_shards
 from data_pipeline.prepare.sources import open_source
 from data_pipeline.rows.batches import build_batch
 from data_pipeline.rows.pack import plan_rows
+from data_pipeline.rows.row import Row
 from data_pipeline.shards.reader import ShardSet
 from longctx.batch import IGNORED_TARGET, PADDING_DOCUMENT, Batch
 from longctx.errors import ConfigError, DataError
@@ -108,7 +109,7 @@ class TestBatches:
         shards = ShardSet.open(built)
         document = int(lengths_of(shards).argmax())
         ids = shards.document(document).tolist()
-        batch = build_batch(shards, [[(document, 64, 128)]], 64).unpack()
+        batch = build_batch(shards, [Row.of([(document, 64, 128)])], 64).unpack()
         assert batch.tokens[0].tolist() == ids[64:128]
         assert batch.targets[0].tolist() == ids[65:129]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import cycle
 from pathlib import Path
@@ -12,7 +13,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from data_pipeline.rows.batches import Pieces, Share, build_batch, build_share
+from data_pipeline.rows.batches import Share, build_batch, build_share
+from data_pipeline.rows.row import Piece, Row
 from data_pipeline.shards import reader
 from data_pipeline.shards.corpus import Corpus
 from data_pipeline.shards.reader import ShardSet
@@ -32,7 +34,7 @@ def odd(built: Path, tmp_path_factory) -> ShardSet:
 
 
 @st.composite
-def some_rows(draw) -> tuple[list[Pieces], int]:
+def some_rows(draw) -> tuple[list[Row], int]:
     """Rows of pieces anywhere in their documents, with padding behind them, and the rows' length."""
     row_tokens = draw(st.integers(1, 150))
     rows = []
@@ -44,11 +46,11 @@ def some_rows(draw) -> tuple[list[Pieces], int]:
             stop = min(LENGTHS[document], start + draw(st.integers(1, left)))
             row.append((document, start, stop))
             left -= stop - start
-        rows.append(row)
+        rows.append(Row.of(row))
     return rows, row_tokens
 
 
-def plain_tokens(corpus: ShardSet, rows: list[Pieces], row_tokens: int) -> list[tuple[int, int, int, int]]:
+def plain_tokens(corpus: ShardSet, rows: list[Row], row_tokens: int) -> list[tuple[int, int, int, int]]:
     """Token, target, position and document of each token of the rows."""
     found, number = [], 0
     for row in rows:
@@ -115,11 +117,11 @@ def test_a_share_is_its_tokens_of_that(odd, case, data):
 def test_each_document_says_its_source(odd):
     corpus = Corpus((odd, odd, odd))
     first = odd.num_documents
-    rows = [[(first + 6, 0, 20), (3, 2, 9)], [(2 * first + 2, 0, 7)], []]
+    rows = [Row.of([(first + 6, 0, 20), (3, 2, 9)]), Row.of([(2 * first + 2, 0, 7)]), Row()]
     batch = build_batch(corpus, rows, 30).unpack()
     assert batch.sources is not None
     assert batch.sources.tolist() == [1, 0, -1, 2, -1, -1]
-    assert build_batch(odd, [[(3, 0, 9)]], 30).unpack().sources is None
+    assert build_batch(odd, [Row.of([(3, 0, 9)])], 30).unpack().sources is None
 
 
 @settings(deadline=None, max_examples=60)
@@ -128,7 +130,7 @@ def test_documents_of_several_folders_come_in_their_order(odd, case, folders):
     rows, row_tokens = case
     of_piece = cycle(folders)
     strewn = [
-        [(next(of_piece) * len(LENGTHS) + document, start, stop) for document, start, stop in row] for row in rows
+        Row.of((next(of_piece) * len(LENGTHS) + document, start, stop) for document, start, stop in row) for row in rows
     ]
     one, several = build_batch(odd, rows, row_tokens), build_batch(Corpus((odd, odd, odd)), strewn, row_tokens)
     for name in ("ids", "spans", "ends", "bounds"):
@@ -153,7 +155,7 @@ class TypedShards:
     def slice(self, index: int, start: int, stop: int) -> np.ndarray:
         return self.shards.slice(index, start, stop).astype(self.types[index % len(self.types)])
 
-    def slices(self, pieces: Pieces) -> list[np.ndarray]:
+    def slices(self, pieces: Sequence[Piece]) -> list[np.ndarray]:
         return [self.slice(document, start, stop) for document, start, stop in pieces]
 
 
@@ -179,7 +181,7 @@ def test_each_file_is_looked_at_once_for_a_batch(odd, monkeypatch):
         looked_at.append(shard.path.name)
         return True
 
-    rows = [[(document, 0, 1) for document in (*range(len(LENGTHS)), 0, 10)]] * 3
+    rows = [Row.of((document, 0, 1) for document in (*range(len(LENGTHS)), 0, 10))] * 3
     build_batch(odd, rows, 13)
     monkeypatch.setattr(reader, "_is_unchanged", watched)
     build_batch(odd, rows, 13)
@@ -194,7 +196,7 @@ def test_there_is_no_document_before_the_first(odd):
 
 
 def test_four_bytes_a_token_travel(odd):
-    rows = [[(6, 0, 200)]] * 50
+    rows = [Row.of([(6, 0, 200)])] * 50
     compact = build_batch(odd, rows, 200)
     batch = compact.unpack()
     unpacked = sum(x.nbytes for x in (batch.tokens, batch.targets, batch.positions, batch.document_ids))

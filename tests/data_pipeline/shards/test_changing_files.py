@@ -15,6 +15,7 @@ import pytest
 
 from data_pipeline.loader import build_loader
 from data_pipeline.rows.batches import build_batch
+from data_pipeline.rows.row import Row
 from data_pipeline.shards import stamps
 from data_pipeline.shards.reader import ShardSet
 from data_pipeline.texts import read_texts
@@ -75,7 +76,7 @@ def test_every_way_to_read_it_names_the_file(
     for number in range(2):
         shards.shard_tokens(number)
     act(folder / "00000.arrow")
-    rows = [[(0, 0, 60_000), (2, 5, 9)]]
+    rows = [Row.of([(0, 0, 60_000), (2, 5, 9)])]
     readings: list[Callable[[], object]] = [lambda: build_batch(shards, rows, 65_536)]
     if change != "written to":
         # These would not touch what was written.
@@ -85,7 +86,7 @@ def test_every_way_to_read_it_names_the_file(
         with pytest.raises(DataError, match=message):
             read()
     # The other shard is read as ever.
-    assert build_batch(shards, [[(3, 0, 1), (6, 0, 20)]], 64).documents.lengths == (1, 20, 43)
+    assert build_batch(shards, [Row.of([(3, 0, 1), (6, 0, 20)])], 64).documents.lengths == (1, 20, 43)
     assert shards.document(6).tolist() == before[2 + 6][1]  # type: ignore[index]
 
 
