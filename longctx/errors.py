@@ -4,6 +4,7 @@
 our own invariants.
 """
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -34,12 +35,15 @@ class TrainingError(LongCtxError):
 
 
 class GradientError(TrainingError):
-    """Gradients that are not finite: the update was left out on every rank."""
+    """Gradients that are not finite, or refused for their norm: the update was left out on every rank."""
 
     def __init__(self, norm: float, names: Sequence[str]) -> None:
         """``names`` are the parameters whose gradients are not finite, in the model's order; none where each gradient
         is finite and only the norm of them all is not."""
-        super().__init__(f"the gradient is not finite (its norm is {norm:g}) in: {', '.join(names) or 'no one tensor'}")
+        problem = f"was refused (its norm is {norm:g})"
+        if not math.isfinite(norm):
+            problem = f"is not finite (its norm is {norm:g}) in: {', '.join(names) or 'no one tensor'}"
+        super().__init__(f"the gradient {problem}")
         self.norm, self.names = norm, list(names)
 
 

@@ -28,6 +28,7 @@ from parallel.zero.initial import InitialWeights
 from parallel.zero.optimizer import OptimizerOptions
 from parallel.zero.options import ZeroOptions, check_zero
 from parallel.zero.partition import Partition, Wrapping
+from parallel.zero.refusal import Accept, everything
 from parallel.zero.sharded import Sharded
 from parallel.zero.state import OwnedRange, Piece, ReadRange, owned_pieces, read_state, write_state
 from parallel.zero.tensors import ModelTensors
@@ -100,19 +101,21 @@ class ZeroEngine:
         if not engine.is_gradient_accumulation_boundary():
             engine.step()  # counts the micro-batch; updates nothing
 
-    def step(self, lr: float) -> float:
+    def step(self, lr: float, accept: Accept = everything) -> float:
         """Clip, update with this learning rate, clear the gradients; returns the gradient norm before clipping.
 
-        GradientError on every rank alike when that norm is not finite. Weights and moments are then as before, in every
-        stage. No further step may follow. Collective.
+        GradientError on every rank alike when that norm is not finite, or when ``accept`` refuses it, which has to
+        answer alike on every rank. Weights and moments are then as before, in every stage, and gradients cleared: the
+        next step may follow. Collective.
         """
         for group in self.partition.engine.optimizer.param_groups:
             group["lr"] = lr
         # Before the update, which frees the gradients. A small tensor, and no wait: it is read only if the norm is bad.
         broken = self._broken_gradients()
-        norm = self.partition.update()
-        if not math.isfinite(norm):
-            raise GradientError(norm, named_on_any_rank(broken, self.shapes))
+        norm, taken = self.partition.update(accept)
+        if not taken:
+            names = [] if math.isfinite(norm) else named_on_any_rank(broken, self.shapes)
+            raise GradientError(norm, names)
         return norm
 
     def broken_weights(self) -> list[str]:

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from longctx.checkpoint_format import ROLES
 from parallel.zero.gradients import named_gradients
 from parallel.zero.partition import MASTER, Extent, Wrapping, fill_moments, masters_of, update_by_deepspeed
+from parallel.zero.refusal import Accept
 
 
 class Flat:
@@ -28,8 +29,8 @@ class Flat:
     def inner(self) -> torch.optim.Optimizer:
         return self.engine.optimizer.optimizer
 
-    def update(self) -> float:
-        return update_by_deepspeed(self.engine)
+    def update(self, accept: Accept) -> tuple[float, bool]:
+        return update_by_deepspeed(self.engine, accept)
 
     def local_gradients(self) -> Iterator[tuple[str, Tensor]]:
         # Both by group of parameters, in the order in which the group lists them.

@@ -23,6 +23,7 @@ from parallel.zero.cpu_adam import build_cpu_adam
 from parallel.zero.deepspeed_config import accelerator, deepspeed_config
 from parallel.zero.optimizer import OptimizerOptions, optimizer_groups
 from parallel.zero.options import ZeroOptions, uses_fused_adamw
+from parallel.zero.refusal import Accept, refusing
 from parallel.zero.swapping import SwapSpace, swap_space
 from parallel.zero.tensors import ModelTensors
 from parallel.zero.uncompiled import AdamW
@@ -108,10 +109,11 @@ class Partition(Protocol):
         """The AdamW inside whatever wraps it."""
         ...
 
-    def update(self) -> float:
-        """Clip the gradients, update masters and weights, clear the gradients; returns the norm before clipping.
+    def update(self, accept: Accept) -> tuple[float, bool]:
+        """Clip the gradients, update masters and weights, clear the gradients.
 
-        A norm that is not finite says that nothing was updated, on every rank alike. Collective.
+        Returns the norm before clipping, and whether there was an update: on every rank alike none by a norm that is
+        not finite, or that ``accept`` refuses. Gradients are cleared in any case. Collective.
         """
         ...
 
@@ -194,14 +196,16 @@ def masters_of(inner: torch.optim.Optimizer) -> list[Tensor]:
     return [p for group in inner.param_groups for p in group["params"]]
 
 
-def update_by_deepspeed(engine: Any) -> float:
+def update_by_deepspeed(engine: Any, accept: Accept) -> tuple[float, bool]:
     """``Partition.update`` of stages 1 to 3.
 
     They leave the update out, in silence, on all ranks as soon as one rank's part is not finite
     (``optimizer.overflow``; stage 2 does so in bfloat16 because ``check_grad_overflow`` is set).
     """
-    engine.step()
-    norm = float(engine.get_global_grad_norm())
-    if engine.optimizer.overflow:
-        return math.inf
-    return norm
+    with refusing(accept) as seen:
+        engine.step()
+    if not engine.optimizer.overflow:
+        return float(engine.get_global_grad_norm()), True
+    if seen.norm is None:
+        return math.inf, False
+    return seen.norm, False

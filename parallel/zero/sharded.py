@@ -17,6 +17,7 @@ from longctx.model.block import Block
 from longctx.model.decoder import external_parameters
 from parallel.zero.gradients import named_gradients
 from parallel.zero.partition import MASTER, Extent, Wrapping, fill_moments, update_by_deepspeed
+from parallel.zero.refusal import Accept
 from parallel.zero.weight_swapper import WeightSwapper
 
 
@@ -40,11 +41,11 @@ class Sharded:
     def inner(self) -> torch.optim.Optimizer:
         return self.engine.optimizer.optimizer
 
-    def update(self) -> float:
+    def update(self, accept: Accept) -> tuple[float, bool]:
         # DeepSpeed takes a weight that it finds in memory to be there for good, also one that it has read ahead.
         if self._swapper is not None:
             self._swapper.release_all()
-        return update_by_deepspeed(self.engine)
+        return update_by_deepspeed(self.engine, accept)
 
     def local_gradients(self) -> Iterator[tuple[str, Tensor]]:
         zero = self.engine.optimizer

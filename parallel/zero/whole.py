@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from longctx.checkpoint_format import ROLES
 from longctx.model.experts.experts import is_expert_weight
 from parallel.zero.partition import MASTER, Extent, Wrapping, fill_moments, masters_of
+from parallel.zero.refusal import Accept
 
 
 class Whole:
@@ -32,14 +33,22 @@ class Whole:
     def inner(self) -> torch.optim.Optimizer:
         return self.engine.optimizer
 
-    def update(self) -> float:
+    def update(self, accept: Accept) -> tuple[float, bool]:
         """Look at the norm first: DeepSpeed would update also by a gradient that is not finite."""
         # The same norm on every rank, from averaged gradients: all of them update, or none does.
         norm = self._gradient_norm()
-        if math.isfinite(norm):
+        taken = math.isfinite(norm) and accept(norm)
+        if taken:
             self._clip_gradients(norm)
             self.engine.step()
-        return norm
+        else:
+            # DeepSpeed counts the step's micro-batches and clears their gradients; its optimiser does nothing.
+            self.engine.optimizer.step, update = _nothing, self.engine.optimizer.step
+            try:
+                self.engine.step()
+            finally:
+                self.engine.optimizer.step = update
+        return norm, taken
 
     def local_gradients(self) -> Iterator[tuple[str, Tensor]]:
         for name, p in self._model.decoder.named_parameters():
@@ -99,3 +108,7 @@ class Whole:
         for p in self._model.parameters():
             if p.grad is not None:
                 p.grad.mul_(factor)
+
+
+def _nothing() -> None:
+    """The update of a step that is left out."""

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.utils.hooks import RemovableHandle
 
 from longctx.batch import IGNORED_TARGET
+from longctx.config import ModelConfig
 from longctx.errors import GradientError
 from longctx.kernels.processor import Products
 from longctx.model.experts.experts import is_expert_weight
@@ -34,7 +37,7 @@ ALL_WAYS = [way for ways in WAYS.values() for way in ways]
 Values = dict[tuple[str, str, int], Tensor]
 
 
-def held(runner: RanksRun) -> Values:
+def held(runner: Spoilt) -> Values:
     """Masters, moments and buffers that this rank answers for, and the working weights of its forward."""
     values = {(r.name, r.role, r.start): r.values for r in runner.owned()}
     for name, p in runner.engine.model.decoder.named_parameters():
@@ -45,14 +48,14 @@ def held(runner: RanksRun) -> Values:
     return values
 
 
-def check_unchanged(runner: RanksRun, before: Values) -> None:
+def check_unchanged(runner: Spoilt, before: Values) -> None:
     after = held(runner)
     assert after.keys() == before.keys()
     changed = [key for key in before if not torch.equal(before[key], after[key])]
     assert not changed, f"{runner.spread}: {changed}"
 
 
-def spoil(runner: RanksRun, wanted: Callable[[str], bool], rank: int, value: float) -> str:
+def spoil(runner: Spoilt, wanted: Callable[[str], bool], rank: int, value: float) -> str:
     """From now on one rank's gradient of the first parameter that is wanted holds this value; returns its name."""
     name, p = next((n, p) for n, p in runner.engine.model.decoder.named_parameters() if wanted(n))
 
@@ -62,11 +65,36 @@ def spoil(runner: RanksRun, wanted: Callable[[str], bool], rank: int, value: flo
         return gradient
 
     if dist.get_rank() == rank:
-        p.register_hook(hook)
+        runner.hooks.append(p.register_hook(hook))
     return name
 
 
-def check_refused(runner: RanksRun, step: int) -> GradientError:
+class Spoilt(RanksRun):
+    """A run whose gradients can be spoilt for a step."""
+
+    hooks: list[RemovableHandle]
+
+    def __init__(self, config: ModelConfig, spread: Spread) -> None:
+        super().__init__(config, spread)
+        self.hooks = []
+
+    def mend(self) -> None:
+        for hook in self.hooks:
+            hook.remove()
+        self.hooks.clear()
+
+    def refuse(self, number: int, accept: Callable[[float], bool]) -> GradientError:
+        """Take a step whose norm is asked for."""
+        step = self.engine.step
+        with (
+            mock.patch.object(self.engine, "step", lambda lr: step(lr, accept)),
+            pytest.raises(GradientError) as caught,
+        ):
+            self.step(number)
+        return caught.value
+
+
+def check_refused(runner: Spoilt, step: int) -> GradientError:
     """The step is refused in the same words on every rank, and nothing that is kept of a run has changed."""
     before = held(runner)
     bias = [b.clone() for b in runner.engine.model.decoder.buffers()]
@@ -84,7 +112,7 @@ def check_gradients(ways: list[Way], expert: int, value: float) -> None:
     for stage, dtype, products in ways:
         context = dist.get_world_size()
         spread = Spread(context=context, expert=expert, stage=stage, dtype=dtype, products=products)
-        runner = RanksRun(CONFIG if expert > 1 else DENSE, spread)
+        runner = Spoilt(CONFIG if expert > 1 else DENSE, spread)
         runner.step(0)
         name = spoil(runner, is_expert_weight if expert > 1 else lambda n: "layers.1" in n, last, value)
         error = check_refused(runner, 1)
@@ -121,7 +149,7 @@ def test_nor_where_ranks_hold_the_same_experts_in_pairs():
 
 def check_huge(stage: int) -> None:
     """Every gradient is finite, the sum of two squares is beyond float32."""
-    runner = RanksRun(DENSE, Spread(stage=stage))
+    runner = Spoilt(DENSE, Spread(stage=stage))
     runner.step(0)
     for layer in range(2):
         spoil(runner, lambda n, layer=layer: f"layers.{layer}" in n, 0, 1.5e19)
@@ -134,10 +162,43 @@ def test_nor_do_finite_gradients_whose_norm_is_not(stage):
     run_distributed(check_huge, 1, stage)
 
 
+def check_goes_on(ways: list[Way], expert: int) -> None:
+    """Steps that were left out change nothing of those behind them: not one bit, however they were left out."""
+    context = dist.get_world_size()
+    for stage, dtype, products in ways:
+        spread = Spread(context=context, expert=expert, stage=stage, dtype=dtype, products=products)
+        config = CONFIG if expert > 1 else DENSE
+        plain, runner = Spoilt(config, spread), Spoilt(config, spread)
+        plain.step(0)
+        plain.step(2)
+        # Before the first update, when there are no moments yet; one spoilt by a rank; one whose norm is too large.
+        assert runner.refuse(1, lambda norm: False).norm > 0
+        runner.step(0)
+        spoil(runner, lambda n: "layers.1" in n, context - 1, torch.nan)
+        check_refused(runner, 1)
+        runner.mend()
+        refused = runner.refuse(1, lambda norm: norm < 0)
+        assert (refused.names, len(set(gather_objects(refused.norm)))) == ([], 1)
+        runner.step(2)
+        assert plain.run.norms[-1] == runner.run.norms[-1], spread
+        check_unchanged(runner, held(plain))
+
+
+@pytest.mark.parametrize(
+    ("ways", "expert"),
+    [
+        (WAYS["float32"][::3], 1),
+        *(pytest.param(ways, n, marks=pytest.mark.slow) for ways in WAYS.values() for n in (1, 2)),
+    ],
+)
+def test_the_next_steps_are_as_if_it_had_never_been(ways, expert):
+    run_distributed(check_goes_on, 2, ways, expert, timeout=200)
+
+
 def check_weights(stages: list[int]) -> None:
     """A weight that one rank alone holds is found on all."""
     for stage in stages:
-        runner = RanksRun(DENSE, Spread(context=dist.get_world_size(), stage=stage))
+        runner = Spoilt(DENSE, Spread(context=dist.get_world_size(), stage=stage))
         name = "model.norm.weight"
         p = dict(runner.engine.model.decoder.named_parameters())[name]
         if stage == 3:
@@ -154,7 +215,7 @@ def test_broken_weights_are_found_in_every_stage():
 
 def check_no_targets(stage: int) -> None:
     """A step of padding and unscored tokens: a loss and a gradient of exactly zero, and the step is taken."""
-    runner = RanksRun(DENSE, Spread(context=dist.get_world_size(), stage=stage))
+    runner = Spoilt(DENSE, Spread(context=dist.get_world_size(), stage=stage))
     runner.step(0)
     split = SequenceLayout.build("zigzag", LENGTH, runner.mesh.context)
     for n in range(ROWS):
