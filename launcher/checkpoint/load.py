@@ -41,7 +41,7 @@ def load_checkpoint(folder: Path, engine: ZeroEngine, model: ModelConfig) -> Che
     reader = on_every_rank(read_and_check)
     # Each rank reads the ranges that it owns, whatever world and ZeRO stage wrote them. Imported and upcycled
     # checkpoints have weights alone.
-    engine.load(reader.read_range, step=reader.step, moments=set(ROLES) <= set(reader.roles))
+    engine.load(reader.read_range, step=_optimizer_steps(reader), moments=set(ROLES) <= set(reader.roles))
     reader.close()
     return reader
 
@@ -80,6 +80,17 @@ def check_start(reader: CheckpointReader, model: ModelConfig) -> None:
     differing = fixed_differences(model_config(reader), model)
     if differing:
         raise CheckpointError(f"{_of_another_model(reader, model, differing)}\n{MAY_CHANGE}")
+
+
+def _optimizer_steps(reader: CheckpointReader) -> int:
+    """Steps that the optimiser has taken: fewer than the run's where some were left out."""
+    # Earlier releases left out none, and did not say.
+    taken = reader.manifest["training"].get("optimizer_steps", reader.step)
+    if type(taken) is not int or not 0 <= taken <= reader.step:
+        raise CheckpointError(
+            f"{reader.folder}: optimizer_steps={taken!r} must be a number from 0 to {reader.step}. Use another one."
+        )
+    return taken
 
 
 def _of_another_model(reader: CheckpointReader, model: ModelConfig, differing: Collection[str]) -> str:

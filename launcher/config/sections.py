@@ -153,6 +153,12 @@ class TrainSection:
     """AdamW's epsilon."""
     clip_norm: float = 1.0
     """Gradient norm above which gradients are scaled down; 0 never."""
+    skip_steps: int = 3
+    """Steps in a row that may be left out, on all ranks, because their loss, router logits or gradient is not finite
+    or a spike; one more ends the run, and so does a weight that is not finite. 0 ends it at the first."""
+    spike_sigmas: float = 0.0
+    """A step whose loss or gradient norm lies more than so many standard deviations above the mean of the last 128 is
+    a spike (6 is usual); 0: none is."""
     z_loss: float = 0.0
     """Weight of the squared log-sum-exp of each target's logits, which keeps the softmax normalised (PaLM: 1e-4)."""
     label_smoothing: float = 0.0

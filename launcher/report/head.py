@@ -180,6 +180,10 @@ def remarks(run: Run) -> list[str]:
     broken = [r["step"] for r in run.train if r["loss"] is None or not math.isfinite(r["loss"])]
     if broken:
         found.append(f"The loss was not finite in {plural(len(broken), 'step')}, first at step {broken[0]:,}.")
+    skipped = [r["step"] for r in run.train if "skipped" in r]
+    if skipped:
+        were = "was" if len(skipped) == 1 else "were"
+        found.append(f"{plural(len(skipped), 'step')} {were} left out, first step {skipped[0]:,}.")
     if run.resumed_steps:
         steps = ", ".join(f"{step:,}" for step in run.resumed_steps)
         found.append(f"Resumed at step {steps}; dotted green lines mark it.")

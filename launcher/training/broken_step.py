@@ -1,4 +1,4 @@
-"""The error of a step that is not finite (NaN or infinity)."""
+"""A step that is not finite (NaN or infinity), or a spike: what its user reads where it is left out or ends the run."""
 
 from __future__ import annotations
 
@@ -11,14 +11,15 @@ from typing import Any
 from data_pipeline.rows.pack import BEST_FIT
 from launcher.config.sections import RunConfig
 from launcher.training.setup import Run
-from launcher.wording import first_names
+from launcher.wording import first_names, plural
 from longctx.checkpoint_format import list_checkpoints
 from longctx.errors import GradientError, TrainingError
+from parallel.runtime.process import gather_objects
 
 
 @dataclass(frozen=True, kw_only=True)
 class BrokenStep:
-    """A step whose loss or gradient is not finite, and what its user needs to go on."""
+    """A step that cannot be taken, and what its user needs to go on."""
 
     step: int
     loss: float
@@ -30,6 +31,14 @@ class BrokenStep:
     """Parameters whose gradients are not finite."""
     weights: Sequence[str] = ()
     """Parameters and buffers that held something that is not finite before the step."""
+    spike: str = ""
+    """By how much loss or norm exceed those before, of a step that is finite."""
+    ranks: Sequence[int] = ()
+    """Ranks whose own part of the loss, or of a router's logits, is not finite."""
+    in_row: int = 0
+    """Steps that were left out right before it."""
+    skip_steps: int = 0
+    """``train.skip_steps``."""
     rows: str
     """Where the step's data stands."""
     lr: float
@@ -37,10 +46,33 @@ class BrokenStep:
     checkpoint: Path | None
     """The newest one."""
 
+    @property
+    def is_last(self) -> bool:
+        """Whether the run ends here. Where weights are no numbers, no later step can be better."""
+        return bool(self.weights) or self.in_row >= self.skip_steps
+
+    def error(self) -> TrainingError:
+        """What ends the run."""
+        # The trainer writes this record too: the curves then end with the step that broke.
+        record = {"kind": "train", "step": self.step, "loss": self.loss, "lr": self.lr, "grad_norm": self.grad_norm}
+        return TrainingError(self.message(), record)
+
+    def warning(self) -> str:
+        """What the log says of a step that is left out while the run goes on."""
+        what = self._what_happened()
+        return (
+            f"Step {self.step} is left out, number {self.in_row + 1} in a row of the {self.skip_steps} that "
+            f"train.skip_steps allows: {what}{self._where()} Weights and moments are those of the step before. "
+            f"Its data: {self.rows}."
+        )
+
     def message(self) -> str:
         """What happened, where, and how to go on: one screen."""
-        lines = [self._what_happened()]
-        if self.grad_norm is not None:
+        lines = [self._what_happened() + self._where()]
+        if self.in_row:
+            before = f"{plural(self.in_row, 'step')} before it"
+            lines.append(f"Left out for such a reason: {before}, as many as train.skip_steps={self.skip_steps} allows.")
+        if self.grad_norm is not None and not self.spike:
             # Finite gradients whose squares overflow in the norm leave no name to give.
             where = first_names(self.gradients) or "in no single tensor, but all together are too large"
             lines.append(f"Gradients that are not finite: {where}.")
@@ -51,8 +83,18 @@ class BrokenStep:
         lines.append(f"Its data, to look at: {self.rows}.")
         return "\n".join(lines)
 
+    def _where(self) -> str:
+        """The ranks where it began, if that is known."""
+        if not self.ranks:
+            return ""
+        return (
+            f" It began on {'rank' if len(self.ranks) == 1 else 'ranks'} {first_names([str(r) for r in self.ranks])}."
+        )
+
     def _what_happened(self) -> str:
         """The first line: which quantity is not finite."""
+        if self.spike:
+            return f"step {self.step} is a spike: {self.spike} (train.spike_sigmas)."
         if self.routers:
             # The loss may well be finite: a token whose logits are not goes to no expert that counts.
             return f"router logits of step {self.step} are not finite: {first_names(self.routers, thing='layers')}."
@@ -81,7 +123,7 @@ class BrokenStep:
         return f"{go_on}, with {advice}."
 
 
-def broken_step(
+def find_broken(
     run: Run,
     step: int,
     *,
@@ -90,15 +132,19 @@ def broken_step(
     order: dict[str, Any],
     routers: Sequence[str] = (),
     gradient: GradientError | None = None,
-) -> TrainingError:
-    """The error for a step whose router logits or loss, or else whose gradient, are not finite. Collective.
+    spike: str = "",
+    own_finite: bool = True,
+    in_row: int = 0,
+) -> BrokenStep:
+    """Look at a step whose router logits or loss, or else whose gradient, are not finite or a ``spike``. Collective.
 
-    ``order`` is the loader's state before the step.
+    ``order`` is the loader's state before the step; ``own_finite`` says whether this rank's part of the loss is, and
+    ``in_row`` how many steps were left out right before.
     """
     grad_norm, gradients = None, []
     if gradient is not None:
         grad_norm, gradients = gradient.norm, gradient.names
-    broken = BrokenStep(
+    return BrokenStep(
         step=step,
         loss=loss,
         grad_norm=grad_norm,
@@ -109,10 +155,11 @@ def broken_step(
         rows=rows_from(run.config, order),
         lr=run.config.train.lr,
         checkpoint=next(reversed(list_checkpoints(run.folder)), None),
+        spike=spike,
+        ranks=[rank for rank, is_finite in enumerate(gather_objects(own_finite)) if not is_finite],
+        in_row=in_row,
+        skip_steps=run.config.train.skip_steps,
     )
-    # The trainer writes this record too: the curves then end with the step that broke.
-    record = {"kind": "train", "step": step, "loss": loss, "lr": lr, "grad_norm": grad_norm}
-    return TrainingError(broken.message(), record)
 
 
 def rows_from(config: RunConfig, order: dict[str, Any]) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 
 import torch
@@ -12,6 +13,8 @@ from launcher.metrics.record import Record
 from launcher.training.totals import StepTotals
 from launcher.wording import first_names
 from longctx.config import ModelConfig
+
+log = logging.getLogger(__name__)
 
 
 def expert_layers(model: ModelConfig) -> list[int]:
@@ -60,6 +63,11 @@ class DeadExpertWatch:
         dead_LE = (self._idle_steps_LE >= self._window) & ~self._reported_LE
         self._reported_LE |= dead_LE
         return [expert_name(self._layers[row], expert) for row, expert in dead_LE.nonzero().tolist()]
+
+    def watch(self, counts_LE: Tensor, step: int, model: ModelConfig) -> None:
+        """Look at a step's loads, and warn of what is dead."""
+        if dead := self.find(counts_LE):
+            log.warning("%s", self.warning(dead, step, model))
 
     def warning(self, names: Sequence[str], step: int, model: ModelConfig) -> str:
         """The message about experts that ``find`` has found."""

@@ -40,6 +40,7 @@ from launcher.training.data_fetch import fetch_data
 from launcher.training.exclusions import exclusion_event, exclusion_lines
 from launcher.training.expert_record import expert_layers
 from launcher.training.feed import StepData, StepFeed
+from launcher.training.history import NO_HISTORY, History
 from launcher.training.model import build_causal_lm, build_layout, shard_batch, share_of
 from launcher.training.origin import Kind, Origin, converted, find_origin, hf_type
 from launcher.training.planned import Expected, check_planned_memory, expect
@@ -72,6 +73,21 @@ class Progress:
     """Optimiser steps taken."""
     expert_load_LE: Tensor | None = None
     """How many tokens chose each expert in the last step; None before the first, and in a dense model."""
+    history: History = NO_HISTORY
+    """What the steps before say of the next one."""
+
+    def state(self) -> dict[str, Any]:
+        """As a checkpoint has it."""
+        expert_load = []
+        if self.expert_load_LE is not None:
+            expert_load = self.expert_load_LE.tolist()
+        return {
+            "step": self.step,
+            # Fewer where some were left out. The optimiser corrects its moments' beginning by this number.
+            "optimizer_steps": self.step - self.history.skipped,
+            "expert_load": expert_load,
+            "history": self.history.state(),
+        }
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -457,7 +473,7 @@ def _resume(origin: Origin, engine: ZeroEngine, model: ModelConfig) -> Progress:
     if training.get("expert_load"):
         load_LE = torch.tensor(training["expert_load"])
     log.info("Resumed from %s at step %d.", origin.folder, origin.step)
-    return Progress(step=origin.step, expert_load_LE=load_LE)
+    return Progress(step=origin.step, expert_load_LE=load_LE, history=History.of(training))
 
 
 def _start(origin: Origin, engine: ZeroEngine, model: ModelConfig) -> None:

@@ -14,13 +14,12 @@ from launcher.metrics.throughput import (
     tokens_per_second,
     training_flops,
 )
-from launcher.training.broken_step import broken_step
 from launcher.training.expert_record import expert_record
 from launcher.training.feed import StepData
 from launcher.training.learning_rate import learning_rate
 from launcher.training.setup import Progress, Run
 from launcher.training.totals import StepSums, StepTotals
-from longctx.errors import GradientError
+from launcher.training.update import Update
 from longctx.model.experts.balance import load_share, move_selection_bias_
 from longctx.model.training_pass import TrainingPass
 from parallel.loss import StepCounts, sum_counts
@@ -37,8 +36,8 @@ class TrainStep:
     def __call__(self, progress: Progress) -> tuple[Progress, Record]:
         """Take the next step; returns where the run then stands, and the step's record.
 
-        TrainingError on every rank alike, before anything is changed, when router logits, loss or gradient are not
-        finite. Collective.
+        A step whose router logits, loss or gradient are not finite, or a spike, is left out: TrainingError, before
+        anything is changed, where that has come too often. All on every rank alike. Collective.
         """
         run, step = self.run, progress.step + 1
         started = time.perf_counter()
@@ -56,24 +55,20 @@ class TrainStep:
         sums = self.forward_backward(data, counts, progress)
         totals = sums.over_ranks(_model_flops(run, data))
 
-        # 3. A step that is not finite ends the run here: weights and moments are still those of the step before.
-        routers = totals.broken_routers(run.expert_layers)
+        # 3. Weights and moments change only by a step that is finite and no spike. Another is left out, on all ranks;
+        # too many of them in a row end the run here.
         loss, lr = counts.mean_nll(totals.nll), learning_rate(step, run.config.train)
-        if routers or not totals.finite:
-            raise broken_step(run, step, loss=loss, lr=lr, order=order, routers=routers)
-        try:
-            grad_norm = run.engine.step(lr)
-        except GradientError as error:
-            raise broken_step(run, step, loss=loss, lr=lr, order=order, gradient=error) from error
+        update = Update(run=run, step=step, loss=loss, lr=lr, order=order, history=progress.history)
+        grad_norm, skipped, history = update.take(sums, totals)
 
         # 4. The step's expert load moves the selection bias (arXiv 2408.15664), after the optimiser, so that forward
         # and backward have seen one bias. The balance loss of the next step may read the load too.
-        load_LE = None
-        if run.model.num_experts:
+        load_LE = progress.expert_load_LE
+        if run.model.num_experts and not skipped:
             load_LE = totals.counts_LE
-        if load_LE is not None and run.model.selection_bias_rate:
-            biases = run.engine.model.decoder.selection_biases()
-            move_selection_bias_(biases, load_LE, run.model.selection_bias_rate)
+            if run.model.selection_bias_rate:
+                biases = run.engine.model.decoder.selection_biases()
+                move_selection_bias_(biases, load_LE, run.model.selection_bias_rate)
         run.routing.end()
 
         # 5. What the step reports. The clock stops here: metrics and checkpoints are not the step's time.
@@ -88,7 +83,9 @@ class TrainStep:
             **degree_record(data.degrees),
             **expert_record(totals, run.expert_layers, counts.tokens),
         }
-        return Progress(step=step, expert_load_LE=load_LE), record
+        if skipped:
+            record["skipped"] = skipped
+        return Progress(step=step, expert_load_LE=load_LE, history=history), record
 
     def forward_backward(self, data: StepData, counts: StepCounts, progress: Progress) -> StepSums:
         """Add up the gradients of the step's micro-batches; returns this rank's sums of what they report."""

@@ -64,6 +64,12 @@ class StepSums:
         else:
             self._sums = tuple(a + b for a, b in zip(self._sums, own, strict=True))
 
+    def finite(self) -> bool:
+        """Whether this rank's parts of the loss are finite, and its routers' logits. Waits for the device."""
+        assert self._sums is not None
+        scalars, _, diagnostics = self._sums
+        return bool(scalars.isfinite().all()) and not RouterDiagnostics._make(diagnostics).non_finite_tokens.any()
+
     def over_ranks(self, flops: float) -> StepTotals:
         """The sums over all ranks; ``flops`` are this rank's. Collective: one for everything that a step reports."""
         assert self._sums is not None

@@ -92,9 +92,9 @@ class Trainer:
         self.progress, record = self._train_step(self.progress)
         self._compile_watch.report(self.progress.step)
         load_LE = self.progress.expert_load_LE
-        # Loads are the same on every rank, so rank 0 can watch them for all.
-        if load_LE is not None and self.run.is_rank_0 and (dead := self._dead_experts.find(load_LE)):
-            log.warning("%s", self._dead_experts.warning(dead, self.progress.step, self.run.model))
+        # The same on every rank, so rank 0 can watch for all. A step that was left out has no load of its own.
+        if load_LE is not None and self.run.is_rank_0 and "skipped" not in record:
+            self._dead_experts.watch(load_LE, self.progress.step, self.run.model)
         return record
 
     def _open_folder(self) -> None:
@@ -143,17 +143,13 @@ class Trainer:
     def _save(self) -> None:
         """Commit a checkpoint, then remove the oldest ones."""
         run, started = self.run, time.perf_counter()
-        expert_load = []
-        if self.progress.expert_load_LE is not None:
-            expert_load = self.progress.expert_load_LE.tolist()
         # All that a resumed run needs besides weights and moments. Nothing in it depends on world size or ZeRO stage:
         # the two are written for people to read.
         training: dict[str, Any] = {
-            "step": self.progress.step,
+            **self.progress.state(),
             "loader": run.feed.state_dict(),
             "world_size": run.mesh.world_size,
             "zero_stage": run.engine.stage,
-            "expert_load": expert_load,
             "model_type": run.model_type,
             "config": dataclasses.asdict(run.config),
         }

@@ -81,7 +81,7 @@ def bits(values: Tensor) -> Tensor:
 
 def break_each(shards: Path, output: Path, changed: dict[str, Any], kinds: list[str]) -> None:
     for kind in kinds:
-        trainer = Trainer(build(shards, output / kind, changed))
+        trainer = Trainer(build(shards, output / kind, {"train.skip_steps": 0, **changed}))
         trainer.take_step()
         trainer.take_step()
         act, words = BREAKS[kind]
@@ -134,7 +134,8 @@ def end_with(kind: str, shards: Path, output: Path) -> None:
         "step_000004 (--run.resume latest)",
         "The step was not taken",
     ]
-    end_guarded_each(shards, output, [({"parallel.expert": 2}, 1, words)], breaking_step(6, act))
+    changed = {"parallel.expert": 2, "train.skip_steps": 0}
+    end_guarded_each(shards, output, [(changed, 1, words)], breaking_step(6, act))
 
 
 def trained(folder: Path) -> list[Record]:

@@ -1,0 +1,100 @@
+"""``History``: what the steps before say of the next one: whether it is a spike, and how many were left out."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from dataclasses import dataclass, replace
+from typing import Any
+
+from longctx.errors import CheckpointError
+
+WINDOW = 128
+"""Steps that a spike is measured against: the last ones that were taken."""
+LEAST = 32
+"""With fewer of them nothing is a spike: at its beginning a run falls fast."""
+
+
+@dataclass(frozen=True)
+class History:
+    """Losses and gradient norms of the last steps that were taken, and the steps that were left out.
+
+    The same on every rank, and a part of a checkpoint. Steps that were left out are not among the losses and norms: a
+    single NaN would be in every mean from then on (OLMo-core skipped 129 steps after one).
+    """
+
+    losses: tuple[float, ...] = ()
+    norms: tuple[float, ...] = ()
+    skipped: int = 0
+    """Steps of the run that were left out: the optimiser has taken so many less."""
+    in_row: int = 0
+    """How many of these are the last ones."""
+
+    def taken(self, loss: float, norm: float) -> History:
+        """After a step that was taken."""
+        return replace(self, losses=_moved(self.losses, loss), norms=_moved(self.norms, norm), in_row=0)
+
+    def left_out(self) -> History:
+        """After a step that was left out."""
+        return replace(self, skipped=self.skipped + 1, in_row=self.in_row + 1)
+
+    def spike(self, loss: float, norm: float, sigmas: float) -> str:
+        """In words by how much a step's loss or norm exceeds those before; empty where it does not.
+
+        That is by more than ``sigmas`` standard deviations of them above their mean; 0 finds none.
+        """
+        if not sigmas or len(self.losses) < LEAST:
+            return ""
+        for name, value, before in (("loss", loss, self.losses), ("gradient norm", norm, self.norms)):
+            mean = statistics.fmean(before)
+            deviation = statistics.pstdev(before, mean)
+            if value > mean + sigmas * deviation:
+                return (
+                    f"{name} {value:.4g}, {(value - mean) / max(deviation, 1e-30):.1f} standard deviations above the "
+                    f"mean {mean:.4g} of the last {len(before)} steps"
+                )
+        return ""
+
+    def state(self) -> dict[str, Any]:
+        """As a checkpoint has it."""
+        return {
+            "losses": list(self.losses),
+            "norms": list(self.norms),
+            "skipped": self.skipped,
+            "in_row": self.in_row,
+        }
+
+    @classmethod
+    def of(cls, training: dict[str, Any]) -> History:
+        """That of a checkpoint's ``training``; CheckpointError for one that no run wrote.
+
+        Checkpoints of earlier releases have none: their runs left out no step.
+        """
+        state = training.get("history")
+        if state is None:
+            return cls()
+        try:
+            history = cls(tuple(state["losses"]), tuple(state["norms"]), state["skipped"], state["in_row"])
+        except (TypeError, KeyError) as error:
+            raise CheckpointError(f"the checkpoint's history is damaged: {error!r}. Use another one.") from error
+        numbers = (*history.losses, *history.norms)
+        counts = (history.skipped, history.in_row)
+        # type(), not isinstance(): in Python True is an int.
+        if (
+            not all(type(value) is float and math.isfinite(value) for value in numbers)
+            or not all(type(count) is int and count >= 0 for count in counts)
+            or len(history.losses) != len(history.norms)
+            or len(history.losses) > WINDOW
+        ):
+            raise CheckpointError("the checkpoint's history is damaged: a run keeps up to 128 losses and norms.")
+        return history
+
+
+def _moved(window: tuple[float, ...], value: float) -> tuple[float, ...]:
+    """The window one step further."""
+    # As long as it is short it only grows.
+    return window[max(0, len(window) + 1 - WINDOW) :] + (value,)  # noqa: RUF005, one of the few that would need a star
+
+
+NO_HISTORY = History()
+"""Before the first step."""
