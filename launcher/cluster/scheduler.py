@@ -24,7 +24,11 @@ def check_tasks(
 
     ``hostfile`` is ``run.hostfile``: "none" lets each task be a run of its own. ``arguments`` are those of the script.
     """
-    if "RANK" in environment or hostfile == "none":
+    if "RANK" in environment:
+        # torchrun, started by mpirun: DeepSpeed would compare the number of torchrun's task with that of this rank.
+        environment.pop("OMPI_COMM_WORLD_LOCAL_RANK", None)
+        return
+    if hostfile == "none":
         return
     # A step's own number comes first: SLURM_NTASKS is that of the whole job.
     tasks = _first_number(environment, "SLURM_STEP_NUM_TASKS", "SLURM_NTASKS")

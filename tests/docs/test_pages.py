@@ -49,6 +49,13 @@ def test_every_command_is_one_that_there_is(where: str, command: tuple[str, ...]
         assert {word for word in words if "=" not in word} <= set(targets)
     elif program == "pip":
         check_extras(words)
+    elif program in ("sbatch", "kubectl", "podman"):
+        # Each takes a file of ours.
+        files = [word for word in words if word.startswith("docs/clusters/")]
+        assert files
+        assert all((REPOSITORY / file).is_file() for file in files)
+        if program == "sbatch":
+            check_start([SCRIPT, *words[1:]])
     else:
         assert program in ("source", "pre-commit", "git", "bash"), f"{where}: nothing checks {program}"
 

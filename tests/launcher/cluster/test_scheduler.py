@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -14,7 +15,7 @@ from launcher.cluster.scheduler import check_tasks
 from launcher.pretrain import main
 from longctx.errors import ClusterError
 from tests.helpers import REPOSITORY
-from tests.launcher.runs import flags
+from tests.launcher.runs import flags, free_port
 from tests.launcher.workers import rows
 
 SRUN = {"SLURM_STEP_NUM_TASKS": "8", "SLURM_STEP_NUM_NODES": "2", "SLURM_PROCID": "3", "SLURM_NTASKS": "16"}
@@ -110,3 +111,29 @@ def test_the_line_that_is_offered_trains(shards, tmp_path):
     assert typed.returncode == 0, typed.stderr
     assert [record["step"] for record in rows(tmp_path / "run")] == [1, 2]
     assert "2 ranks = " in (tmp_path / "run" / "logs" / "rank_0.log").read_text()
+
+
+def test_ranks_of_a_torchrun_that_mpirun_started_forget_its_number():
+    environment = {"RANK": "3", "LOCAL_RANK": "3", "OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_WORLD_LOCAL_RANK": "0"}
+    check_tasks("launcher", ARGUMENTS, environment)
+    assert "OMPI_COMM_WORLD_LOCAL_RANK" not in environment
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(200)
+@pytest.mark.skipif(shutil.which("mpirun") is None, reason="needs mpirun: apt-get install openmpi-bin")
+def test_mpirun_starts_a_torchrun_on_each_node(shards, tmp_path):
+    start = (
+        'exec torchrun --nnodes 2 --node_rank "$OMPI_COMM_WORLD_RANK" --nproc_per_node 1 --master_addr 127.0.0.1 '
+        f'--master_port {free_port()} launcher/pretrain.py "$@"'
+    )
+    environment = {**os.environ, "OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
+    words = flags(shards, tmp_path / "run", {"train.stop_after": 2})
+    subprocess.run(
+        ["mpirun", "-np", "2", "--oversubscribe", "--bind-to", "none", "bash", "-c", start, "torchrun", *words],
+        check=True,
+        cwd=REPOSITORY,
+        env=environment,
+        timeout=150,
+    )
+    assert [row["step"] for row in rows(tmp_path / "run") if row["kind"] == "train"] == [1, 2]
