@@ -8,60 +8,65 @@ and any number of ranks writes this format, and reads any range of it back. An i
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Collection, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
-import xxhash
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from longctx.architecture.size import count_parameters
+from longctx.checkpoint_manifest import (
+    FORMAT,
+    ROLES,
+    VERSION,
+    Piece,
+    canonical_hash,
+    is_buffer,
+    num_values,
+    read_manifest,
+    read_pieces,
+)
 from longctx.config import ModelConfig
 from longctx.errors import CheckpointError
-from longctx.files import CHECKPOINTS, MANIFEST, hash_file, list_checkpoints
+from longctx.files import CHECKPOINTS, MANIFEST, check_link, hash_file, list_checkpoints
 
-FORMAT = "longctx-checkpoint"
-VERSION = 1
-ROLES = ("master", "exp_avg", "exp_avg_sq")
+__all__ = [
+    "CHECKPOINTS",
+    "FORMAT",
+    "MANIFEST",
+    "ROLES",
+    "VERSION",
+    "CheckpointReader",
+    "canonical_hash",
+    "find_checkpoint",
+    "is_buffer",
+    "list_checkpoints",
+    "model_config",
+]
 
-
-@dataclass(frozen=True, kw_only=True)
-class Piece:
-    """A flat range of one tensor in one role, and the safetensors entry that holds it."""
-
-    file: str
-    key: str
-    start: int
-    numel: int
-
-
-def canonical_hash(manifest: dict[str, Any]) -> str:
-    """xxh3-128 of the manifest's canonical JSON, its own ``hash`` entry left out."""
-    body = {k: v for k, v in manifest.items() if k != "hash"}
-    return xxhash.xxh3_128_hexdigest(json.dumps(body, sort_keys=True, separators=(",", ":")).encode())
-
-
-def is_buffer(name: str) -> bool:
-    """Whether a tensor is state without gradient and moments, float32 in any model dtype: a router's selection bias."""
-    return name.endswith(".e_score_correction_bias")
+_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+_HEADER_BYTES, _ENTRY_BYTES = 2 * 2**20, 1024
+"""What the header of a file of pieces takes at most: what a writer reserves, and for each piece."""
+_SPARE_VALUES = 2**20
+"""By how many values tensors may fall short of a model before they are compared with it name by name."""
+_ADVICE = "Take another checkpoint; `longctx checkpoint verify` says whether it is whole."
 
 
 class CheckpointReader:
     """A committed checkpoint, opened lazily: nothing but the manifest is read until a range is asked for."""
 
     def __init__(self, folder: str | Path) -> None:
-        """Read and check the manifest; CheckpointError when it is missing, damaged or of another version."""
+        """Read and check the manifest; CheckpointError when it is missing, damaged, made up or of another version."""
         self.folder = Path(folder)
-        self.manifest = _read_manifest(self.folder)
-        self._pieces = {
-            name: {role: [Piece(**p) for p in pieces] for role, pieces in entry["roles"].items()}
-            for name, entry in self.manifest["tensors"].items()
-        }
+        self.manifest = read_manifest(self.folder)
+        self._pieces = read_pieces(self.manifest, self.folder / MANIFEST)
         self._check_roles()
-        self._check_cover()
+        self._num_pieces = Counter(
+            piece.file for roles in self._pieces.values() for found in roles.values() for piece in found
+        )
         self._open: dict[str, Any] = {}
 
     @property
@@ -72,7 +77,7 @@ class CheckpointReader:
     @property
     def dtype(self) -> torch.dtype:
         """The dtype the run computed in; the stored masters are fp32."""
-        return getattr(torch, self.manifest["dtype"])
+        return _DTYPES[self.manifest["dtype"]]
 
     @property
     def model(self) -> dict[str, Any]:
@@ -105,12 +110,17 @@ class CheckpointReader:
             )
         if start < 0 or start + numel > torch.Size(self.shape(name)).numel():
             raise ValueError(f"values {start} to {start + numel} are not all in {name}, shape {self.shape(name)}")
-        out = torch.empty(numel, dtype=torch.float32)
+        # The overlap of what is asked for and what each piece holds.
+        needed: list[tuple[int, int, Piece, Any]] = []
         for piece in self._pieces[name][role]:
-            # The overlap of what is asked for and what the piece holds; safetensors reads a slice from the disk.
             lo, hi = max(start, piece.start), min(start + numel, piece.start + piece.numel)
             if lo < hi:
-                out[lo - start : hi - start] = self._entry(piece)[lo - piece.start : hi - piece.start]
+                needed.append((lo, hi, piece, self._entry(piece)))
+        # Only now: every piece is there, in its size, so that no manifest alone can ask for memory.
+        out = torch.empty(numel, dtype=torch.float32)
+        for lo, hi, piece, entry in needed:
+            # safetensors reads a slice from the disk.
+            out[lo - start : hi - start] = entry[lo - piece.start : hi - piece.start]
         return out
 
     def state_dict(self, dtype: torch.dtype | None = None) -> Iterator[tuple[str, Tensor]]:
@@ -130,7 +140,9 @@ class CheckpointReader:
         for name in names:
             entry = self.manifest["files"][name]
             path = self.folder / name
-            if not path.is_file():
+            if link := _link_problem(self.folder, name):
+                problems.append(link)
+            elif not path.is_file():
                 problems.append(f"{name} is missing")
             # The size first: it is free, and a copy that was cut short is the usual damage.
             elif path.stat().st_size != entry["bytes"]:
@@ -143,12 +155,27 @@ class CheckpointReader:
         """Close the open files."""
         self._open.clear()
 
+    def _opened(self, file: str) -> Any:
+        """A file of pieces, its header read. OSError or CheckpointError where it is not one of this manifest."""
+        if file not in self._open:
+            if problem := _link_problem(self.folder, file):
+                raise CheckpointError(problem)
+            # The library takes any header of up to 100 MB, and several times as much memory.
+            with (self.folder / file).open("rb") as content:
+                header_bytes = int.from_bytes(content.read(8), "little")
+            num_pieces = self._num_pieces[file]
+            if header_bytes > _HEADER_BYTES + num_pieces * _ENTRY_BYTES:
+                raise CheckpointError(
+                    f"{self.folder / file} has a header of {header_bytes:,} bytes, and the manifest names "
+                    f"{num_pieces:,} pieces in it. {_ADVICE}"
+                )
+            self._open[file] = safe_open(self.folder / file, framework="pt")
+        return self._open[file]
+
     def _entry(self, piece: Piece) -> Any:
         """The file's entry of a piece, checked against the manifest; its values are read when it is sliced."""
         try:
-            if piece.file not in self._open:
-                self._open[piece.file] = safe_open(self.folder / piece.file, framework="pt")
-            entry = self._open[piece.file].get_slice(piece.key)
+            entry = self._opened(piece.file).get_slice(piece.key)
         except (OSError, SafetensorError) as error:
             raise CheckpointError(
                 f"{self.folder / piece.file} cannot be read: {error}.\n"
@@ -164,37 +191,46 @@ class CheckpointReader:
     def _check_roles(self) -> None:
         """Every parameter is there in the same roles: all of them, or the master alone. Buffers have no moments."""
         found = {frozenset(roles) for name, roles in self._pieces.items() if not is_buffer(name)}
-        if found not in ({frozenset(ROLES)}, {frozenset(ROLES[:1])}):
+        of_buffers = {frozenset(roles) for name, roles in self._pieces.items() if is_buffer(name)}
+        if found not in ({frozenset(ROLES)}, {frozenset(ROLES[:1])}) or not of_buffers <= {frozenset(ROLES[:1])}:
             raise CheckpointError(
-                f"{self.folder}: its tensors must all have the roles {ROLES}, or all the master alone."
+                f"{self.folder}: its tensors must all have the roles {ROLES}, or all the master alone, as buffers have."
             )
         self._roles = tuple(role for role in ROLES if role in next(iter(found)))
 
-    def _check_cover(self) -> None:
-        """Every role of every tensor must be covered exactly once, by files of this folder that the manifest lists."""
-        files = set(self.manifest["files"])
-        # A manifest may come from strangers, and must not make us read elsewhere.
-        strangers = sorted(name for name in files if Path(name).name != name)
-        if strangers:
-            raise CheckpointError(f"{self.folder}: the manifest names files outside of its folder: {strangers}.")
-        for name, roles in self._pieces.items():
-            for role, pieces in roles.items():
-                at = 0
-                # In order each piece must begin where the one before ends: no gap and no value twice.
-                for piece in sorted(pieces, key=lambda p: p.start):
-                    if piece.start != at or piece.numel < 0:
-                        raise CheckpointError(f"{self.folder}: {name} ({role}) is not covered once at value {at}.")
-                    # Nothing vouches for the bytes of a file without a hash.
-                    if piece.file not in files:
-                        raise CheckpointError(f"{self.folder}: {name} ({role}) lies in the unlisted file {piece.file}.")
-                    at += piece.numel
-                if at != torch.Size(self.shape(name)).numel():
-                    raise CheckpointError(f"{self.folder}: {name} ({role}) ends at value {at}.")
+
+def _link_problem(folder: Path, file: str) -> str:
+    """What is wrong with a file that is a link: it must not make us read elsewhere. Empty where all is well."""
+    if (folder / file).is_symlink():
+        try:
+            check_link(folder, file, CheckpointError)
+        except CheckpointError as error:
+            return str(error)
+    return ""
 
 
 def model_config(reader: CheckpointReader) -> ModelConfig:
-    """The config of the checkpoint's model; ConfigError when another release wrote keys that this one does not know."""
-    return ModelConfig.from_dict(reader.model)
+    """The config of the checkpoint's model; ConfigError when another release wrote keys that this one does not know.
+
+    CheckpointError for a config of far more than the manifest's tensors: whoever builds such a model to compare the two
+    would wait, or run out of memory.
+    """
+    config = ModelConfig.from_dict(reader.model)
+    check_size(config, [reader.shape(name) for name in reader.names()], str(reader.folder / MANIFEST))
+    return config
+
+
+def check_size(config: ModelConfig, shapes: Collection[tuple[int, ...]], where: str) -> None:
+    """CheckpointError, by arithmetic alone, for a config that tensors of these shapes are much too small for.
+
+    Names and shapes are compared later, and named one by one: this bounds what that costs.
+    """
+    held = sum(num_values(shape) for shape in shapes)
+    if config.num_layers > len(shapes):
+        raise CheckpointError(f"{where}: its model has {config.num_layers:,} layers, and only {len(shapes):,} tensors.")
+    meant = sum(count_parameters(config).values())
+    if meant > 2 * held + _SPARE_VALUES:
+        raise CheckpointError(f"{where}: its model has {meant:,} parameters, and its tensors only {held:,} values.")
 
 
 def find_checkpoint(folder: str | Path) -> Path:
@@ -210,21 +246,3 @@ def find_checkpoint(folder: str | Path) -> Path:
             f"{folder} is neither a checkpoint (no {MANIFEST}) nor a run with {CHECKPOINTS}/step_NNNNNN."
         )
     return committed[-1]
-
-
-def _read_manifest(folder: Path) -> dict[str, Any]:
-    """The manifest, its format, version and hash checked."""
-    path = folder / MANIFEST
-    try:
-        manifest = json.loads(path.read_text())
-    except FileNotFoundError as error:
-        raise CheckpointError(f"{folder} is no checkpoint: it has no {MANIFEST}.") from error
-    except (OSError, ValueError) as error:
-        raise CheckpointError(f"{path} cannot be read: {error}.") from error
-    if not isinstance(manifest, dict) or manifest.get("format") != FORMAT:
-        raise CheckpointError(f"{path} is not the manifest of a longctx checkpoint.")
-    if manifest.get("version") != VERSION:
-        raise CheckpointError(f"{path} has format version {manifest.get('version')}; this release reads {VERSION}.")
-    if manifest.get("hash") != canonical_hash(manifest):
-        raise CheckpointError(f"{path} is damaged: its hash does not match. Use another checkpoint of the run.")
-    return manifest

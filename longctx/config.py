@@ -10,6 +10,7 @@ from longctx.architecture.fields import ModelFields, names_of_role
 from longctx.architecture.rope import Rope
 from longctx.architecture.rules import check_model
 from longctx.errors import ConfigError
+from longctx.untrusted import shown
 
 T = TypeVar("T")
 
@@ -66,7 +67,7 @@ def _from_plain(kind: type[T], values: dict[str, Any], where: str) -> T:
     known = {f.name for f in fields(kind)}  # type: ignore[arg-type]
     unknown = sorted(set(values) - known)
     if unknown:
-        raise ConfigError(f"unknown {where} keys {unknown}; known: {sorted(known)}.")
+        raise ConfigError(f"unknown {where} keys {shown(unknown)}; known: {sorted(known)}.")
     # JSON and TOML have no tuples, and a frozen config must hash.
     lists = {name: tuple(value) for name, value in values.items() if isinstance(value, list)}
     return kind(**(values | lists))

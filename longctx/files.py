@@ -13,14 +13,19 @@ import shutil
 import socket
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import xxhash
 
 from longctx.errors import DataError, LongCtxError
+from longctx.untrusted import read_json
 
 MANIFEST = "manifest.json"
 CHECKPOINTS = "checkpoints"
 """Folder of a run that holds its checkpoints."""
+
+_SMALL_MANIFEST_BYTES, _MOST_MANIFEST_BYTES = 16 * 2**20, 2**30
+_SMALL_MANIFEST_VALUES = 500_000
 
 _COMMITTED = re.compile(r"step_(\d{6,})")
 
@@ -151,6 +156,20 @@ def check_link(folder: Path, file: str, error: type[LongCtxError] = DataError) -
         raise error(f"{folder / file} leads out of its folder, to {target}. Copy the file instead.")
     if not target.exists():
         raise error(f"{folder / file} is missing.")
+
+
+def read_manifest_json(folder: Path) -> Any:
+    """The value of a checkpoint's manifest, nothing in it checked; OSError or ValueError where it cannot be read.
+
+    Each piece is named in the manifest and, in about as many bytes, in the header of its file: a manifest larger than
+    twice the folder's other files describes no checkpoint, whoever wrote it.
+    """
+    if (folder / MANIFEST).is_symlink():
+        check_link(folder, MANIFEST)
+    beside = sum(path.stat().st_size for path in folder.glob("*.safetensors") if path.is_file())
+    most_bytes = min(_SMALL_MANIFEST_BYTES + 2 * beside, _MOST_MANIFEST_BYTES)
+    # A piece takes some 130 bytes and has four values.
+    return read_json(folder / MANIFEST, most_bytes=most_bytes, most_values=_SMALL_MANIFEST_VALUES + most_bytes // 20)
 
 
 def hash_file(path: Path) -> str:

@@ -17,7 +17,9 @@ import xxhash
 
 from data_pipeline.stores.urls import Location
 from longctx.errors import DataError
-from longctx.files import write_synced
+from longctx.files import check_link, write_synced
+from longctx.schema import NAME, Check, anything, listing, mapping, one_of, text, whole
+from longctx.untrusted import MOST_JSON_BYTES, parse_json, read_bounded
 
 FORMAT = "longctx-shards"
 VERSION = 1
@@ -159,6 +161,11 @@ class Manifest:
 def manifest_problems(manifest: Manifest) -> Iterator[str]:
     """Yield what cannot be right whatever the files hold: types, file names, sizes; the first may hide others."""
     yield from _wrong_types("", manifest)
+    for name, check in _CHECKS.items():
+        try:
+            check(getattr(manifest, name), name)
+        except ValueError as error:
+            yield str(error)
     seen: set[str] = set()
     for number, entry in enumerate(manifest.shards):
         where = f"shards[{number}]"
@@ -204,6 +211,19 @@ def _wrong_duplicates(found: dict[str, Any]) -> Iterator[str]:
 _SHARD_NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,120}\.arrow")
 _HASH = re.compile(r"[0-9a-f]{32}")
 _MOST_IDS = 1 << 32
+_COUNTS = mapping(NAME, whole())
+_CHECKS: dict[str, Check] = {
+    "split": one_of(("training", "validation")),
+    "tokenizer": NAME,
+    "sources": listing(mapping(NAME, anything)),
+    "options": mapping(NAME, anything),
+    "length_histogram": mapping(text(r"2\^[0-9]|2\^[1-5][0-9]", "power of two, such as 2^10"), whole()),
+    "skipped": _COUNTS,
+    "left_out": text(r"([0-9a-f]{32})?", "checksum of 32 hex digits"),
+    "documents": whole(),
+    "tokens": whole(),
+    "text_bytes": whole(),
+}
 _TYPES = {"str": str, "int": int, "list": list, "dict": dict}
 
 
@@ -240,8 +260,7 @@ def length_histogram(lengths: Sequence[int] | np.ndarray) -> dict[str, int]:
 def read_object(path: Location) -> dict[str, Any]:
     """The JSON object in a file; ``DataError`` says what stands there instead."""
     try:
-        # Decoded here: JSON's own guess takes other encodings too.
-        body = json.loads(path.read_bytes().decode())
+        body = parse_json(_content(path))
     except FileNotFoundError as error:
         raise DataError(
             f"{path.parent} is not a shard folder: it has no {path.name}.\n"
@@ -249,8 +268,21 @@ def read_object(path: Location) -> dict[str, Any]:
         ) from error
     except OSError as error:
         raise DataError(f"{path} cannot be read ({error.strerror}).") from error
-    except (ValueError, RecursionError) as error:
+    except ValueError as error:
         raise DataError(f"{path} is damaged: it is not JSON ({error}). Build the shards again.") from error
     if not isinstance(body, dict):
         raise DataError(f"{path} is damaged: it holds no JSON object. Build the shards again.")
     return body
+
+
+def _content(path: Location) -> bytes:
+    """The bytes of a small file, here or in a store; ValueError where it is not small, or no file."""
+    if isinstance(path, Path):
+        if path.is_symlink():
+            check_link(path.parent, path.name)
+        return read_bounded(path, MOST_JSON_BYTES)
+    with path.open() as file:
+        content = file.read(MOST_JSON_BYTES + 1)
+    if len(content) > MOST_JSON_BYTES:
+        raise ValueError(f"it has more than {MOST_JSON_BYTES:,} bytes")
+    return content

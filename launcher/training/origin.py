@@ -21,6 +21,7 @@ from launcher.run_folder import IMPORTED
 from longctx.architecture.size import count_parameters
 from longctx.checkpoint_format import MANIFEST, CheckpointReader, model_config
 from longctx.config import ModelConfig
+from longctx.conversion.checks import check_tensors
 from longctx.errors import CheckpointError
 from parallel.runtime.process import broadcast_object, environment_rank, on_every_rank, on_rank_0
 
@@ -72,6 +73,7 @@ def _resumed(folder: Path, model: ModelConfig) -> Origin:
     """A checkpoint to go on from."""
     reader = CheckpointReader(folder)
     check_model(reader, model)
+    check_tensors(reader)
     training = reader.manifest["training"]
     # A checkpoint that was converted or upcycled has no loader state: it begins at step 0 of this run's data.
     step = 0
@@ -101,6 +103,7 @@ def _started(start_from: str, model: ModelConfig) -> Origin:
         return Origin(kind="started", folder=folder, model=started_model(start_from))
     reader = CheckpointReader(folder)
     check_start(reader, model)
+    check_tensors(reader)
     return Origin(kind="started", folder=folder, model=model_config(reader))
 
 

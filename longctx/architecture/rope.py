@@ -10,6 +10,7 @@ from dataclasses import dataclass, fields
 
 from longctx.architecture.types import check_types
 from longctx.errors import ConfigError
+from longctx.untrusted import shown
 
 ROPE_KINDS = ("default", "linear", "ntk", "dynamic", "yarn", "longrope", "llama3")
 
@@ -27,6 +28,11 @@ _READ_BY = {
     "long_factor": ("longrope",),
 }
 """The kinds that a field changes; on any other it would be an option without effect."""
+
+_AT_MOST = {"theta": 1e30, "factor": 1e9, "original_max_positions": 2**40}
+_AT_MOST |= dict.fromkeys(("beta_fast", "beta_slow", "low_freq_factor", "high_freq_factor"), 1e9)
+_AT_MOST |= dict.fromkeys(("attention_factor", "mscale", "mscale_all_dim"), 1e9)
+"""Far beyond any model, and low enough that no power of them overflows."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,7 +79,7 @@ class Rope:
     def __post_init__(self) -> None:
         check_types(self, "model.rope")
         if self.kind not in ROPE_KINDS:
-            raise ConfigError(f"model.rope.kind={self.kind!r} is unknown. Try one of {list(ROPE_KINDS)}.")
+            raise ConfigError(f"model.rope.kind={shown(self.kind)} is unknown. Try one of {list(ROPE_KINDS)}.")
         _check_numbers(self)
         _check_kind(self)
         if self.kind == "yarn":
@@ -163,8 +169,8 @@ def _check_kind(rope: Rope) -> None:
         value = getattr(rope, name)
         if rope.kind not in kinds and value != _DEFAULTS[name]:
             raise ConfigError(
-                f"model.rope.{name}={value} has no effect with model.rope.kind={rope.kind!r}. Set the kind to one "
-                f"of {list(kinds)}, or leave {name} out."
+                f"model.rope.{name}={shown(value)} has no effect with model.rope.kind={rope.kind!r}. Set the kind to "
+                f"one of {list(kinds)}, or leave {name} out."
             )
     if rope.kind in ("dynamic", "yarn", "longrope", "llama3") and rope.original_max_positions < 2:
         raise ConfigError(
@@ -192,6 +198,9 @@ def _check_numbers(rope: Rope) -> None:
     for name in ("attention_factor", "mscale", "mscale_all_dim", "original_max_positions"):
         if not 0 <= getattr(rope, name) < math.inf:
             raise ConfigError(f"model.rope.{name}={getattr(rope, name)} must not be negative; 0 means not given.")
+    for name, most in _AT_MOST.items():
+        if getattr(rope, name) > most:
+            raise ConfigError(f"model.rope.{name}={shown(getattr(rope, name))} must be at most {most:g}.")
 
 
 def _check_yarn(rope: Rope) -> None:

@@ -7,6 +7,7 @@ import math
 from longctx.architecture.fields import ModelFields
 from longctx.architecture.types import check_types
 from longctx.errors import ConfigError
+from longctx.untrusted import shown
 
 CHOICES: dict[str, tuple[str, ...]] = {
     "norm": ("rmsnorm", "layernorm"),
@@ -58,6 +59,34 @@ _NOT_NEGATIVE = (
     "capacity_factor",
 )
 
+MOST_LAYERS = 4096
+"""Also the most that is read of any list with an entry a layer."""
+AT_MOST = {
+    "num_layers": MOST_LAYERS,
+    "num_experts": 2**16,
+    "vocab_size": 2**32,
+    "hidden_size": 2**20,
+    "num_heads": 2**14,
+    "num_kv_heads": 2**14,
+    "head_dim": 2**16,
+    "value_head_dim": 2**16,
+    "rope_head_dim": 2**16,
+    "q_lora_rank": 2**20,
+    "kv_lora_rank": 2**20,
+    "ffn_size": 2**22,
+    "expert_ffn_size": 2**22,
+    "shared_ffn_size": 2**22,
+    "expert_groups": 2**16,
+    "groups_per_token": 2**16,
+    "experts_per_token": 2**16,
+    "max_positions": 2**40,
+    "window": 2**40,
+    "sparse_stride": 2**40,
+    "relative_buckets": 2**20,
+    "relative_max_distance": 2**40,
+}
+"""Far beyond any model, and low enough that no product of them overflows and no loop over one takes long."""
+
 
 def check_model(config: ModelFields) -> None:
     """ConfigError for the first rule that does not hold."""
@@ -66,7 +95,7 @@ def check_model(config: ModelFields) -> None:
     _check_numbers(config)
     for name, choices in CHOICES.items():
         if getattr(config, name) not in choices:
-            raise ConfigError(f"model.{name}={getattr(config, name)!r} is unknown. Try one of {list(choices)}.")
+            raise ConfigError(f"model.{name}={shown(getattr(config, name))} is unknown. Try one of {list(choices)}.")
     _check_heads(config)
     _check_layers(config)
     _check_latent(config)
@@ -82,6 +111,9 @@ def _check_numbers(config: ModelFields) -> None:
     for name in _AT_LEAST_ONE:
         if getattr(config, name) < 1:
             raise ConfigError(f"model.{name}={getattr(config, name)} must be at least 1.")
+    for name, most in AT_MOST.items():
+        if getattr(config, name) > most:
+            raise ConfigError(f"model.{name}={shown(getattr(config, name))} must be at most {most:,}.")
     for name in _POSITIVE:
         if not 0 < getattr(config, name) < math.inf:
             raise ConfigError(f"model.{name}={getattr(config, name)} must be a positive number.")
@@ -111,7 +143,7 @@ def _check_heads(config: ModelFields) -> None:
 def _check_layers(config: ModelFields) -> None:
     """ConfigError for kinds of layers that do not exist, and for a window or stride that none of them reads."""
     if not config.layers or not set(config.layers) <= set(LAYER_KINDS):
-        raise ConfigError(f"model.layers={list(config.layers)} must name one or more of {list(LAYER_KINDS)}.")
+        raise ConfigError(f"model.layers={shown(list(config.layers))} must name one or more of {list(LAYER_KINDS)}.")
     for name in ("layers", "rope_layers"):
         count = len(getattr(config, name))
         if not 1 <= count <= config.num_layers:
@@ -227,10 +259,14 @@ def _check_biases(config: ModelFields) -> None:
 def _check_ffn(config: ModelFields) -> None:
     """ConfigError unless dense layers are layers of the model, and have a width."""
     wrong = [n for n in config.dense_layers if not 0 <= n < config.num_layers]
+    if len(config.dense_layers) > config.num_layers:
+        raise ConfigError(
+            f"model.dense_layers names {len(config.dense_layers)} layers, and model.num_layers={config.num_layers}."
+        )
     if wrong or (config.dense_layers and not config.num_experts):
         raise ConfigError(
-            f"model.dense_layers={list(config.dense_layers)} must name layers of 0 to {config.num_layers - 1} of a "
-            f"model with experts (model.num_experts={config.num_experts})."
+            f"model.dense_layers={shown(list(config.dense_layers))} must name layers of 0 to {config.num_layers - 1} "
+            f"of a model with experts (model.num_experts={config.num_experts})."
         )
     if config.num_experts and len(set(config.dense_layers)) == config.num_layers:
         raise ConfigError(

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import sys
 from functools import cache
 from typing import Any, get_args, get_type_hints
 
 from longctx.errors import ConfigError
+from longctx.untrusted import shown
 
+_LARGEST = int(sys.float_info.max)
 _KINDS_OF_VALUE = {int: "a whole number", float: "a number", bool: "true or false", str: "a word"}
 
 
@@ -25,7 +28,7 @@ def check_types(config: Any, where: str) -> None:
             noun = _KINDS_OF_VALUE.get(kind, f"a table of {kind.__name__}'s keys")
             if is_tuple:
                 noun = f"a list (in Python a tuple), each entry {noun}"
-            raise ConfigError(f"{where}.{name}={value!r} must be {noun}.")
+            raise ConfigError(f"{where}.{name}={shown(value)} must be {noun}.")
 
 
 @cache
@@ -48,5 +51,6 @@ def _is_a(value: Any, kind: type) -> bool:
     if isinstance(value, bool) or kind is bool:
         return isinstance(value, bool) and kind is bool
     if kind is float:
-        return isinstance(value, int | float)
+        # Python's whole numbers have no bound; a float, which all arithmetic with it makes of it, has.
+        return isinstance(value, float) or (isinstance(value, int) and abs(value) <= _LARGEST)
     return isinstance(value, kind)

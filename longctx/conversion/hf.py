@@ -15,7 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from longctx.checkpoint_format import is_buffer
+from longctx.checkpoint_format import check_size, is_buffer
+from longctx.checkpoint_manifest import check_token_ids
 from longctx.config import ModelConfig
 from longctx.conversion.differences import listing, raise_differences
 from longctx.conversion.tensors import (
@@ -59,11 +60,12 @@ class HfReader:
         hf_config = read_json(self.folder / "config.json")
         self.config = ModelConfig.from_hf(hf_config)
         self.model_type: str = hf_config["model_type"]
-        self.token_ids = {key: hf_config.get(key) for key in TOKEN_ID_KEYS}
+        self.token_ids = {key: _token_id(key, hf_config.get(key)) for key in TOKEN_ID_KEYS}
         self._disk = WeightsFolder(self.folder)
-        self._specs = {spec.name: spec for spec in tensor_specs(self.config, model_type=self.model_type)}
         # Names and shapes come from the headers: a folder that does not fit is refused before a value is read.
         on_disk = self._names_on_disk(hf_config)
+        check_size(self.config, [self._disk.shape(name) for name in on_disk], str(self.folder))
+        self._specs = {spec.name: spec for spec in tensor_specs(self.config, model_type=self.model_type)}
         self._layouts = {name: _choose_layout(spec, on_disk) for name, spec in self._specs.items()}
         self._check_names(on_disk)
 
@@ -206,6 +208,15 @@ def save_hf(
         if tokenizer is not None:
             check_tokenizer(tokenizer, staging, HARD_TEXTS)
     return folder
+
+
+def _token_id(key: str, value: Any) -> Any:
+    """The ids that config.json names; ConfigError for what no tokenizer has."""
+    try:
+        check_token_ids(value, key)
+    except ValueError as error:
+        raise ConfigError(f"config.json: {error}.") from error
+    return value
 
 
 def _choose_layout(spec: TensorSpec, on_disk: set[str]) -> Layout:

@@ -12,7 +12,10 @@ from longctx.errors import ConfigError
 from longctx.families.rotary import effective_rope
 from longctx.families.spec import Family
 from longctx.families.table import FAMILIES
+from longctx.untrusted import shown
 
+_NAMED_KEYS = 12
+"""Unknown keys that a message names."""
 _NOT_AT_ALL = "all of it"
 
 
@@ -24,7 +27,9 @@ def config_from_hf(config: dict[str, Any]) -> dict[str, Any]:
     family = _family_named(config.get("model_type"))
     named = config.get("architectures")
     if named is not None and named != [family.architecture]:
-        raise ConfigError(f"architectures={named} is not supported; {family.model_type} means {family.architecture}.")
+        raise ConfigError(
+            f"architectures={shown(named)} is not supported; {family.model_type} means {family.architecture}."
+        )
     values: dict[str, Any] = {}
     for rule in family.rules:
         values |= rule.read(config)
@@ -32,7 +37,9 @@ def config_from_hf(config: dict[str, Any]) -> dict[str, Any]:
     known = {key for rule in family.rules for key in rule.keys} | family.ignored_keys
     unknown = sorted(set(config) - known)
     if unknown:
-        listed = ", ".join(f"{key}={config[key]!r}" for key in unknown)
+        listed = ", ".join(f"{key[:80]}={shown(config[key])}" for key in unknown[:_NAMED_KEYS])
+        if len(unknown) > _NAMED_KEYS:
+            listed += f" and {len(unknown) - _NAMED_KEYS} more"
         raise ConfigError(
             f"keys of config.json that mean nothing to a {family.model_type} model here: {listed}.\n"
             "Remove them if they do not change the model; if they do, it is not supported."
@@ -170,4 +177,4 @@ def _family_named(model_type: Any) -> Family:
     hint = ""
     if model_type == "gemma3":
         hint = " Of gemma3, export the text model alone: gemma3_text."
-    raise ConfigError(f"model_type={model_type!r} is not supported; these are: {sorted(FAMILIES)}.{hint}")
+    raise ConfigError(f"model_type={shown(model_type)} is not supported; these are: {sorted(FAMILIES)}.{hint}")

@@ -12,6 +12,7 @@ from __future__ import annotations
 from typing import Any
 
 from longctx.architecture.fields import ModelFields
+from longctx.architecture.rules import MOST_LAYERS
 from longctx.errors import ConfigError
 from longctx.families.layers import first_dense, full_attention
 from longctx.families.rotary import rotary
@@ -30,6 +31,7 @@ from longctx.families.rules import (
     width_of_heads,
 )
 from longctx.families.spec import PER_EXPERT, Family, HfConfig, Rule, renamed
+from longctx.untrusted import shown
 
 _MTP_KEY = "num_nextn_predict_layers"
 
@@ -45,7 +47,7 @@ def _head_sizes() -> Rule:
         for key in sizes:
             if hf.get(key, sizes[key]) not in (sizes[key], None):
                 raise ConfigError(
-                    f"{key}={hf[key]!r} in config.json contradicts {plain} and {rotary_key}: {sizes[key]}."
+                    f"{key}={shown(hf[key])} in config.json contradicts {plain} and {rotary_key}: {sizes[key]}."
                 )
         return {"head_dim": sizes["qk_head_dim"], "rope_head_dim": sizes["head_dim"]}
 
@@ -78,7 +80,7 @@ def _groups_by_method() -> Rule:
         if method == "greedy":
             return {"expert_groups": 1, "groups_per_token": 1}
         if method != "group_limited_greedy":
-            raise ConfigError(f"topk_method={method!r} is not supported; supported: greedy, group_limited_greedy.")
+            raise ConfigError(f"topk_method={shown(method)} is not supported; supported: greedy, group_limited_greedy.")
         return {"expert_groups": integer(hf, "n_group"), "groups_per_token": integer(hf, "topk_group")}
 
     def write(config: ModelFields) -> dict[str, Any]:
@@ -104,8 +106,8 @@ def _no_further_layers() -> Rule:
 
     def read(hf: HfConfig) -> dict[str, Any]:
         count = integer(hf, _MTP_KEY, 0)
-        if count < 0:
-            raise ConfigError(f"{_MTP_KEY}={count} in config.json must not be negative.")
+        if not 0 <= count <= MOST_LAYERS:
+            raise ConfigError(f"{_MTP_KEY}={count} in config.json must lie between 0 and {MOST_LAYERS}.")
         return {}
 
     return Rule(keys=(_MTP_KEY,), read=read, write=lambda _: {_MTP_KEY: 0})

@@ -7,8 +7,9 @@ from typing import Any
 
 from longctx.architecture.fields import ModelFields
 from longctx.errors import ConfigError
-from longctx.families.rules import first_of, integer, reads_only, typed
+from longctx.families.rules import first_of, integer, layer_count, reads_only, typed
 from longctx.families.spec import HfConfig, Rule
+from longctx.untrusted import shown
 
 FULL, WINDOW = "full_attention", "sliding_attention"
 _OURS = {FULL: "full", WINDOW: "window"}
@@ -23,7 +24,7 @@ def full_attention() -> Rule:
     def check(hf: HfConfig) -> None:
         kinds = hf.get("layer_types")
         if kinds is not None and set(_checked(kinds, hf)) != {FULL}:
-            raise ConfigError(f"layer_types={kinds!r} is not supported by this decoder; supported: only {FULL}.")
+            raise ConfigError(f"layer_types={shown(kinds)} is not supported by this decoder; supported: only {FULL}.")
 
     return reads_only(("layer_types",), check)
 
@@ -79,8 +80,8 @@ def switched_windows(kinds: Kinds) -> Rule:
     def read(hf: HfConfig) -> dict[str, Any]:
         # Switched off, windows named by layer_types are a contradiction, which ``_layers`` refuses.
         if not _switched_on(hf):
-            return _layers(hf, _given(hf) or [FULL] * integer(hf, "num_hidden_layers"), None)
-        return _layers(hf, _given(hf) or kinds(hf, integer(hf, "num_hidden_layers")), hf.get("sliding_window", 4096))
+            return _layers(hf, _given(hf) or [FULL] * layer_count(hf), None)
+        return _layers(hf, _given(hf) or kinds(hf, layer_count(hf)), hf.get("sliding_window", 4096))
 
     def write(config: ModelFields) -> dict[str, Any]:
         if not config.window:
@@ -106,7 +107,7 @@ def windows(default: int, kinds: Kinds, *, pattern_key: str = "") -> Rule:
     """
 
     def read(hf: HfConfig) -> dict[str, Any]:
-        return _layers(hf, _given(hf) or kinds(hf, integer(hf, "num_hidden_layers")), hf.get("sliding_window", default))
+        return _layers(hf, _given(hf) or kinds(hf, layer_count(hf)), hf.get("sliding_window", default))
 
     def write(config: ModelFields) -> dict[str, Any]:
         named = _named(config)
@@ -125,7 +126,7 @@ def windows(default: int, kinds: Kinds, *, pattern_key: str = "") -> Rule:
 
 def has_windows(hf: HfConfig, kinds: Kinds) -> bool:
     """Whether a family with ``windows(…, kinds)`` has any here."""
-    return WINDOW in (_given(hf) or kinds(hf, integer(hf, "num_hidden_layers")))
+    return WINDOW in (_given(hf) or kinds(hf, layer_count(hf)))
 
 
 def from_layer_on(hf: HfConfig, count: int) -> list[str]:
@@ -160,12 +161,12 @@ def sparse_steps() -> Rule:
     """Dense layers are those in ``mlp_only_layers`` and those that ``decoder_sparse_step`` leaves out (Qwen)."""
 
     def read(hf: HfConfig) -> dict[str, Any]:
-        count, step = integer(hf, "num_hidden_layers"), integer(hf, "decoder_sparse_step", 1)
+        count, step = layer_count(hf), integer(hf, "decoder_sparse_step", 1)
         # null and absent name no layer.
         named = hf.get("mlp_only_layers") or []
-        if step < 1 or not isinstance(named, list) or any(type(n) is not int or not 0 <= n < count for n in named):
+        if step < 1 or not _are_layers(named, count):
             raise ConfigError(
-                f"decoder_sparse_step={step} and mlp_only_layers={named!r} in config.json must be a number of at "
+                f"decoder_sparse_step={step} and mlp_only_layers={shown(named)} in config.json must be a number of at "
                 f"least 1 and a list of layers from 0 to {count - 1}."
             )
         return {"dense_layers": tuple(n for n in range(count) if n in named or (n + 1) % step)}
@@ -177,6 +178,15 @@ def sparse_steps() -> Rule:
     return Rule(keys=("decoder_sparse_step", "mlp_only_layers"), read=read, write=write)
 
 
+def _are_layers(value: Any, count: int) -> bool:
+    """Whether a value is a list of numbers of layers, no longer than there are layers."""
+    return (
+        isinstance(value, list)
+        and len(value) <= count
+        and all(type(layer) is int and 0 <= layer < count for layer in value)
+    )
+
+
 def first_dense(default: int) -> Rule:
     """The first ``first_k_dense_replace`` layers are dense (DeepSeek)."""
     key = "first_k_dense_replace"
@@ -185,19 +195,19 @@ def first_dense(default: int) -> Rule:
         dense = integer(hf, key, default)
         if dense < 0:
             raise ConfigError(f"{key}={dense} in config.json must not be negative.")
-        return {"dense_layers": tuple(range(min(dense, integer(hf, "num_hidden_layers"))))}
+        return {"dense_layers": tuple(range(min(dense, layer_count(hf))))}
 
     return Rule(keys=(key,), read=read, write=lambda config: {key: len(config.dense_layers)})
 
 
 def _uniform(hf: HfConfig, window: Any) -> dict[str, Any]:
     """Fields of windows in all layers or in none; ConfigError where layer_types says otherwise."""
-    meant = _kinds(integer(hf, "num_hidden_layers"), lambda _: window is not None)
+    meant = _kinds(layer_count(hf), lambda _: window is not None)
     given = _given(hf)
     if given is not None and given != meant:
         raise ConfigError(
-            f"layer_types={given!r} is not supported by this decoder: a {hf.get('model_type')} model with "
-            f"sliding_window={window!r} has {meant[0]} in all layers."
+            f"layer_types={shown(given)} is not supported by this decoder: a {hf.get('model_type')} model with "
+            f"sliding_window={shown(window)} has {meant[0]} in all layers."
         )
     return _layers(hf, meant, window)
 
@@ -208,8 +218,8 @@ def _layers(hf: HfConfig, kinds: list[str], window: Any) -> dict[str, Any]:
         return {"layers": ("full",), "window": 0}
     if window is None or typed("sliding_window", window, "int") < 1:
         raise ConfigError(
-            f"sliding_window={window!r} (use_sliding_window={hf.get('use_sliding_window')!r}) goes with no "
-            f"{WINDOW} in layer_types={kinds!r}; it must be at least 1."
+            f"sliding_window={shown(window)} (use_sliding_window={shown(hf.get('use_sliding_window'))}) goes with no "
+            f"{WINDOW} in layer_types={shown(kinds)}; it must be at least 1."
         )
     # The shortest pattern: a model of 32 windows says "window" once, in our files and messages too.
     return {"layers": tuple(_OURS[kind] for kind in _shortest(kinds)), "window": window}
@@ -230,11 +240,11 @@ def _given(hf: HfConfig) -> list[str] | None:
 
 def _checked(kinds: Any, hf: HfConfig) -> list[str]:
     """The value of layer_types; ConfigError unless it names a kind that we have for each layer."""
-    count = integer(hf, "num_hidden_layers")
+    count = layer_count(hf)
     if not isinstance(kinds, list) or len(kinds) != count or any(kind not in (FULL, WINDOW) for kind in kinds):
         raise ConfigError(
-            f"layer_types={kinds!r} is not supported by this decoder; supported: a list of {count}, one a layer, each "
-            f"{FULL} or {WINDOW}."
+            f"layer_types={shown(kinds)} is not supported by this decoder; supported: a list of {count}, one a layer, "
+            f"each {FULL} or {WINDOW}."
         )
     return kinds
 

@@ -15,6 +15,7 @@ from longctx.errors import ConfigError
 from longctx.families.layers import FULL, WINDOW, Kinds, has_windows
 from longctx.families.rules import integer
 from longctx.families.spec import HfConfig, Rule
+from longctx.untrusted import shown
 
 _KEYS: dict[str, frozenset[str]] = {
     "default": frozenset(),
@@ -56,10 +57,10 @@ def rotary(
         # Families without such a key leave it empty, and no config.json has an empty key.
         pairs = hf.get(interleaved_key, interleaved)
         if not isinstance(pairs, bool):
-            raise ConfigError(f"{interleaved_key}={pairs!r} in config.json must be of type bool.")
+            raise ConfigError(f"{interleaved_key}={shown(pairs)} in config.json must be of type bool.")
         given = {where: _with_original(hf, _table(where, hf[where])) for where in _TABLE_KEYS if hf.get(where)}
         if _ORIGINAL in hf and not given:
-            raise ConfigError(f"{_ORIGINAL}={hf[_ORIGINAL]!r} in config.json goes with no rope_scaling.")
+            raise ConfigError(f"{_ORIGINAL}={shown(hf[_ORIGINAL])} in config.json goes with no rope_scaling.")
         base = _base({"rope_theta": hf} | given, theta)
         # Each table is read by itself: they may spell one rope in two ways, and then agree as ropes.
         found = {
@@ -90,7 +91,7 @@ def global_and_local_rotary(*, theta: float, local_theta: float, kinds: Kinds) -
         given = {where: _table(where, table) for where, table in tables.items() if table}
         local = _table("rope_parameters", nested.get(WINDOW) or {})
         if _kind("rope_parameters", local) != "default":
-            raise ConfigError(f"rope_parameters={{{WINDOW!r}: {local!r}}} is not supported; supported: 'default'.")
+            raise ConfigError(f"rope_parameters={{{WINDOW!r}: {shown(local)}}} is not supported; supported: 'default'.")
         base = _base({"rope_theta": hf} | given, theta)
         found = {where: _rope(where, table, hf, theta=base) for where, table in (given or {"": {}}).items()}
         of_window = {"rope_theta": hf.get("rope_local_base_freq")}
@@ -148,7 +149,7 @@ def _rope(
     _check_partial(where, table)
     kind = _kind(where, table)
     if unknown := sorted(set(table) - _KEYS[kind] - _ALWAYS):
-        raise ConfigError(f"{where}={dict(table)!r}: {unknown} mean nothing to rope_type {kind!r} here.")
+        raise ConfigError(f"{where}={shown(dict(table))}: {unknown} mean nothing to rope_type {shown(kind)} here.")
     values: dict[str, Any] = {"theta": theta, "kind": kind, "interleaved": interleaved}
     if kind == "default":
         return Rope(**values)
@@ -190,9 +191,9 @@ def _original(where: str, table: Mapping[str, Any], longest: int, kind: str) -> 
         return longest
     # transformers stretches a dynamic rope from max_position_embeddings on, whatever the table says.
     if kind == "dynamic" and original != longest:
-        raise ConfigError(f"{where}: {_ORIGINAL}={original!r} must be max_position_embeddings={longest}.")
+        raise ConfigError(f"{where}: {_ORIGINAL}={shown(original)} must be max_position_embeddings={longest}.")
     if type(original) is not int:
-        raise ConfigError(f"{where}: {_ORIGINAL}={original!r} must be a whole number.")
+        raise ConfigError(f"{where}: {_ORIGINAL}={shown(original)} must be a whole number.")
     return original
 
 
@@ -201,7 +202,7 @@ def _factor(where: str, table: Mapping[str, Any], longest: int, original: int | 
     if table.get("factor") is not None:
         return _number(where, table, "factor")
     if not original or table.get(_ORIGINAL) is None:
-        raise ConfigError(f"{where}={dict(table)!r} has no factor.")
+        raise ConfigError(f"{where}={shown(dict(table))} has no factor.")
     return longest / original
 
 
@@ -270,7 +271,7 @@ def _base(tables: Mapping[str, Mapping[str, Any]], default: float) -> float:
         if table.get("rope_theta") is not None:
             value = table["rope_theta"]
             if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
-                raise ConfigError(f"rope_theta={value!r} ({where}) in config.json must be a positive number.")
+                raise ConfigError(f"rope_theta={shown(value)} ({where}) in config.json must be a positive number.")
             found[where] = float(value)
     if len(set(found.values())) > 1:
         raise ConfigError(f"config.json contradicts itself: rope_theta is {found}. Keep one of them.")
@@ -290,7 +291,7 @@ def _kind(where: str, table: Mapping[str, Any]) -> str:
     named = {table[key] for key in ("rope_type", "type") if key in table}
     kind = next(iter(named), "default")
     if len(named) > 1 or kind not in _KEYS:
-        raise ConfigError(f"{where}={dict(table)!r} is not supported; supported rope_types: {sorted(_KEYS)}.")
+        raise ConfigError(f"{where}={shown(dict(table))} is not supported; supported rope_types: {sorted(_KEYS)}.")
     return kind
 
 
@@ -299,14 +300,18 @@ def _nested(parameters: Any) -> Mapping[str, Any]:
     if parameters is None:
         return {}
     if not isinstance(parameters, dict) or set(parameters) - {FULL, WINDOW}:
-        raise ConfigError(f"rope_parameters={parameters!r} is not supported; supported: tables {FULL} and {WINDOW}.")
+        raise ConfigError(
+            f"rope_parameters={shown(parameters)} is not supported; supported: tables {FULL} and {WINDOW}."
+        )
     return parameters
 
 
 def _table(where: str, value: Any) -> Mapping[str, Any]:
     """A table of rope settings; ConfigError for anything else."""
     if not isinstance(value, dict):
-        raise ConfigError(f"{where}={value!r} is not supported by this decoder; supported: a table with rope_type.")
+        raise ConfigError(
+            f"{where}={shown(value)} is not supported by this decoder; supported: a table with rope_type."
+        )
     return value
 
 
@@ -323,14 +328,14 @@ def _check_partial(where: str, table: Mapping[str, Any]) -> None:
     """ConfigError for rotary positions on some channels only, which no family of the table has."""
     if table.get("partial_rotary_factor", 1.0) not in (1.0, None):
         partial = table["partial_rotary_factor"]
-        raise ConfigError(f"partial_rotary_factor={partial!r} ({where}) is not supported here; supported: 1.0.")
+        raise ConfigError(f"partial_rotary_factor={shown(partial)} ({where}) is not supported here; supported: 1.0.")
 
 
 def _number(where: str, table: Mapping[str, Any], key: str) -> float:
     """A key's number; ConfigError for anything else."""
     value = table.get(key)
     if isinstance(value, bool) or not isinstance(value, int | float):
-        raise ConfigError(f"{where}: {key}={value!r} must be a number.")
+        raise ConfigError(f"{where}: {key}={shown(value)} must be a number.")
     return float(value)
 
 
@@ -338,5 +343,5 @@ def _numbers(where: str, table: Mapping[str, Any], key: str) -> tuple[float, ...
     """A key's list of numbers; ConfigError for anything else."""
     value = table.get(key)
     if not isinstance(value, list) or any(isinstance(x, bool) or not isinstance(x, int | float) for x in value):
-        raise ConfigError(f"{where}: {key}={value!r} must be a list of numbers.")
+        raise ConfigError(f"{where}: {key}={shown(value)} must be a list of numbers.")
     return tuple(float(x) for x in value)

@@ -8,9 +8,13 @@ from dataclasses import fields
 from typing import Any
 
 from longctx.architecture.fields import ModelFields
+from longctx.architecture.rules import MOST_LAYERS
 from longctx.errors import ConfigError
 from longctx.families.spec import HfConfig, Rule
+from longctx.untrusted import shown
 
+MOST_INTEGER = 2**40
+"""The largest number that any size, distance or length in a config.json may be."""
 REQUIRED: Any = object()
 """Default of a key that a config.json must have: the family's own default is too easily not what was meant."""
 
@@ -25,7 +29,7 @@ def same(key: str, name: str, *, default: Any = REQUIRED, also: tuple[str, ...] 
     def read(hf: HfConfig) -> dict[str, Any]:
         value = typed(key, first_of(hf, keys, default), str(_TYPES[name]))
         if value < least:
-            raise ConfigError(f"{key}={value!r} in config.json must be at least {least}.")
+            raise ConfigError(f"{key}={shown(value)} in config.json must be at least {least}.")
         return {name: value}
 
     return Rule(keys=keys, read=read, write=lambda config: {key: getattr(config, name)})
@@ -58,7 +62,7 @@ def only(key: str, *supported: Any, absent: Any = REQUIRED, written: bool = True
         # In Python True equals 1 and False equals 0.0; in a config.json they are other words.
         if not any(value == s and isinstance(value, bool) == isinstance(s, bool) for s in supported):
             choices = " or ".join(_spelled(s) for s in supported)
-            raise ConfigError(f"{key}={value!r} is not supported by this decoder; supported: {choices}.")
+            raise ConfigError(f"{key}={shown(value)} is not supported by this decoder; supported: {choices}.")
         return {}
 
     return Rule(keys=(key,), read=read, write=lambda _: dict(output))
@@ -86,7 +90,7 @@ def translated(key: str, name: str, meanings: dict[str, str], *, default: Any = 
     def read(hf: HfConfig) -> dict[str, Any]:
         word = first_of(hf, (key,), default)
         if not isinstance(word, str) or word not in meanings:
-            raise ConfigError(f"{key}={word!r} is not supported by this decoder; supported: {sorted(meanings)}.")
+            raise ConfigError(f"{key}={shown(word)} is not supported by this decoder; supported: {sorted(meanings)}.")
         return {name: meanings[word]}
 
     def write(config: ModelFields) -> dict[str, Any]:
@@ -141,7 +145,7 @@ def divided_head_dim(width: str = "hidden_size", heads: str = "num_attention_hea
     def read(hf: HfConfig) -> dict[str, Any]:
         divided = width_over_heads(hf, width, heads)
         if hf.get("head_dim", divided) not in (divided, None):
-            raise ConfigError(f"head_dim={hf['head_dim']!r} is not supported here; supported: {width} / {heads}.")
+            raise ConfigError(f"head_dim={shown(hf['head_dim'])} is not supported here; supported: {width} / {heads}.")
         return {"head_dim": divided}
 
     return Rule(keys=("head_dim",), read=read, write=lambda _: {})
@@ -172,7 +176,18 @@ def width_over_heads(hf: HfConfig, width: str = "hidden_size", heads: str = "num
 
 def integer(hf: HfConfig, key: str, default: Any = REQUIRED) -> int:
     """A key's value, which must be a whole number."""
-    return typed(key, first_of(hf, (key,), default), "int")
+    value = typed(key, first_of(hf, (key,), default), "int")
+    if abs(value) > MOST_INTEGER:
+        raise ConfigError(f"{key}={shown(value)} in config.json is no size of a model: at most {MOST_INTEGER:,}.")
+    return value
+
+
+def layer_count(hf: HfConfig) -> int:
+    """The number of layers, of which lists with an entry a layer are made."""
+    count = integer(hf, "num_hidden_layers")
+    if not 1 <= count <= MOST_LAYERS:
+        raise ConfigError(f"num_hidden_layers={count} in config.json must lie between 1 and {MOST_LAYERS:,}.")
+    return count
 
 
 def first_of(hf: HfConfig, keys: tuple[str, ...], default: Any = REQUIRED) -> Any:
@@ -180,7 +195,7 @@ def first_of(hf: HfConfig, keys: tuple[str, ...], default: Any = REQUIRED) -> An
     # Versions of transformers differ in the key; a file that passed through two of them may have both.
     found = {key: hf[key] for key in keys if key in hf}
     if len({repr(value) for value in found.values()}) > 1:
-        raise ConfigError(f"config.json contradicts itself: {found}. Keep one of them.")
+        raise ConfigError(f"config.json contradicts itself: {shown(found)}. Keep one of them.")
     if not found and default is REQUIRED:
         raise ConfigError(f"config.json of a {hf.get('model_type')} model has no {keys[0]}.")
     return next(iter(found.values()), default)
@@ -192,7 +207,7 @@ def typed(key: str, value: Any, kind: str) -> Any:
         return float(value)
     # By name and not by isinstance: in Python True is an int.
     if type(value).__name__ != kind:
-        raise ConfigError(f"{key}={value!r} in config.json must be of type {kind}.")
+        raise ConfigError(f"{key}={shown(value)} in config.json must be of type {kind}.")
     return value
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from longctx.errors import DataError
-from longctx.files import CHECKPOINTS, MANIFEST, check_link, list_checkpoints
+from longctx.files import CHECKPOINTS, MANIFEST, check_link, list_checkpoints, read_manifest_json
 from longctx.tokenizer.contract import Tokenizer
 from longctx.tokenizer.special import (
     GENERATION_CONFIG,
@@ -18,6 +18,7 @@ from longctx.tokenizer.special import (
     TOKENIZER_CONFIG,
     read_object,
 )
+from longctx.untrusted import read_bounded
 
 MODEL_FILE = "tokenizer.model"
 JSON_FILE = "tokenizer.json"
@@ -35,6 +36,9 @@ TOKENIZER_FILES = (
 """The files of a Hugging Face folder that belong to its tokenizer."""
 CARRIED_FILES = (*TOKENIZER_FILES, GENERATION_CONFIG)
 """What travels with shards and checkpoints."""
+
+MOST_TOKENIZER_BYTES = 256 * 2**20
+"""The largest file of a tokenizer that is read; the largest that are published have some 35 MB."""
 
 _FORMS = (
     "It may be a SentencePiece model (F.model), a tokenizer.json, a Hugging Face folder, a checkpoint, a run folder "
@@ -195,26 +199,31 @@ def _companions(folder: Path, names: Sequence[str]) -> dict[str, bytes]:
             files[name] = _read(path)
     # A checkpoint has no config.json; what that of its import named stands in its manifest.
     if MODEL_CONFIG not in files and (folder / MANIFEST).is_file():
-        ids = _imported_ids(folder / MANIFEST)
+        ids = _imported_ids(folder)
         if ids:
             files[MODEL_CONFIG] = json.dumps(ids).encode()
     return files
 
 
-def _imported_ids(manifest: Path) -> dict[str, Any]:
+def _imported_ids(folder: Path) -> dict[str, Any]:
     """The ids that the config.json of an imported checkpoint named; empty for any other manifest."""
     # A damaged manifest is the error of whoever reads the checkpoint: this is about its tokenizer alone.
     with contextlib.suppress(ValueError, OSError, LookupError, TypeError):
-        return json.loads(manifest.read_bytes())["training"]["imported"]["token_ids"]
+        ids = read_manifest_json(folder)["training"]["imported"]["token_ids"]
+        if isinstance(ids, dict):
+            return ids
     return {}
 
 
 def _read(path: Path) -> bytes:
     try:
-        return path.read_bytes()
-    except OSError as error:
+        return read_bounded(path, MOST_TOKENIZER_BYTES)
+    except (OSError, ValueError) as error:
+        reason = error
+        if isinstance(error, OSError):
+            reason = error.strerror
         raise DataError(
-            f"tokenizer={path} cannot be read ({error.strerror}). {_FORMS}\n"
+            f"tokenizer={path} cannot be read ({reason}). {_FORMS}\n"
             "Train one with `longctx tokenizer train --source … --vocab-size … --output …`."
         ) from error
 

@@ -13,11 +13,15 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from longctx.errors import DataError
+from longctx.untrusted import parse_json
 
 TOKENIZER_CONFIG = "tokenizer_config.json"
 SPECIAL_TOKENS_MAP = "special_tokens_map.json"
 GENERATION_CONFIG = "generation_config.json"
 MODEL_CONFIG = "config.json"
+
+_MOST_VALUES = 16_000_000
+"""Of a tokenizer.json: a million pieces, and as many merges in pairs, have a third of it."""
 
 IdOf = Callable[[str], int | None]
 """The id of a token by its text; None for one that the tokenizer does not have."""
@@ -127,8 +131,8 @@ def read_object(files: Mapping[str, bytes], name: str, path: Path) -> dict[str, 
     if name not in files:
         return {}
     try:
-        content = json.loads(files[name])
-    except (ValueError, RecursionError) as error:
+        content = parse_json(files[name], most_values=_MOST_VALUES)
+    except ValueError as error:
         raise DataError(f"{name} of tokenizer={path} cannot be read: {error}. Copy it again.") from error
     if not isinstance(content, dict):
         raise DataError(f"{name} of tokenizer={path} is not a JSON object. Copy it again.")

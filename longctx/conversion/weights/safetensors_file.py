@@ -17,8 +17,8 @@ import torch
 import xxhash
 from torch import Tensor
 
-from longctx.conversion.weights.json_files import parse_json
 from longctx.errors import CheckpointError
+from longctx.untrusted import parse_json, shown
 
 DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 """safetensors' names of the dtypes that fit the fp32 masters without loss."""
@@ -30,6 +30,9 @@ _ITEM_BYTES |= dict.fromkeys(("F16", "BF16", "I16", "U16"), 2)
 _ITEM_BYTES |= dict.fromkeys(("I8", "U8", "BOOL", "F8_E4M3", "F8_E5M2"), 1)
 MAX_HEADER_BYTES = 100_000_000
 """The longest header that the safetensors library reads."""
+_MOST_HEADER_VALUES = 8_000_000
+"""Each tensor has some eight."""
+_MOST_NAME, _MOST_DIMS, _MOST_SIZE = 400, 16, 2**64
 BLOCK_BYTES = 16 * 2**20
 RESERVED_BYTES = 2**20
 """Bytes reserved for the header, which is written last: enough for the names of some 7,000 tensors."""
@@ -56,7 +59,7 @@ class SafetensorsFile:
         self.path = path
         try:
             self._entries = _read_entries(path)
-        except (OSError, ValueError, RecursionError) as error:
+        except (OSError, ValueError) as error:
             raise CheckpointError(f"{path} cannot be read: {error}.") from error
 
     def names(self) -> list[str]:
@@ -120,7 +123,7 @@ def _read_entries(path: Path) -> dict[str, Entry]:
         # Before it is read: a wrong number would ask for all memory.
         if header_bytes > min(size - 8, MAX_HEADER_BYTES):
             raise ValueError(f"its header claims {header_bytes} bytes, the file has {size}")
-        header = parse_json(file.read(header_bytes).decode())
+        header = parse_json(file.read(header_bytes), most_values=_MOST_HEADER_VALUES)
     if not isinstance(header, dict):
         raise ValueError("its header is no JSON object")
     # Free text, and no tensor.
@@ -133,11 +136,15 @@ def _read_entries(path: Path) -> dict[str, Entry]:
 
 def _entry(name: str, fields: Any, begin: int, size: int) -> Entry:
     """A tensor's entry, checked; its byte offsets count from the beginning of the file."""
+    if not name or len(name) > _MOST_NAME:
+        raise ValueError(f"its header names a tensor {shown(name)}, and a name has 1 to {_MOST_NAME} characters")
     if not isinstance(fields, dict) or set(fields) != {"dtype", "shape", "data_offsets"}:
         raise ValueError(f"its header does not describe {name} by dtype, shape and data_offsets")
     kind, shape, offsets = fields["dtype"], fields["shape"], fields["data_offsets"]
     if not isinstance(kind, str) or not _is_sizes(shape) or not _is_sizes(offsets) or len(offsets) != 2:
-        raise ValueError(f"its header describes {name} by dtype={kind!r} shape={shape!r} data_offsets={offsets!r}")
+        raise ValueError(
+            f"its header describes {name} by dtype={shown(kind)} shape={shown(shape)} data_offsets={shown(offsets)}"
+        )
     start, stop = begin + offsets[0], begin + offsets[1]
     if start > stop or stop > size:
         raise ValueError(f"{name} is at bytes {offsets}, past the end of the {size - begin} bytes of data")
@@ -147,8 +154,10 @@ def _entry(name: str, fields: Any, begin: int, size: int) -> Entry:
 
 
 def _is_sizes(value: Any) -> bool:
-    """Whether a value is a list of whole numbers of at least 0; ``True`` is none."""
-    return isinstance(value, list) and all(type(v) is int and v >= 0 for v in value)
+    """Whether a value is a short list of whole numbers of at least 0; ``True`` is none."""
+    if not isinstance(value, list) or len(value) > _MOST_DIMS:
+        return False
+    return all(type(v) is int and 0 <= v < _MOST_SIZE for v in value)
 
 
 def _check_cover(entries: dict[str, Entry], begin: int, size: int) -> None:

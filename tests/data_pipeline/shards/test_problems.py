@@ -201,7 +201,7 @@ FORGED: dict[str, tuple[Callable[[dict], object], str]] = {
         lambda body: body.update(vocab_size=1 << 40),
         r"vocab_size=1099511627776 cannot be right",
     ),
-    "half a character": (lambda body: body.update(split="\ud800"), "was changed after it was written"),
+    "half a character": (lambda body: body.update(split="\ud800"), "half of a surrogate pair"),
 }
 
 

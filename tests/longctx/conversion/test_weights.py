@@ -246,8 +246,8 @@ def write_header(path: Path, header: object, data: int = 16) -> Path:
         ([], "no JSON object"),
         ("{", "cannot be read"),
         ("[" * 50_000, "cannot be read"),
-        ('{"a": {"dtype":"F32","shape":[4],"data_offsets":[0,16]}, "a": 1}', "names a twice"),
-        ('{"a": {"dtype":"F32","shape":[4],"shape":[2],"data_offsets":[0,16]}}', "names shape twice"),
+        ('{"a": {"dtype":"F32","shape":[4],"data_offsets":[0,16]}, "a": 1}', "names 'a' twice"),
+        ('{"a": {"dtype":"F32","shape":[4],"shape":[2],"data_offsets":[0,16]}}', "names 'shape' twice"),
     ],
 )
 def test_headers_that_lie_are_refused(tmp_path, header, said):

@@ -1,0 +1,230 @@
+"""The manifest of a checkpoint, read as what a stranger may have written.
+
+Its hash proves that it is whole, and anybody can form one. So everything that memory, time or a path would follow is
+checked here, by the manifest alone: types and ranges, names of files, and that the pieces cover each tensor once, of
+bytes that the files are said to have.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import xxhash
+
+from longctx.errors import CheckpointError, DataError
+from longctx.files import MANIFEST, read_manifest_json
+from longctx.schema import (
+    FILE_NAME,
+    HASH,
+    MOST_WHOLE,
+    NAME,
+    Check,
+    anything,
+    listing,
+    mapping,
+    nullable,
+    number,
+    one_of,
+    record,
+    text,
+    whole,
+)
+from longctx.untrusted import shown
+
+FORMAT = "longctx-checkpoint"
+VERSION = 1
+ROLES = ("master", "exp_avg", "exp_avg_sq")
+DTYPES = ("float32", "bfloat16", "float16")
+"""The dtypes that a run computes in, or that an import may come in."""
+
+_VALUE_BYTES = 4
+"""Bytes of a float32 in a file."""
+_ADVICE = "Take a checkpoint that a run or `longctx convert` wrote."
+
+
+@dataclass(frozen=True, kw_only=True)
+class Piece:
+    """A flat range of one tensor in one role, and the safetensors entry that holds it."""
+
+    file: str
+    key: str
+    start: int
+    numel: int
+
+
+Pieces = dict[str, dict[str, list[Piece]]]
+"""By tensor and role."""
+
+
+def canonical_hash(manifest: dict[str, Any]) -> str:
+    """xxh3-128 of the manifest's canonical JSON, its own ``hash`` entry left out."""
+    body = {k: v for k, v in manifest.items() if k != "hash"}
+    return xxhash.xxh3_128_hexdigest(json.dumps(body, sort_keys=True, separators=(",", ":")).encode())
+
+
+def is_buffer(name: str) -> bool:
+    """Whether a tensor is state without gradient and moments, float32 in any model dtype: a router's selection bias."""
+    return name.endswith(".e_score_correction_bias")
+
+
+def read_manifest(folder: Path) -> dict[str, Any]:
+    """The manifest of a folder: its format, version, hash, and the type and range of every value checked."""
+    path = folder / MANIFEST
+    try:
+        manifest = read_manifest_json(folder)
+    except DataError as error:
+        raise CheckpointError(str(error)) from error
+    except FileNotFoundError as error:
+        raise CheckpointError(f"{folder} is no checkpoint: it has no {MANIFEST}.") from error
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{path} cannot be read: {error}.") from error
+    if not isinstance(manifest, dict) or manifest.get("format") != FORMAT:
+        raise CheckpointError(f"{path} is not the manifest of a longctx checkpoint.")
+    version = manifest.get("version")
+    if type(version) is not int or version != VERSION:
+        raise CheckpointError(f"{path} has format version {shown(version)}; this release reads {VERSION}.")
+    if manifest.get("hash") != canonical_hash(manifest):
+        raise CheckpointError(f"{path} is damaged: its hash does not match. Use another checkpoint of the run.")
+    try:
+        _MANIFEST(manifest, "")
+    except ValueError as error:
+        raise CheckpointError(f"{path}: {error}.\n{_ADVICE}") from error
+    return manifest
+
+
+def read_pieces(manifest: dict[str, Any], path: Path) -> Pieces:
+    """Where the values of each tensor lie; CheckpointError unless every role of it is covered once.
+
+    That is by files that the manifest lists, which have as many bytes. ``path`` is that of the manifest, for messages.
+    """
+    pieces = {
+        name: {role: [Piece(**piece) for piece in found] for role, found in entry["roles"].items()}
+        for name, entry in manifest["tensors"].items()
+    }
+    for problem in _problems(manifest, pieces):
+        raise CheckpointError(f"{path.parent}: {problem}.\n{_ADVICE}")
+    return pieces
+
+
+def _problems(manifest: dict[str, Any], pieces: Pieces) -> Iterator[str]:
+    """Yield what cannot be right about the pieces; the first may hide others."""
+    held: dict[str, int] = dict.fromkeys(manifest["files"], 0)
+    seen: set[tuple[str, str]] = set()
+    for name, roles in pieces.items():
+        size = num_values(manifest["tensors"][name]["shape"])
+        if size > MOST_WHOLE:
+            yield f"tensors.{name} has shape {shown(manifest['tensors'][name]['shape'])}, more values than any file"
+        for role, found in roles.items():
+            at = 0
+            # In order each piece must begin where the one before ends: no gap and no value twice.
+            for piece in sorted(found, key=lambda p: (p.start, p.numel)):
+                if piece.start != at:
+                    yield f"{name} ({role}) is not covered once at value {at}"
+                # Nothing vouches for the bytes of a file without a hash.
+                if piece.file not in held:
+                    yield f"{name} ({role}) lies in the unlisted file {piece.file}"
+                    continue
+                # Two tensors of one entry would be trained apart, and saved as two.
+                if (piece.file, piece.key) in seen:
+                    yield f"{name} ({role}) lies in {shown(piece.key)} of {piece.file}, where another piece lies"
+                seen.add((piece.file, piece.key))
+                at += piece.numel
+                held[piece.file] += _VALUE_BYTES * piece.numel
+            if at != size:
+                yield f"{name} ({role}) ends at value {at} of {size}"
+    # Bounds everything that is reserved by these numbers: a file's size is compared with the manifest's.
+    for file, num_bytes in held.items():
+        if num_bytes > manifest["files"][file]["bytes"]:
+            yield f"{file} has {manifest['files'][file]['bytes']} bytes, and its pieces {num_bytes}"
+
+
+def num_values(shape: list[int] | tuple[int, ...]) -> int:
+    """Values of a tensor of this shape, exactly, however many there are."""
+    product = 1
+    for size in shape:
+        product *= size
+    return product
+
+
+# ------------------------------------------------------------------------------------------------------------ schema
+
+_TENSOR_FILE = text(r"[A-Za-z0-9_][A-Za-z0-9._+-]{0,187}\.safetensors", "name of a .safetensors file in this folder")
+_PIECE = record({"file": _TENSOR_FILE, "key": NAME, "start": whole(), "numel": whole()})
+_TENSOR = record(
+    {"shape": listing(whole(), most=8), "roles": mapping(one_of(ROLES), listing(_PIECE))},
+)
+
+
+def check_token_ids(value: Any, where: str) -> None:
+    """An id of a token, several, or none, as a config.json names begin, end and padding."""
+    if type(value) is list:
+        listing(whole(-1, 2**32), most=1024)(value, where)
+    else:
+        nullable(whole(-1, 2**32))(value, where)
+
+
+_IMPORTED = record(
+    {},
+    {
+        "model_type": nullable(NAME),
+        "dtype": one_of(DTYPES),
+        "dtypes": mapping(NAME, one_of(DTYPES)),
+        "token_ids": mapping(NAME, check_token_ids),
+        "source": NAME,
+    },
+    more=True,
+)
+
+
+def _loads(value: Any, where: str) -> None:
+    """How many tokens chose each expert: nothing, or a list of equal lists of numbers."""
+    listing(listing(number, least=1))(value, where)
+    if len({len(row) for row in value}) > 1:
+        raise ValueError(f"{where} has rows of different lengths")
+
+
+_TRAINING = record(
+    {},
+    {
+        "step": whole(),
+        # The loader reads its own state, strictly.
+        "loader": mapping(NAME, anything),
+        "world_size": whole(1),
+        "zero_stage": whole(0, 3),
+        "expert_load": _loads,
+        "model_type": nullable(NAME),
+        "config": mapping(NAME, mapping(NAME, anything)),
+        "imported": _IMPORTED,
+        "upcycled": mapping(NAME, anything),
+    },
+    more=True,
+)
+
+
+def _no_manifest(value: Any, where: str) -> None:
+    """A file's name, and not that of the file which lists it."""
+    FILE_NAME(value, where)
+    if value == MANIFEST:
+        raise ValueError(f"{where} is {MANIFEST}, which cannot vouch for itself")
+
+
+_MANIFEST: Check = record(
+    {
+        "format": anything,
+        "version": anything,
+        "step": whole(),
+        "dtype": one_of(DTYPES),
+        # ModelConfig reads its own fields, strictly.
+        "model": mapping(NAME, anything),
+        "tensors": mapping(NAME, _TENSOR, least=1),
+        "files": mapping(_no_manifest, record({"bytes": whole(), "hash": HASH})),
+        "training": _TRAINING,
+        "hash": HASH,
+    },
+    {"versions": mapping(NAME, NAME)},
+    more=True,
+)

@@ -1,0 +1,129 @@
+"""What may stand in a file of a stranger, as a value: checks that are put together, one for each format.
+
+A check takes a value and its place (``tensors.a.shape[0]``) and raises ValueError, a line long, which names both and
+the rule. Types are exact: ``true`` is no number, and ``1.0`` no whole one.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from longctx.untrusted import shown
+
+Check = Callable[[Any, str], None]
+
+MOST_WHOLE = 2**53
+"""The largest whole number that every reader of JSON reads alike."""
+
+
+def anything(value: Any, where: str) -> None:
+    """Whatever the reader of JSON has let through."""
+
+
+def whole(least: int = 0, most: int = MOST_WHOLE) -> Check:
+    """A whole number from ``least`` to ``most``."""
+
+    def check(value: Any, where: str) -> None:
+        if type(value) is not int or not least <= value <= most:
+            raise ValueError(f"{where}={shown(value)} is no whole number from {least} to {most}")
+
+    return check
+
+
+def number(value: Any, where: str) -> None:
+    """A number, whole or not."""
+    if type(value) not in (int, float):
+        raise ValueError(f"{where}={shown(value)} is no number")
+
+
+def text(pattern: str, what: str) -> Check:
+    """A text that the pattern matches as a whole; ``what`` says it in words."""
+    compiled = re.compile(pattern)
+
+    def check(value: Any, where: str) -> None:
+        if type(value) is not str or not compiled.fullmatch(value):
+            raise ValueError(f"{where}={shown(value)} is no {what}")
+
+    return check
+
+
+def one_of(words: Sequence[str]) -> Check:
+    """One of these texts."""
+
+    def check(value: Any, where: str) -> None:
+        if type(value) is not str or value not in words:
+            raise ValueError(f"{where}={shown(value)} is none of {', '.join(words)}")
+
+    return check
+
+
+def nullable(inner: Check) -> Check:
+    """``null``, or what ``inner`` allows."""
+
+    def check(value: Any, where: str) -> None:
+        if value is not None:
+            inner(value, where)
+
+    return check
+
+
+def listing(entry: Check, *, least: int = 0, most: int = MOST_WHOLE) -> Check:
+    """A list of ``least`` to ``most`` entries."""
+
+    def check(value: Any, where: str) -> None:
+        if type(value) is not list:
+            raise ValueError(f"{where}={shown(value)} is no list")
+        if not least <= len(value) <= most:
+            raise ValueError(f"{where} has {len(value)} entries, and may have {least} to {most}")
+        for number, inner in enumerate(value):
+            entry(inner, f"{where}[{number}]")
+
+    return check
+
+
+def mapping(key: Check, entry: Check, *, least: int = 0) -> Check:
+    """An object of any keys that ``key`` allows, at least ``least`` of them."""
+
+    def check(value: Any, where: str) -> None:
+        _check_object(value, where)
+        if len(value) < least:
+            raise ValueError(f"{where} has {len(value)} entries, and needs at least {least}")
+        for name, inner in value.items():
+            key(name, f"a key of {where}")
+            entry(inner, f"{where}.{name}")
+
+    return check
+
+
+def record(required: Mapping[str, Check], optional: Mapping[str, Check] | None = None, *, more: bool = False) -> Check:
+    """An object of these keys; of others too, which are not looked at, with ``more``."""
+    known = dict(required) | dict(optional or {})
+
+    def check(value: Any, where: str) -> None:
+        _check_object(value, where)
+        missing = [name for name in required if name not in value]
+        if missing:
+            raise ValueError(f"{where} lacks {', '.join(missing)}")
+        if not more and not known.keys() >= value.keys():
+            strange = next(name for name in value if name not in known)
+            raise ValueError(f"{where} has the key {shown(strange)}, and may have {', '.join(known)}")
+        for name, inner in known.items():
+            if name in value:
+                inner(value[name], f"{where}.{name}".removeprefix("."))
+
+    return check
+
+
+def _check_object(value: Any, where: str) -> None:
+    if type(value) is not dict:
+        raise ValueError(f"{where or 'it'}={shown(value)} is no object")
+
+
+HASH = text(r"[0-9a-f]{32}", "checksum of 32 hex digits")
+FILE_NAME = text(r"[A-Za-z0-9_][A-Za-z0-9._+-]{0,199}", "name of a plain file in this folder")
+"""No separator, no parent, nothing hidden, nothing that a terminal would act on."""
+NAME = text(
+    r"[^\x00-\x1f\x7f-\x9f\u2028\u2029\u202a-\u202e\u2066-\u2069]{1,400}", "printable name of 1 to 400 characters"
+)

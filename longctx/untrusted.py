@@ -1,0 +1,141 @@
+"""Read what a stranger may have written: files of bounded size, and JSON that says one thing to every reader.
+
+Nothing here knows what a file is about: ``longctx/schema.py`` says what may stand in one.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import re
+import reprlib
+import stat
+from pathlib import Path
+from typing import Any
+
+MOST_JSON_BYTES = 64 * 2**20
+"""The largest JSON file that is read, unless its format needs more."""
+MOST_JSON_VALUES = 4_000_000
+"""The most values in one: parsed, each takes some 50 to 100 bytes of memory, whatever it takes in the file."""
+MOST_DEPTH = 64
+"""The deepest nesting. Python's own readers and writers of JSON recurse."""
+_MOST_DIGITS = 40
+"""Digits of the longest whole number: 128 bits are 39. Beyond, Python computes where others overflow."""
+
+_SHOWN = reprlib.Repr()
+_SHOWN.maxlevel, _SHOWN.maxlist, _SHOWN.maxtuple, _SHOWN.maxdict, _SHOWN.maxset = 3, 12, 12, 12, 12
+_SHOWN.maxstring, _SHOWN.maxother, _SHOWN.maxlong = 80, 60, 48
+
+_HALF_CHARACTER = re.compile(rb"\\u[dD][89a-fA-F]")
+
+
+def read_bounded(path: Path, most_bytes: int) -> bytes:
+    """The bytes of a plain file; ValueError where it is larger, or no plain file. OSError where it cannot be read."""
+    # Without waiting: to open a pipe that nobody writes to would hang.
+    handle = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+    with os.fdopen(handle, "rb") as file:
+        state = os.fstat(handle)
+        if stat.S_ISDIR(state.st_mode):
+            raise IsADirectoryError(None, "it is a folder", str(path))
+        if not stat.S_ISREG(state.st_mode):
+            raise ValueError("it is no plain file")
+        if state.st_size > most_bytes:
+            raise ValueError(f"it has {state.st_size:,} bytes, and such a file has at most {most_bytes:,}")
+        # The size is what the file system says, which for some is 0 of a file without end.
+        content = file.read(most_bytes + 1)
+        if len(content) > most_bytes:
+            raise ValueError(f"it has more than {most_bytes:,} bytes")
+        return content
+
+
+def read_json(path: Path, *, most_bytes: int = MOST_JSON_BYTES, most_values: int = MOST_JSON_VALUES) -> Any:
+    """The value of a JSON file, read strictly as ``parse_json`` says; OSError where it cannot be read."""
+    return parse_json(read_bounded(path, most_bytes), most_values=most_values)
+
+
+def parse_json(content: bytes, *, most_values: int = MOST_JSON_VALUES) -> Any:
+    """The value of a JSON text in UTF-8; ValueError, a line long, for what readers of JSON do not agree on.
+
+    That is a key given twice, NaN, Infinity, a number beyond a float's range or of too many digits, half of a
+    surrogate pair; and for what would cost: more than ``most_values`` values, or nesting beyond ``MOST_DEPTH``.
+    """
+    text = content.decode()
+    # Before anything is built. Commas within texts count too, which is no harm.
+    values = 1 + content.count(b",") + content.count(b"[") + content.count(b"{")
+    if values > most_values:
+        raise ValueError(f"it has some {values:,} values, and such a file has at most {most_values:,}")
+    try:
+        parsed = json.loads(
+            text,
+            object_pairs_hook=_unique,
+            parse_constant=_refuse_constant,
+            parse_int=_whole,
+            parse_float=_finite,
+        )
+    except RecursionError as error:
+        raise ValueError(f"it nests values more than {MOST_DEPTH} deep") from error
+    _check_depth(parsed)
+    if _HALF_CHARACTER.search(content):
+        _check_characters(parsed)
+    return parsed
+
+
+def shown(value: Any) -> str:
+    """A value for a message, cut to a few words, whatever a stranger made of it."""
+    return _SHOWN.repr(value)
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    # json takes the last of two: a file could then say one thing to us and another to a stricter reader.
+    found = dict(pairs)
+    if len(found) == len(pairs):
+        return found
+    seen: set[str] = set()
+    for key, _ in pairs:
+        if key in seen:
+            raise ValueError(f"it names {shown(key)} twice in one object")
+        seen.add(key)
+    raise AssertionError("as many keys as pairs, and none of them twice")
+
+
+def _refuse_constant(word: str) -> float:
+    raise ValueError(f"it has {word}, which is no number in JSON")
+
+
+def _whole(digits: str) -> int:
+    if len(digits) > _MOST_DIGITS:
+        raise ValueError(f"it has a whole number of {len(digits):,} digits, and {_MOST_DIGITS} are the most")
+    return int(digits)
+
+
+def _finite(digits: str) -> float:
+    number = float(digits)
+    if not math.isfinite(number):
+        raise ValueError(f"it has the number {shown(digits)}, which is beyond a float's range")
+    return number
+
+
+def _check_depth(value: Any) -> None:
+    """ValueError for containers within containers beyond ``MOST_DEPTH``."""
+    # Level by level and not by recursion, which is what depth would break.
+    level = [value]
+    for _ in range(MOST_DEPTH):
+        inner: list[Any] = []
+        for container in level:
+            entries = container
+            if isinstance(container, dict):
+                entries = container.values()
+            inner += [entry for entry in entries if isinstance(entry, dict | list)]
+        if not inner:
+            return
+        level = inner
+    raise ValueError(f"it nests values more than {MOST_DEPTH} deep")
+
+
+def _check_characters(value: Any) -> None:
+    """ValueError for a text that no UTF-8 can spell: every later message or path with it would fail."""
+    try:
+        json.dumps(value, ensure_ascii=False).encode()
+    except UnicodeEncodeError as error:
+        raise ValueError("it has half of a surrogate pair, which is no character") from error
