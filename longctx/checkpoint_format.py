@@ -151,6 +151,14 @@ class CheckpointReader:
                 problems.append(f"{name} is damaged: its xxh3-128 is not the manifest's")
         return problems
 
+    def check_entries(self) -> None:
+        """CheckpointError unless every piece is in its file, in its size; headers alone are read."""
+        for roles in self._pieces.values():
+            for found in roles.values():
+                for piece in found:
+                    self._entry(piece)
+        self.close()
+
     def close(self) -> None:
         """Close the open files."""
         self._open.clear()
@@ -160,6 +168,9 @@ class CheckpointReader:
         if file not in self._open:
             if problem := _link_problem(self.folder, file):
                 raise CheckpointError(problem)
+            # To open a pipe that nobody writes to would hang.
+            if not (self.folder / file).is_file():
+                raise FileNotFoundError("it is missing, or no plain file")
             # The library takes any header of up to 100 MB, and several times as much memory.
             with (self.folder / file).open("rb") as content:
                 header_bytes = int.from_bytes(content.read(8), "little")

@@ -220,8 +220,8 @@ _MANIFEST: Check = record(
         "dtype": one_of(DTYPES),
         # ModelConfig reads its own fields, strictly.
         "model": mapping(NAME, anything),
-        "tensors": mapping(NAME, _TENSOR, least=1),
         "files": mapping(_no_manifest, record({"bytes": whole(), "hash": HASH})),
+        "tensors": mapping(NAME, _TENSOR, least=1),
         "training": _TRAINING,
         "hash": HASH,
     },

@@ -208,4 +208,10 @@ def _problems(folder: Path) -> list[str]:
             problems += reader.verify([name])
             done += entry["bytes"]
             update(done, note=human_bytes(done))
+    if not problems:
+        try:
+            # Files as they were written, by somebody who may have written other things than the manifest says.
+            reader.check_entries()
+        except CheckpointError as error:
+            problems.append(str(error))
     return problems

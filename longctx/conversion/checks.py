@@ -37,11 +37,12 @@ def open_checked(checkpoint: str | Path) -> CheckpointReader:
 
 
 def check_hashes(reader: CheckpointReader) -> None:
-    """CheckpointError that names every file of the checkpoint that is not as its manifest has it."""
+    """CheckpointError that names every file of the checkpoint that is not as its manifest has it, within and without."""
     problems = reader.verify()
     if problems:
         listed = "".join(f"\n  {problem}" for problem in problems)
         raise CheckpointError(f"{reader.folder} is damaged:{listed}")
+    reader.check_entries()
 
 
 def check_tensors(reader: CheckpointReader) -> None:

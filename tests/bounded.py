@@ -1,0 +1,42 @@
+"""Refusals that cost little: what a stranger's file may take of time, memory and screen before it is refused."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from longctx.errors import LongCtxError
+
+MOST_SECONDS, MOST_MIB = 5.0, 200.0
+SCREEN_LINES, SCREEN_CHARACTERS = 25, 2500
+
+
+def refusal(action: Callable[[], object]) -> str:
+    """The message of the error of ours that ``action`` ends in: a screen, within the bounds of time and memory."""
+    Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
+    before, started = _status_mib("VmRSS"), time.perf_counter()
+    with pytest.raises(LongCtxError) as caught:
+        action()
+    seconds, mib = time.perf_counter() - started, _status_mib("VmHWM") - before
+    message = str(caught.value)
+    check_screen(message)
+    assert seconds < MOST_SECONDS, f"{seconds:.1f} s until: {message}"
+    assert mib < MOST_MIB, f"{mib:.0f} MiB for: {message}"
+    return message
+
+
+def check_screen(message: str) -> None:
+    """AssertionError unless a message is a screen of printable text."""
+    assert len(message) <= SCREEN_CHARACTERS, message[:SCREEN_CHARACTERS]
+    assert len(message.splitlines()) <= SCREEN_LINES
+    assert message.replace("\n", "").isprintable(), repr(message)
+    assert "Traceback" not in message
+
+
+def _status_mib(name: str) -> float:
+    """A size in /proc/self/status."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return int(next(line for line in lines if line.startswith(name)).split()[1]) / 1024

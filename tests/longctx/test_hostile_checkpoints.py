@@ -1,0 +1,385 @@
+"""Checkpoints that somebody made up, their hashes consistent: refused on one screen, before anything is allocated.
+
+Each is given to everything that opens a checkpoint.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+
+from longctx.checkpoint_format import MANIFEST, CheckpointReader, canonical_hash
+from longctx.conversion.checkpoint_writer import save_masters
+from longctx.conversion.checks import check_tensors, open_checked
+from longctx.conversion.convert import export_checkpoint
+from longctx.files import hash_file
+from longctx.model.decoder import Decoder
+from tests.bounded import refusal
+from tests.longctx.samples import tiny_config
+
+CONFIG = tiny_config()
+NORM = "model.norm.weight"
+FILE = "master.safetensors"
+
+Body = dict[str, Any]
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory) -> Path:
+    """A checkpoint of a tiny model, to copy."""
+    folder = tmp_path_factory.mktemp("whole") / "checkpoint"
+    weights = Decoder(CONFIG).state_dict().items()
+    return save_masters(CONFIG, weights, folder, dtype=torch.float32, training={"imported": {"dtype": "float32"}})
+
+
+@pytest.fixture
+def folder(whole: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(whole, tmp_path / "checkpoint"))
+
+
+def seal(folder: Path, body: Body) -> None:
+    """Write a manifest with the hash that belongs to it."""
+    (folder / MANIFEST).write_text(json.dumps(body | {"hash": canonical_hash(body)}))
+
+
+def changed(*path: str | int, value: Any) -> Callable[[Body], None]:
+    """A change of one value, by its keys."""
+
+    def change(body: Body) -> None:
+        for key in path[:-1]:
+            body = body[key]  # type: ignore[index]
+        body[path[-1]] = value  # type: ignore[index]
+
+    return change
+
+
+def without(*path: str) -> Callable[[Body], None]:
+    def change(body: Body) -> None:
+        for key in path[:-1]:
+            body = body[key]
+        del body[path[-1]]
+
+    return change
+
+
+def piece(**values: Any) -> Callable[[Body], None]:
+    """Changes of the piece that holds the last norm."""
+    return lambda body: body["tensors"][NORM]["roles"]["master"][0].update(values)
+
+
+def file_named(name: str) -> Callable[[Body], None]:
+    """The file of pieces under another name, everywhere in the manifest."""
+
+    def change(body: Body) -> None:
+        body["files"][name] = body["files"].pop(FILE)
+        for tensor in body["tensors"].values():
+            for found in tensor["roles"]["master"]:
+                found["file"] = name
+
+    return change
+
+
+def pieces_of_nothing(body: Body) -> None:
+    """A tensor of 10^15 values, in a file that is said to hold them."""
+    body["tensors"][NORM] = {
+        "shape": [10**15],
+        "roles": {"master": [{"file": FILE, "key": NORM, "start": 0, "numel": 10**15}]},
+    }
+    body["files"][FILE]["bytes"] = 5 * 10**15
+
+
+def more_tensors(body: Body) -> None:
+    entry = body["tensors"][NORM]
+    body["tensors"]["model.layers.7.of_nobody"] = json.loads(json.dumps(entry).replace(NORM, "other"))
+
+
+def aliased(body: Body) -> None:
+    """Two tensors in one entry of a file."""
+    first, second = (name for name in body["tensors"] if "input_layernorm" in name)
+    body["tensors"][second]["roles"] = body["tensors"][first]["roles"]
+
+
+def cut(*bounds: tuple[int, int]) -> Callable[[Body], None]:
+    """The last norm in pieces of these starts and sizes."""
+
+    def change(body: Body) -> None:
+        body["tensors"][NORM]["roles"]["master"] = [
+            {"file": FILE, "key": f"{NORM}.{number}", "start": start, "numel": numel}
+            for number, (start, numel) in enumerate(bounds)
+        ]
+
+    return change
+
+
+def many_layers(count: int) -> Callable[[Body], None]:
+    """A model of so many layers, and a tensor for each: names alone."""
+
+    def change(body: Body) -> None:
+        body["model"]["num_layers"] = count
+        entry = {"shape": [0], "roles": {"master": []}}
+        body["tensors"] |= {f"t{number}": entry for number in range(count)}
+
+    return change
+
+
+def model(name: str, value: Any) -> Callable[[Body], None]:
+    return changed("model", name, value=value)
+
+
+def rope(name: str, value: Any) -> Callable[[Body], None]:
+    return changed("model", "rope", name, value=value)
+
+
+PATHS = ("../x.safetensors", "/etc/x.safetensors", "a/b.safetensors", "..", ".hidden.safetensors", "a\\b.safetensors",
+         "a\0b.safetensors", "-rf.safetensors", "a b.safetensors", "\x1b[2Jx.safetensors", "x" * 300 + ".safetensors",
+         "", "C:x.safetensors")  # fmt: skip
+
+FORGED: dict[str, tuple[Callable[[Body], None], str]] = {
+    **{f"a file {path[:24]!r}": (file_named(path), "is no name of a") for path in PATHS},
+    "the manifest as a file": (
+        lambda body: body["files"].update({MANIFEST: {"bytes": 9, "hash": "0" * 32}}),
+        "cannot vouch for itself",
+    ),
+    "a piece in the manifest": (piece(file=MANIFEST), r"no name of a \.safetensors file"),
+    "a piece in a pickle": (piece(file="master.bin"), r"no name of a \.safetensors file"),
+    "a piece in another file": (piece(file="other.safetensors"), r"lies in the unlisted file other\.safetensors"),
+    "a piece elsewhere": (piece(file="../master.safetensors"), r"no name of a \.safetensors file"),
+    "a file that is a number": (piece(file=3), "file=3 is no name"),
+    "a key that is a list": (piece(key=[]), r"key=\[\] is no printable name"),
+    "a key that is not there": (piece(key="nobody"), "nobody"),
+    "a key without end": (piece(key="k" * 10_000), "is no printable name of 1 to 400 characters"),
+    "a start below zero": (piece(start=-1), "start=-1 is no whole number from 0"),
+    "a start in the middle": (piece(start=1), "not covered once at value 0"),
+    "true for a start": (piece(start=False), "start=False is no whole number"),
+    "a size below zero": (piece(numel=-32), "numel=-32 is no whole number"),
+    "a fraction of a size": (piece(numel=32.0), r"numel=32\.0 is no whole number"),
+    "a size without end": (piece(numel=10**18), "numel=1000000000000000000 is no whole number"),
+    "a size of 39 digits": (piece(numel=10**38), "is no whole number"),
+    "text for a size": (piece(numel="32"), "numel='32' is no whole number"),
+    "a size beyond the tensor": (piece(numel=33), "ends at value 33 of 32"),
+    "a size short of the tensor": (piece(numel=31), "ends at value 31 of 32"),
+    "a gap": (cut((0, 8), (9, 23)), "not covered once at value 8"),
+    "an overlap": (cut((0, 8), (7, 25)), "not covered once at value 8"),
+    "a range twice": (cut((0, 16), (0, 16), (16, 16)), "not covered once at value 16"),
+    "no range at all": (cut(), "ends at value 0 of 32"),
+    "two tensors in one place": (aliased, "where another piece lies"),
+    "values beyond every disk": (pieces_of_nothing, "bytes, the manifest says|has shape|cannot be read|F32"),
+    "a shape of 10^18 values": (changed("tensors", NORM, "shape", value=[10**9, 10**9]), "more values than any file"),
+    "a shape of many sizes": (changed("tensors", NORM, "shape", value=[1] * 10_000), "has 10000 entries, and may have"),
+    "a size of a shape below zero": (changed("tensors", NORM, "shape", value=[-1, -32]), "is no whole number"),
+    "a shape that is a number": (changed("tensors", NORM, "shape", value=32), "shape=32 is no list"),
+    "a shape of fractions": (changed("tensors", NORM, "shape", value=[32.0]), "is no whole number"),
+    "another shape of as many values": (changed("tensors", NORM, "shape", value=[4, 8]), "instead of"),
+    "tensors of nobody": (more_tensors, "model.layers.7.of_nobody|bytes, and its pieces"),
+    "a tensor less": (without("tensors", NORM), "missing|lacks|model.norm.weight"),
+    "no tensors": (changed("tensors", value={}), "needs at least 1"),
+    "tensors that are a list": (changed("tensors", value=[]), r"tensors=\[\] is no object"),
+    "a tensor that is a list": (changed("tensors", NORM, value=[]), "is no object"),
+    "a tensor of no name": (changed("tensors", "", value={"shape": [], "roles": {}}), "is no printable name"),
+    "a tensor that paints": (changed("tensors", "\x1b[31m", value={"shape": [], "roles": {}}), "is no printable name"),
+    "roles that are a list": (changed("tensors", NORM, "roles", value=[]), "is no object"),
+    "a role of another name": (changed("tensors", NORM, "roles", value={"slave": []}), "none of master"),
+    "no role": (changed("tensors", NORM, "roles", value={}), "must all have the roles"),
+    "one role more": (changed("tensors", NORM, "roles", "exp_avg", value=[]), "ends at value 0|must all have"),
+    "pieces that are a table": (changed("tensors", NORM, "roles", "master", value={}), "is no list"),
+    "a piece that is null": (changed("tensors", NORM, "roles", "master", value=[None]), "=None is no object"),
+    "a piece with a key more": (piece(more=1), "has the key 'more'"),
+    "files that are a list": (changed("files", value=[FILE]), "files=.* is no object"),
+    "a file that is null": (changed("files", FILE, value=None), "=None is no object"),
+    "a file without a hash": (without("files", FILE, "hash"), "lacks hash"),
+    "a hash that is none": (changed("files", FILE, "hash", value="0" * 31), "is no checksum of 32 hex digits"),
+    "bytes below zero": (changed("files", FILE, "bytes", value=-1), "is no whole number"),
+    "bytes that are too few": (changed("files", FILE, "bytes", value=1000), "has 1000 bytes, and its pieces"),
+    "bytes that are too many": (changed("files", FILE, "bytes", value=2**53), "bytes, the manifest says"),
+    "a dtype that is none": (changed("dtype", value="Tensor"), "dtype='Tensor' is none of float32"),
+    "a dtype that is a function": (changed("dtype", value="load"), "dtype='load' is none of float32"),
+    "a dtype by its attributes": (changed("dtype", value="__class__"), "is none of float32"),
+    "a dtype of integers": (changed("dtype", value="int8"), "is none of float32"),
+    "a dtype that is a number": (changed("dtype", value=32), "dtype=32 is none of float32"),
+    "an import's dtype": (changed("training", "imported", "dtype", value="nn"), "is none of float32"),
+    "an import's dtypes": (changed("training", "imported", "dtypes", value={NORM: "hub"}), "is none of float32"),
+    "an import's ids": (changed("training", "imported", "token_ids", value={"eos_token_id": 10**20}), "whole number"),
+    "an import that is text": (changed("training", "imported", value="x"), "imported='x' is no object"),
+    "training that is a list": (changed("training", value=[]), r"training=\[\] is no object"),
+    "no training": (without("training"), "lacks training"),
+    "a step of training below zero": (changed("training", "step", value=-1), "training.step=-1 is no whole number"),
+    "a world of nobody": (changed("training", "world_size", value=0), "training.world_size=0"),
+    "loads that are ragged": (changed("training", "expert_load", value=[[1], [1, 2]]), "rows of different lengths"),
+    "loads that are text": (changed("training", "expert_load", value=[["a"]]), "='a' is no number"),
+    "a config that is text": (changed("training", "config", value="x"), "config='x' is no object"),
+    "a step below zero": (changed("step", value=-1), "step=-1 is no whole number"),
+    "a step that is a fraction": (changed("step", value=0.5), "is no whole number"),
+    "a version that is true": (changed("version", value=True), "format version True"),
+    "a version that is a list": (changed("version", value=[1]), r"format version \[1\]"),
+    "a model that is a list": (changed("model", value=[]), r"model=\[\] is no object"),
+    "10^6 layers": (model("num_layers", 10**6), r"must be at most 4,096"),
+    "10^18 layers": (model("num_layers", 10**18), r"must be at most 4,096"),
+    "more layers than tensors": (model("num_layers", 4000), r"4,000 layers, and only"),
+    "layers by name alone": (many_layers(4000), "parameters, and its tensors only|missing"),
+    "no layers": (model("num_layers", 0), "must be at least 1"),
+    "true layers": (model("num_layers", True), "must be a whole number"),
+    "half a layer": (model("num_layers", 1.5), "must be a whole number"),
+    "10^6 experts": (model("num_experts", 10**6), "must be at most 65,536"),
+    "65,536 experts": (model("num_experts", 65_536), "parameters, and its tensors only"),
+    "a wide model": (model("hidden_size", 2**20), "parameters, and its tensors only"),
+    "a model without end": (model("hidden_size", 10**18), "must be at most"),
+    "heads without end": (model("num_heads", 10**15), "must be at most"),
+    "a vocabulary without end": (model("vocab_size", 10**15), "must be at most"),
+    "a vocabulary below zero": (model("vocab_size", -97), "must be at least 1"),
+    "kinds of layers that are none": (model("layers", ["full" * 10_000]), "must name one or more of"),
+    "kinds in kinds": (model("layers", [["full"]]), "must be a list"),
+    "dense layers beyond": (model("dense_layers", list(range(100_000))), "names 100000 layers"),
+    "an activation of a megabyte": (model("activation", "a" * 2**20), "is unknown"),
+    "a key of another release": (model("num_wings", 2), "unknown model keys"),
+    "many keys of another release": (
+        lambda body: body["model"].update({f"{n}" * 100: 1 for n in range(10_000)}),
+        "unknown model keys",
+    ),
+    "a rope that is a list": (model("rope", []), "model.rope"),
+    "a rope of nobody": (rope("kind", "noose"), "is unknown"),
+    "a base below one": (rope("theta", -1.0), "must be a number above 1"),
+    "a base beyond powers": (rope("theta", 1e300), "must be at most"),
+    "a stretch beyond powers": (
+        lambda body: body["model"]["rope"].update(kind="ntk", factor=1e300),
+        "must be at most",
+    ),
+}  # fmt: skip
+
+
+NOT_READ = ("bytes that are too many",)
+"""What nothing but the comparison of sizes meets: the values are there, where the manifest says."""
+
+
+def open_in_every_way(folder: Path, output: Path) -> list[Callable[[], object]]:
+    """What opens a checkpoint: to look at it, to convert it, and to read it."""
+
+    def read_all() -> None:
+        reader = CheckpointReader(folder)
+        check_tensors(reader)
+        for name in reader.names():
+            reader.read(name)
+
+    return [lambda: open_checked(folder), lambda: export_checkpoint(folder, output, tokenizer="none"), read_all]
+
+
+@pytest.mark.parametrize("forgery", FORGED)
+def test_a_sealed_manifest_that_cannot_be_right_is_refused(folder: Path, tmp_path: Path, forgery: str):
+    change, said = FORGED[forgery]
+    body = json.loads((folder / MANIFEST).read_text())
+    change(body)
+    seal(folder, body)
+    ways = open_in_every_way(folder, tmp_path / "hf")
+    if forgery in NOT_READ:
+        ways.pop()
+    messages = [refusal(action) for action in ways]
+    assert any(re.search(said, message) for message in messages), messages
+    assert all(str(folder) in message or "model" in message for message in messages), messages
+    assert not (tmp_path / "hf").exists()
+
+
+# --------------------------------------------------------------------------------------- what is no manifest at all
+
+
+def sparse(path: Path, size: int) -> None:
+    """A file of so many bytes that takes no room."""
+    with path.open("wb") as file:
+        file.truncate(size)
+
+
+TEXTS: dict[str, tuple[bytes, str]] = {
+    "nothing": (b"", "cannot be read"),
+    "no UTF-8": (b'{"format": "\xff"}', "cannot be read"),
+    "UTF-16": ('{"format": 1}'.encode("utf-16"), "cannot be read"),
+    "a mark of byte order": (b'\xef\xbb\xbf{"format": 1}', "cannot be read"),
+    "lists in lists": (b"[" * 500_000 + b"]" * 500_000, "cannot be read"),
+    "objects in objects": (b'{"a":' * 200_000 + b"1" + b"}" * 200_000, "cannot be read"),
+    "100 levels": (b'{"format": ' + b"[" * 100 + b"]" * 100 + b"}", "more than 64 deep"),
+    "a key twice": (b'{"format": "longctx-checkpoint", "format": "other"}', "names 'format' twice"),
+    "a million keys": (b"{" + b",".join(b'"%d":0' % n for n in range(1_400_000)) + b"}", "values, and such a file"),
+    "millions of lists": (b"[" + b"[]," * 5_000_000 + b"[]]", "values, and such a file"),
+    "NaN": (b'{"format": NaN}', "NaN, which is no number"),
+    "Infinity": (b'{"format": [-Infinity]}', "Infinity, which is no number"),
+    "a float beyond floats": (b'{"format": 1e999}', "beyond a float's range"),
+    "a number of 4,000 digits": (b'{"format": ' + b"9" * 4000 + b"}", "a whole number of 4,000 digits"),
+    "a number of a megabyte": (b'{"format": ' + b"9" * 2**20 + b"}", "cannot be read"),
+    "half a character": (b'{"format": "\\ud800"}', "half of a surrogate pair"),
+    "text": (b'"longctx-checkpoint"', "not the manifest"),
+    "a list": (b"[]", "not the manifest"),
+    "a format that is a list": (b'{"format": ["longctx-checkpoint"]}', "not the manifest"),
+}
+
+
+@pytest.mark.parametrize("content", TEXTS)
+def test_what_is_no_strict_json_is_refused(folder: Path, tmp_path: Path, content: str):
+    (folder / MANIFEST).write_bytes(TEXTS[content][0])
+    for action in open_in_every_way(folder, tmp_path / "hf"):
+        assert re.search(TEXTS[content][1], refusal(action))
+
+
+class TestOtherFiles:
+    """Files that are not what their names say."""
+
+    def test_a_manifest_of_ten_gigabytes_is_not_read(self, folder: Path, tmp_path: Path):
+        sparse(folder / MANIFEST, 10 * 2**30)
+        for action in open_in_every_way(folder, tmp_path / "hf"):
+            assert "10,737,418,240 bytes, and such a file has at most" in refusal(action)
+
+    def test_a_manifest_may_be_larger_where_it_has_files_to_describe(self, folder: Path):
+        body = json.loads((folder / MANIFEST).read_text())
+        seal(folder, body | {"training": {"note": "x" * 2**25}})
+        assert "such a file has at most" in refusal(lambda: CheckpointReader(folder))
+        sparse(folder / "rank_00001.safetensors", 2**24)
+        CheckpointReader(folder)
+
+    @pytest.mark.parametrize("name", [MANIFEST, FILE])
+    def test_a_link_out_of_the_folder(self, folder: Path, tmp_path: Path, name: str):
+        (folder / name).rename(tmp_path / "elsewhere")
+        (folder / name).symlink_to(tmp_path / "elsewhere")
+        for action in open_in_every_way(folder, tmp_path / "hf"):
+            assert "leads out of its folder" in refusal(action)
+
+    @pytest.mark.parametrize("name", [MANIFEST, FILE])
+    @pytest.mark.parametrize("kind", ["pipe", "folder", "itself", "nothing"])
+    def test_what_is_no_plain_file(self, folder: Path, tmp_path: Path, name: str, kind: str):
+        (folder / name).unlink()
+        if kind == "pipe":
+            os.mkfifo(folder / name)
+        elif kind == "folder":
+            (folder / name).mkdir()
+        else:
+            (folder / name).symlink_to(name if kind == "itself" else "nobody")
+        for action in open_in_every_way(folder, tmp_path / "hf"):
+            refusal(action)
+
+    @pytest.mark.parametrize("header_bytes", [2**63, 10**8, 2**24, 3])
+    def test_a_header_of_any_size(self, folder: Path, tmp_path: Path, header_bytes: int):
+        body = json.loads((folder / MANIFEST).read_text())
+        path = folder / FILE
+        path.write_bytes(header_bytes.to_bytes(8, "little") + path.read_bytes()[8:])
+        if header_bytes < 2**30:
+            with path.open("r+b") as file:
+                file.truncate(8 + header_bytes + path.stat().st_size)
+        body["files"][FILE] = {"bytes": path.stat().st_size, "hash": hash_file(path)}
+        seal(folder, body)
+        for action in open_in_every_way(folder, tmp_path / "hf"):
+            assert FILE in refusal(action)
+
+    def test_a_tensor_of_integers(self, folder: Path, tmp_path: Path):
+        with safe_open(folder / FILE, "pt") as file:
+            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+        save_file(tensors | {NORM: tensors[NORM].view(torch.int32)}, folder / FILE)
+        body = json.loads((folder / MANIFEST).read_text())
+        body["files"][FILE] = {"bytes": (folder / FILE).stat().st_size, "hash": hash_file(folder / FILE)}
+        seal(folder, body)
+        for action in open_in_every_way(folder, tmp_path / "hf"):
+            assert "the manifest says F32 [32]" in refusal(action)
