@@ -37,7 +37,7 @@ def open_checked(checkpoint: str | Path) -> CheckpointReader:
 
 
 def check_hashes(reader: CheckpointReader) -> None:
-    """CheckpointError that names every file of the checkpoint that is not as its manifest has it, within and without."""
+    """CheckpointError that names every file of the checkpoint that is not as its manifest has it."""
     problems = reader.verify()
     if problems:
         listed = "".join(f"\n  {problem}" for problem in problems)

@@ -14,12 +14,15 @@ from longctx.conversion.weights.pickled import PickledFile
 from longctx.conversion.weights.safetensors_file import SafetensorsFile
 from longctx.errors import CheckpointError
 from longctx.files import check_link
+from longctx.untrusted import shown
 
 WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 PICKLED_WEIGHTS = "pytorch_model.bin"
 _SAFE = ".safetensors"
 _PICKLED = (".bin", ".pt", ".pth")
+_MOST_NAME = 255
+"""Bytes that file systems take in a name."""
 _INDEX_END = ".index.json"
 _NOT_WEIGHTS = ("training_args.bin", "optimizer.", "scheduler.", "rng_state")
 """Beginnings of file names that the Trainer of transformers leaves beside the weights."""
@@ -145,8 +148,9 @@ def checked_path(folder: Path, file: str, *, named_by: Path, kinds: tuple[str, .
     not make us read elsewhere. A Hugging Face cache stores every file as a link into its own blobs, so such links are
     allowed.
     """
-    if Path(file).name != file or "\\" in file or "\0" in file or not file.endswith(kinds):
-        raise CheckpointError(f"{named_by} names {file!r}, which is no {kinds[0]} file of its own folder.")
+    is_plain = Path(file).name == file and "\\" not in file and "\0" not in file and len(file) <= _MOST_NAME
+    if not is_plain or not file.endswith(kinds):
+        raise CheckpointError(f"{named_by} names {shown(file)}, which is no {kinds[0]} file of its own folder.")
     check_link(folder, file, CheckpointError)
     if (folder / file).is_dir():
         raise CheckpointError(f"{folder / file} is a folder.")
