@@ -22,7 +22,7 @@ from data_pipeline.rows.pack import BEST_FIT, Packing
 from data_pipeline.shards.copies import LocalCopy, copies_folder, open_folder
 from data_pipeline.shards.corpus import Corpus
 from data_pipeline.shards.exclusions import Exclusions
-from data_pipeline.shards.manifest import VALIDATION_FOLDER, Manifest
+from data_pipeline.shards.manifest import MANIFEST_FILE, VALIDATION_FOLDER, Manifest
 from data_pipeline.shards.packing import PACKED_FILE
 from data_pipeline.shards.problems import shard_problems
 from data_pipeline.shards.reader import ShardSet, manifest_tokenizer
@@ -362,6 +362,13 @@ def _content_problems(
     padding = None
     if tokenizer is not None:
         padding = _padding_alone(tokenizer)
+        # Ids are held against the manifest: it must not allow more than the tokenizer can mean.
+        own = (tokenizer.vocab_size, tokenizer.padding)
+        if own != (manifest.vocab_size, manifest.padding):
+            yield (
+                f"{place / MANIFEST_FILE} has vocab_size={manifest.vocab_size} and padding={manifest.padding}, the "
+                f"tokenizer beside it {own[0]} and {own[1]}. Build the folder again."
+            )
     passed_over: tuple[int, ...] = ()
     try:
         exclusions = Exclusions.load(place, manifest)
@@ -388,6 +395,10 @@ def _padding_alone(tokenizer: Tokenizer) -> int | None:
 def _list_problems(path: Location, hash: str) -> Iterator[str]:
     """Yield what is wrong with a list beside the shards: of what the source left out, or of duplicates."""
     digest = xxhash.xxh3_128()
+    if isinstance(path, Path) and path.exists() and not path.is_file():
+        # To open a pipe that nobody writes to would hang.
+        yield f"{path} is no plain file."
+        return
     try:
         with path.open("rb") as file:
             while piece := file.read(1 << 22):

@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 import xxhash
 
-from data_pipeline.shards.manifest import MANIFEST_FILE, Manifest, ShardEntry, hash_json, read_object
+from data_pipeline.shards.manifest import MANIFEST_FILE, Manifest, ShardEntry, hash_json, read_object, read_small
 from data_pipeline.stores.urls import Location
 from longctx.errors import DataError
 
@@ -238,11 +238,13 @@ def read_lengths(folder: Location, exclusion: Exclusion, documents: int, tokens:
     """The lengths that were kept of an excluded shard's documents; DataError where they are not what was written."""
     path = folder / lengths_file(exclusion.shard)
     try:
-        content = path.read_bytes()
+        content = read_small(path, 8 * documents)
     except FileNotFoundError as error:
         raise DataError(f"{path} is missing, though {EXCLUSIONS_FILE} vouches for it. {_LENGTHS_ADVICE}") from error
     except OSError as error:
         raise DataError(f"{path} cannot be read ({error.strerror or error}). {_LENGTHS_ADVICE}") from error
+    except ValueError as error:
+        raise DataError(f"{path} is damaged: {error}. {_LENGTHS_ADVICE}") from error
     if xxhash.xxh3_128_hexdigest(content) != exclusion.lengths or len(content) != 8 * documents:
         raise DataError(f"{path} is damaged: its checksum is not the one in {EXCLUSIONS_FILE}. {_LENGTHS_ADVICE}")
     lengths = np.frombuffer(content, "<i8").astype(np.int64)

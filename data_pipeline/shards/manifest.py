@@ -260,7 +260,7 @@ def length_histogram(lengths: Sequence[int] | np.ndarray) -> dict[str, int]:
 def read_object(path: Location) -> dict[str, Any]:
     """The JSON object in a file; ``DataError`` says what stands there instead."""
     try:
-        body = parse_json(_content(path))
+        body = parse_json(read_small(path, MOST_JSON_BYTES))
     except FileNotFoundError as error:
         raise DataError(
             f"{path.parent} is not a shard folder: it has no {path.name}.\n"
@@ -275,14 +275,14 @@ def read_object(path: Location) -> dict[str, Any]:
     return body
 
 
-def _content(path: Location) -> bytes:
-    """The bytes of a small file, here or in a store; ValueError where it is not small, or no file."""
+def read_small(path: Location, most_bytes: int) -> bytes:
+    """The bytes of a file, here or in a store; ValueError where it has more than ``most_bytes``, or is no file."""
     if isinstance(path, Path):
         if path.is_symlink():
             check_link(path.parent, path.name)
-        return read_bounded(path, MOST_JSON_BYTES)
+        return read_bounded(path, most_bytes)
     with path.open() as file:
-        content = file.read(MOST_JSON_BYTES + 1)
-    if len(content) > MOST_JSON_BYTES:
-        raise ValueError(f"it has more than {MOST_JSON_BYTES:,} bytes")
+        content = file.read(most_bytes + 1)
+    if len(content) > most_bytes:
+        raise ValueError(f"it has more than {most_bytes:,} bytes")
     return content

@@ -35,6 +35,10 @@ class MappedShard:
         tokens, names = batch.column("tokens"), batch.column("name")
         if tokens.type not in (pa.large_list(pa.uint16()), pa.large_list(pa.uint32())) or names.type != pa.string():
             raise DataError(f"{path} is no shard: its tokens are {tokens.type}, its names {names.type}. {ADVICE}")
+        if batch.schema.field("source").type != pa.int16() or any(column.null_count for column in batch.columns):
+            raise DataError(f"{path} is no shard: its sources are no int16, or a value is missing. {ADVICE}")
+        # Whether each buffer is as long as its column says: numpy would read on behind a shorter one.
+        batch.validate()
         self._batch = batch
         self.offsets = tokens.offsets.to_numpy(zero_copy_only=True)
         # Plain integers come from here, in a third of the time that numpy takes.

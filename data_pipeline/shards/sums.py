@@ -19,6 +19,7 @@ import xxhash
 from data_pipeline.shards.manifest import MANIFEST_FILE, ShardEntry
 from longctx.errors import DataError
 from longctx.files import check_link
+from longctx.untrusted import read_bounded
 
 BLOCK_SHIFT = 16
 BLOCK_BYTES = 1 << BLOCK_SHIFT
@@ -26,6 +27,8 @@ BLOCK_BYTES = 1 << BLOCK_SHIFT
 
 ADVICE = "Copy the shard again or build the folder again."
 
+_MOST_SUMS_BYTES = 256 * 2**20
+"""Those of a shard of 2 TiB."""
 _READ_BYTES = 64 * BLOCK_BYTES
 # Linux has it since 5.14; Python's mmap does not name it yet.
 _POPULATE_READ = 22
@@ -58,11 +61,13 @@ def read_sums(folder: Path, entry: ShardEntry) -> np.ndarray:
     try:
         if path.is_symlink():
             check_link(folder, path.name)
-        content = path.read_bytes()
+        content = read_bounded(path, _MOST_SUMS_BYTES)
     except FileNotFoundError as error:
         raise DataError(f"{path} is missing, though {MANIFEST_FILE} vouches for it. {ADVICE}") from error
     except OSError as error:
         raise DataError(f"{path} cannot be read ({error.strerror or error}). {ADVICE}") from error
+    except ValueError as error:
+        raise DataError(f"{path} cannot be read: {error}. {ADVICE}") from error
     if xxhash.xxh3_128_hexdigest(content) != entry.sums:
         raise DataError(f"{path} is damaged: its checksum is not the one in {MANIFEST_FILE}. {ADVICE}")
     # Right as it was written, and of this file: else blocks would be compared with those of others.

@@ -116,7 +116,9 @@ def test_verify_finds_ids_outside_the_vocabulary(tokenizer: Tokenizer, tmp_path:
     tokenizer.save(tmp_path)
     assert verify(tmp_path) == []
     edit(tmp_path / "manifest.json", lambda m: m.update(vocab_size=699), seal=True)
-    assert verify(tmp_path) == [f"{tmp_path / '00000.arrow'} holds id 699, outside the vocabulary of 699."]
+    problems = verify(tmp_path)
+    assert "has vocab_size=699 and padding=3, the tokenizer beside it 700 and 3" in problems[0]
+    assert problems[1:] == [f"{tmp_path / '00000.arrow'} holds id 699, outside the vocabulary of 699."]
 
 
 def test_a_folder_that_is_none(tmp_path: Path):
