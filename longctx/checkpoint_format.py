@@ -23,11 +23,13 @@ from longctx.checkpoint_manifest import (
     ROLES,
     VERSION,
     Piece,
+    Pieces,
     canonical_hash,
     is_buffer,
     num_values,
     read_manifest,
     read_pieces,
+    refuse_deepspeed,
 )
 from longctx.config import ModelConfig
 from longctx.errors import CheckpointError
@@ -63,7 +65,7 @@ class CheckpointReader:
         self.folder = Path(folder)
         self.manifest = read_manifest(self.folder)
         self._pieces = read_pieces(self.manifest, self.folder / MANIFEST)
-        self._check_roles()
+        self._roles = _common_roles(self._pieces, self.folder)
         self._num_pieces = Counter(
             piece.file for roles in self._pieces.values() for found in roles.values() for piece in found
         )
@@ -199,15 +201,16 @@ class CheckpointReader:
             )
         return entry
 
-    def _check_roles(self) -> None:
-        """Every parameter is there in the same roles: all of them, or the master alone. Buffers have no moments."""
-        found = {frozenset(roles) for name, roles in self._pieces.items() if not is_buffer(name)}
-        of_buffers = {frozenset(roles) for name, roles in self._pieces.items() if is_buffer(name)}
-        if found not in ({frozenset(ROLES)}, {frozenset(ROLES[:1])}) or not of_buffers <= {frozenset(ROLES[:1])}:
-            raise CheckpointError(
-                f"{self.folder}: its tensors must all have the roles {ROLES}, or all the master alone, as buffers have."
-            )
-        self._roles = tuple(role for role in ROLES if role in next(iter(found)))
+
+def _common_roles(pieces: Pieces, folder: Path) -> tuple[str, ...]:
+    """The roles that every parameter is there in: all of them, or the master alone. Buffers have no moments."""
+    found = {frozenset(roles) for name, roles in pieces.items() if not is_buffer(name)}
+    of_buffers = {frozenset(roles) for name, roles in pieces.items() if is_buffer(name)}
+    if found not in ({frozenset(ROLES)}, {frozenset(ROLES[:1])}) or not of_buffers <= {frozenset(ROLES[:1])}:
+        raise CheckpointError(
+            f"{folder}: its tensors must all have the roles {ROLES}, or all the master alone, as buffers have."
+        )
+    return tuple(role for role in ROLES if role in next(iter(found)))
 
 
 def _link_problem(folder: Path, file: str) -> str:
@@ -253,6 +256,7 @@ def find_checkpoint(folder: str | Path) -> Path:
         raise CheckpointError(f"{folder} does not exist.")
     committed = list_checkpoints(folder)
     if not committed:
+        refuse_deepspeed(folder)
         raise CheckpointError(
             f"{folder} is neither a checkpoint (no {MANIFEST}) nor a run with {CHECKPOINTS}/step_NNNNNN."
         )

@@ -79,6 +79,7 @@ def read_manifest(folder: Path) -> dict[str, Any]:
     except DataError as error:
         raise CheckpointError(str(error)) from error
     except FileNotFoundError as error:
+        refuse_deepspeed(folder)
         raise CheckpointError(f"{folder} is no checkpoint: it has no {MANIFEST}.") from error
     except (OSError, ValueError) as error:
         raise CheckpointError(f"{path} cannot be read: {error}.") from error
@@ -94,6 +95,21 @@ def read_manifest(folder: Path) -> dict[str, Any]:
     except ValueError as error:
         raise CheckpointError(f"{path}: {error}.\n{_ADVICE}") from error
     return manifest
+
+
+def refuse_deepspeed(folder: Path) -> None:
+    """CheckpointError for a folder that DeepSpeed's ``save_checkpoint`` wrote; nothing of it is opened."""
+    for pattern in ("", "*/"):
+        for name in ("mp_rank_*_model_states.pt", "*zero_pp_rank_*_states.pt", "layer_*-model_states.pt"):
+            found = next(folder.glob(pattern + name), None)
+            if found is not None:
+                raise CheckpointError(
+                    f"{folder} is a checkpoint of DeepSpeed, by its {found.relative_to(folder)}. Its files are "
+                    "pickles, which run what stands in them as soon as they are loaded: longctx opens none of them.\n"
+                    "If you trust whoever wrote them, take the weights out where nothing can be harmed:\n"
+                    "  python -m deepspeed.utils.zero_to_fp32 DIR OUT --safe_serialization\n"
+                    "Then put the model's config.json into OUT and convert that: longctx convert --from hf OUT NEW"
+                )
 
 
 def read_pieces(manifest: dict[str, Any], path: Path) -> Pieces:

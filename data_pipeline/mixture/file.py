@@ -103,7 +103,7 @@ class Mixture:
             raise ConfigError(f"{path} cannot be read ({error.strerror or error}).") from error
         except UnicodeDecodeError as error:
             raise ConfigError(f"{path} is not UTF-8 text, as TOML is.") from error
-        except tomllib.TOMLDecodeError as error:
+        except (ValueError, RecursionError) as error:
             raise ConfigError(f"{path} is not TOML: {error}.") from error
         problem = next(_unknown_keys(values), None)
         if problem is not None:

@@ -32,13 +32,8 @@ class MappedShard:
         """DataError where the columns do not lie in the file as they must."""
         self.path, self.state, self.state_now = path, state, cheapest_state(path)
         self._blocks = blocks
+        _check_columns(batch, path)
         tokens, names = batch.column("tokens"), batch.column("name")
-        if tokens.type not in (pa.large_list(pa.uint16()), pa.large_list(pa.uint32())) or names.type != pa.string():
-            raise DataError(f"{path} is no shard: its tokens are {tokens.type}, its names {names.type}. {ADVICE}")
-        if batch.schema.field("source").type != pa.int16() or any(column.null_count for column in batch.columns):
-            raise DataError(f"{path} is no shard: its sources are no int16, or a value is missing. {ADVICE}")
-        # Whether each buffer is as long as its column says: numpy would read on behind a shorter one.
-        batch.validate()
         self._batch = batch
         self.offsets = tokens.offsets.to_numpy(zero_copy_only=True)
         # Plain integers come from here, in a third of the time that numpy takes.
@@ -211,6 +206,17 @@ def _map(path: Path, size: int) -> pa.Buffer:
         first = file.read_buffer(1)
     # To read the file through Arrow is to have the system read ahead whole record batches: all of every shard.
     return pa.foreign_buffer(first.address, size, first)
+
+
+def _check_columns(batch: pa.RecordBatch, path: Path) -> None:
+    """DataError, or an error of Arrow's, unless the columns are those of a shard and lie where they say."""
+    tokens, names = batch.column("tokens"), batch.column("name")
+    if tokens.type not in (pa.large_list(pa.uint16()), pa.large_list(pa.uint32())) or names.type != pa.string():
+        raise DataError(f"{path} is no shard: its tokens are {tokens.type}, its names {names.type}. {ADVICE}")
+    if batch.schema.field("source").type != pa.int16() or any(column.null_count for column in batch.columns):
+        raise DataError(f"{path} is no shard: its sources are no int16, or a value is missing. {ADVICE}")
+    # Whether each buffer is as long as its column says: numpy would read on behind a shorter one.
+    batch.validate()
 
 
 def _check_metadata(content: memoryview, blocks: Blocks) -> None:

@@ -17,6 +17,7 @@ import xxhash
 
 from data_pipeline.shards.manifest import ShardEntry
 from longctx.files import write_atomically
+from longctx.untrusted import read_json
 
 FORMAT = "longctx-shard-stamps-1"
 
@@ -71,7 +72,7 @@ def cache_folder() -> Path:
 def read_stamps(folder: Path, manifest_hash: str) -> dict[str, tuple[FileState, str]]:
     """State and checksum of each file of a shard folder that was read before, by name; empty if none was."""
     try:
-        content = json.loads(_stamp_file(folder, manifest_hash).read_bytes())
+        content = read_json(_stamp_file(folder, manifest_hash))
         if content["format"] != FORMAT:
             return {}
         return {file: ((size, mtime, ctime, inode), hash) for file, size, mtime, ctime, inode, hash in content["files"]}

@@ -7,6 +7,7 @@ import shutil
 from pathlib import Path
 
 from longctx.checkpoint_format import CHECKPOINTS, MANIFEST, CheckpointReader, list_checkpoints
+from longctx.checkpoint_manifest import refuse_deepspeed
 from longctx.errors import CheckpointError
 
 log = logging.getLogger(__name__)
@@ -19,6 +20,7 @@ def find_resume(run_folder: Path, resume: str) -> Path | None:
     if resume not in ("latest", "newest-good"):
         folder = Path(resume)
         if not (folder / MANIFEST).is_file():
+            refuse_deepspeed(folder)
             raise CheckpointError(
                 f"run.resume={resume!r} is no checkpoint: {folder / MANIFEST} does not exist.\n{_offer(run_folder)}"
             )

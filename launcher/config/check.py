@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import math
 from pathlib import Path
 
 from launcher.config.kept import check_kept
@@ -18,6 +20,7 @@ from parallel.schedule.heads import check_heads
 
 def check_run(config: RunConfig, world_size: int) -> None:
     """ConfigError for the first rule between fields, or between fields and world, that does not hold."""
+    _check_finite(config)
     config = settle_context(config, world_size)
     # Degrees first: the messages of the later rules divide by them.
     check_degrees(
@@ -42,6 +45,14 @@ def check_run(config: RunConfig, world_size: int) -> None:
     check_choice(config.parallel.layout, tokens, config.parallel.context, config.parallel.ulysses)
     check_heads(config.model.num_heads, config.model.num_kv_heads, config.parallel.ulysses)
     check_layers(config.model, config.parallel.layout, config.parallel.context // config.parallel.ulysses)
+
+
+def _check_finite(config: RunConfig) -> None:
+    """No number is infinite or NaN, which TOML can spell: no comparison stops it, and no checkpoint could name it."""
+    for section in dataclasses.fields(config):
+        for key, value in dataclasses.asdict(getattr(config, section.name)).items():
+            if isinstance(value, float) and not math.isfinite(value):
+                raise ConfigError(f"{section.name}.{key}={value} must be a finite number.")
 
 
 def _check_built(config: RunConfig) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import tomllib
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from data_pipeline.shards.copies import fetch_folder
 from data_pipeline.stores.urls import below, locate
@@ -89,7 +88,12 @@ def _text_folder(options: Options, checkpoint: Path, task: str) -> Path:
 
 def _validation_folder(config: Path) -> tuple[str, str]:
     """``data.validation`` of a run's config, else the validation split of its training data; and ``data.cache``."""
-    data: dict[str, Any] = tomllib.loads(config.read_text(encoding="utf-8")).get("data", {})
+    try:
+        data = tomllib.loads(config.read_text(encoding="utf-8")).get("data", {})
+    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError, RecursionError) as error:
+        raise ConfigError(f"{config} cannot be read: {error}.") from error
+    if not isinstance(data, dict):
+        raise ConfigError(f"{config}: data is no section. Name a folder of text or of shards: --haystack FOLDER")
     folder = data.get("validation", "")
     if not folder and data.get("train"):
         folder = below(data["train"], "validation")

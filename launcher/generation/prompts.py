@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from array import array
 from collections.abc import Sequence
@@ -12,6 +11,7 @@ from typing import Any
 
 from launcher.evaluation.opened import OpenedModel, check_positions
 from longctx.errors import ConfigError, DataError
+from longctx.untrusted import parse_json
 
 _EXAMPLE = 'Write lines like {"prompt": "def main("}.'
 
@@ -111,7 +111,7 @@ def _prompt(line: str, where: str) -> Prompt:
     if not line.strip():
         raise ConfigError(f"{where} is empty. {_EXAMPLE}")
     try:
-        fields = json.loads(line)
+        fields = parse_json(line.encode())
     except ValueError as error:
         raise ConfigError(f"{where} is no JSON ({error}). {_EXAMPLE}") from error
     if not isinstance(fields, dict) or not isinstance(fields.get("prompt"), str):

@@ -21,6 +21,7 @@ from typing import Any
 
 from longctx.errors import DataError
 from longctx.files import replaced_file
+from longctx.untrusted import parse_json
 
 logger = logging.getLogger(__name__)
 
@@ -68,7 +69,9 @@ def encode(record: Mapping[str, Any]) -> str:
 
 def decode(line: str | bytes) -> Record:
     """The record of one line; ValueError says what is wrong with it."""
-    record = json.loads(line, parse_constant=_refuse_constant)
+    if isinstance(line, str):
+        line = line.encode()
+    record = parse_json(line)
     if not isinstance(record, dict):
         raise ValueError("not a JSON object")
     for path, text in record.pop(_NON_FINITE, {}).items():
@@ -116,10 +119,6 @@ def _key(holder: Any, part: str) -> str | int:
     if isinstance(holder, list):
         return int(part)
     return part
-
-
-def _refuse_constant(name: str) -> None:
-    raise ValueError(f"{name} is not JSON")
 
 
 # Reading and cutting the file.

@@ -199,7 +199,7 @@ def load_hardware(given: str) -> Hardware:
         )
     try:
         values = tomllib.loads(path.read_text())
-    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise ConfigError(f"--device {given} cannot be read: {error}") from error
     return from_values(values, given)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import tomllib
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -13,6 +12,7 @@ from launcher.metrics.record import DISCARDED_FILE, METRICS_FILE, Record, read_m
 from launcher.report.evaluation.folder import Evaluation, load_evaluations
 from launcher.run_folder import CONFIG_FILE, ENVIRONMENT_FILE
 from longctx.errors import ConfigError, DataError
+from longctx.untrusted import read_json
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,10 +89,10 @@ def load_run(folder: Path) -> Run:
             f"{folder} is not a run folder: it {what}.\n"
             "Give the folder that run.output_dir named; it is filled when the first step is logged."
         )
-    config_text = (folder / CONFIG_FILE).read_text(encoding="utf-8")
     try:
+        config_text = (folder / CONFIG_FILE).read_text(encoding="utf-8")
         config = tomllib.loads(config_text)
-    except tomllib.TOMLDecodeError as error:
+    except (UnicodeDecodeError, tomllib.TOMLDecodeError, RecursionError) as error:
         raise ConfigError(f"{folder / CONFIG_FILE}: not TOML: {error}") from error
     num_discarded = 0
     if (folder / DISCARDED_FILE).is_file():
@@ -115,7 +115,7 @@ def _load_environment(path: Path) -> dict[str, Any]:
     if not path.is_file():
         return {}
     try:
-        environment = json.loads(path.read_text(encoding="utf-8"))
+        environment = read_json(path)
     except ValueError as error:
         raise DataError(f"{path}: not JSON: {error}") from error
     if not isinstance(environment, dict):

@@ -27,6 +27,7 @@ from longctx.errors import ConfigError, DataError
 from longctx.files import replaced_file
 from longctx.model.experts.replay import RoutingReplay
 from longctx.model.experts.router import NO_EXPERT
+from longctx.untrusted import parse_json
 from parallel.runtime.process import on_every_rank
 
 FORMAT, VERSION = "longctx-routing", 1
@@ -235,7 +236,7 @@ def _write(path: Path, names: Sequence[str], ids_LTk: Tensor, metadata: dict[str
 def _check_metadata(path: Path, stored: str | None, wanted: dict[str, Any]) -> None:
     """DataError unless the file is of this step of a run like this one."""
     try:
-        found = json.loads(stored or "")
+        found = parse_json((stored or "").encode())
     except ValueError:
         found = None
     if not isinstance(found, dict) or (found.get("format"), found.get("version")) != (FORMAT, VERSION):

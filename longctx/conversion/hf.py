@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from longctx.checkpoint_format import check_size, is_buffer
-from longctx.checkpoint_manifest import check_token_ids
+from longctx.checkpoint_manifest import check_token_ids, refuse_deepspeed
 from longctx.config import ModelConfig
 from longctx.conversion.differences import listing, raise_differences
 from longctx.conversion.tensors import (
@@ -57,6 +57,8 @@ class HfReader:
         self.folder = Path(folder)
         if not self.folder.is_dir():
             raise CheckpointError(f"{self.folder} is no folder. Give the one that holds config.json.")
+        if not (self.folder / "config.json").exists():
+            refuse_deepspeed(self.folder)
         hf_config = read_json(self.folder / "config.json")
         self.config = ModelConfig.from_hf(hf_config)
         self.model_type: str = hf_config["model_type"]

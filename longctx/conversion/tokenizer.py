@@ -74,7 +74,7 @@ def check_tokenizer(tokenizer: Tokenizer | str | Path, folder: str | Path, texts
     """
     if not isinstance(tokenizer, Tokenizer):
         tokenizer = load_tokenizer(tokenizer)
-    fast = _auto_tokenizer().from_pretrained(str(folder), local_files_only=True)
+    fast = _auto_tokenizer().from_pretrained(str(folder), local_files_only=True, trust_remote_code=False)
     # This instance shall not warn of long texts.
     fast.model_max_length = 2**60
     texts, gives_back = _compared_texts(tokenizer, fast, texts)

@@ -11,6 +11,7 @@ from typing import Any
 from longctx.errors import DataError
 from longctx.evaluation import TASKS, ScoreRow
 from longctx.evaluation.losses import LossRow
+from longctx.untrusted import parse_json, read_json
 
 SETTINGS_FILE = "evaluation.json"
 RESULTS_FILE = "results.jsonl"
@@ -67,7 +68,7 @@ def read_settings(folder: Path) -> dict[str, Any]:
     """What ``evaluation.json`` says; DataError where it is no JSON object."""
     path = folder / SETTINGS_FILE
     try:
-        settings = json.loads(path.read_text(encoding="utf-8"))
+        settings = read_json(path)
     except (OSError, ValueError) as error:
         raise DataError(f"{path} cannot be read: {error}. Evaluate into another --output.") from error
     if not isinstance(settings, dict) or not {"model", "date"} <= set(settings):
@@ -81,7 +82,7 @@ def read_rows(folder: Path) -> dict[Key, ScoreRow | LossRow]:
     path = folder / RESULTS_FILE
     for number, line in enumerate(_whole_lines(path), 1):
         try:
-            row = _row_of(json.loads(line))
+            row = _row_of(parse_json(line.encode()))
         except (ValueError, TypeError, LookupError) as error:
             raise DataError(
                 f"{path}, line {number}, is no row of an evaluation: {error!r}. Remove the line."

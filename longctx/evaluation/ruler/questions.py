@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
@@ -13,6 +12,10 @@ from typing import Any
 from longctx.errors import DataError
 from longctx.evaluation.ruler.search import Budget, RedrawError, Text, draw_fitting, units_by_estimate
 from longctx.evaluation.ruler.templates import DOCUMENT, QUESTION_ANSWERING
+from longctx.untrusted import read_json
+
+_MOST_BYTES, _MOST_VALUES = 2**29, 50_000_000
+"""HotpotQA's file, the larger one, has 46 MB."""
 
 STEP = 10
 
@@ -91,7 +94,7 @@ def read_hotpotqa(path: Path) -> QuestionFile:
 def _read(path: Path, parse: Callable[[Any], tuple[list[str], list[Question]]], wanted: str) -> QuestionFile:
     """The file as ``parse`` understands it; DataError where it is another one."""
     try:
-        documents, questions = parse(json.loads(path.read_text(encoding="utf-8")))
+        documents, questions = parse(read_json(path, most_bytes=_MOST_BYTES, most_values=_MOST_VALUES))
     except (OSError, ValueError, KeyError, TypeError, IndexError) as error:
         raise DataError(f"{path} cannot be read ({type(error).__name__}: {error}). Give {wanted}.") from error
     if not questions:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import string
 from collections.abc import Callable, Iterator, Sequence
@@ -17,6 +16,7 @@ from longctx.errors import ConfigError, DataError
 from longctx.evaluation.ruler.search import Budget, Text, bisect_units, draw_fitting
 from longctx.evaluation.ruler.templates import COMMON_WORDS, FREQUENT_WORDS
 from longctx.evaluation.ruler.word_lists import all_words
+from longctx.untrusted import read_json
 
 NUM_COMMON = 10
 _STEP = 10
@@ -122,7 +122,7 @@ class _WordLists:
 def _read_english_words(path: Path, count: int) -> list[str]:
     """The words of NVIDIA's file: the values of a JSON object."""
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
+        content = read_json(path)
     except (OSError, ValueError) as error:
         raise DataError(f"{path} is not NVIDIA's english_words.json: {error}. Copy the file itself.") from error
     if not isinstance(content, dict) or len(content) < count:
