@@ -28,6 +28,7 @@ from data_pipeline.rows.stream import Stream
 from data_pipeline.shards.corpus import Corpus
 from data_pipeline.shuffle import key64
 from longctx.errors import DataError
+from longctx.untrusted import shown
 
 log = logging.getLogger(__name__)
 
@@ -118,7 +119,7 @@ class MixedOrder:
         for name in ("format", "plan_version", "seed", "seq_len", "shuffle", "packing"):
             if state[name] != wanted[name]:
                 raise DataError(
-                    f"The loader state has {name}={state[name]!r}, this run {wanted[name]!r} ({self._path}).\n"
+                    f"The loader state has {name}={shown(state[name])}, this run {wanted[name]!r} ({self._path}).\n"
                     "Resume with the same seed, seq_len, packing and shuffle, or start without the state."
                 )
         check_counters({"rows_consumed": state["rows_consumed"]})
@@ -140,8 +141,8 @@ class MixedOrder:
             at = replace(at, shares=known)
         now = self._chooser.shares(max(at.rows_consumed - 1, 0))
         if at.rows_consumed and now != at.shares:
-            shown = _percentages(self._mixture, now)
-            log.info("%s has other shares than the run before: %s, counted from here on.", self._path, shown)
+            shares_now = _percentages(self._mixture, now)
+            log.info("%s has other shares than the run before: %s, counted from here on.", self._path, shares_now)
         return at
 
     def forecast(self, at: MixedPosition, rows: int) -> Forecast:

@@ -9,6 +9,7 @@ from data_pipeline.rows.change import exclusions_of, read_excluded, read_stretch
 from data_pipeline.rows.position import check_counters
 from data_pipeline.rows.stream import BEGINNING, StreamPosition
 from longctx.errors import DataError
+from longctx.untrusted import shown
 
 _OF_STREAM = ("epoch", "epoch_row", "block", "block_row", "row_tokens")
 _COUNTERS = ("tokens", "counted", *_OF_STREAM)
@@ -72,7 +73,7 @@ def read_source(entry: Any, identity: dict[str, Any], where: str, num_shards: in
     for name, value in identity.items():
         if entry[name] != value:
             raise DataError(
-                f"The loader state of {where} has {name}={entry[name]!r}, the file {value!r}: its rows would be "
+                f"The loader state of {where} has {name}={shown(entry[name])}, the file {value!r}: its rows would be "
                 "others.\nPut back what it was, or give the source another name: it then begins anew."
             )
     counters = {name: entry[name] for name in _COUNTERS}

@@ -8,6 +8,7 @@ from typing import Any, Literal
 from data_pipeline.rows.blocks import BlockPlanner, Stretch
 from data_pipeline.rows.stream import StreamPosition
 from longctx.errors import DataError
+from longctx.untrusted import shown
 
 log = logging.getLogger(__name__)
 
@@ -49,7 +50,7 @@ def read_excluded(values: Any, num_shards: int, where: str) -> tuple[int, ...]:
     is_list = isinstance(values, list) and all(type(value) is int for value in values)
     if not is_list or values != sorted(set(values) & set(range(num_shards))):
         raise DataError(
-            f"The loader state of {where} is damaged: excluded={values!r} must be ascending numbers of its "
+            f"The loader state of {where} is damaged: excluded={shown(values)} must be ascending numbers of its "
             f"{num_shards} shards."
         )
     return tuple(values)
@@ -102,6 +103,6 @@ def _shown(numbers: set[int], planner: BlockPlanner) -> str:
 
 def _damaged(values: Any, where: str) -> DataError:
     return DataError(
-        f"The loader state of {where} is damaged: before={values!r} must be pairs of a length and rows, some with "
+        f"The loader state of {where} is damaged: before={shown(values)} must be pairs of a length and rows, some with "
         "excluded shards behind them."
     )

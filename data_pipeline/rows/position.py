@@ -11,6 +11,8 @@ from data_pipeline.rows.change import exclusions_of, read_excluded, read_stretch
 from data_pipeline.rows.pack import BEST_FIT
 from data_pipeline.rows.stream import BEGINNING, StreamPosition
 from longctx.errors import DataError
+from longctx.schema import MOST_WHOLE
+from longctx.untrusted import shown
 
 STATE_FORMAT = "longctx-loader"
 
@@ -70,7 +72,7 @@ def read_position(state: dict[str, Any], own: dict[str, Any], folder: Path, num_
     for name in _IDENTITY:
         if state[name] != own[name]:
             raise DataError(
-                f"The loader state has {name}={state[name]!r}, this run {own[name]!r} ({folder}).\n"
+                f"The loader state has {name}={shown(state[name])}, this run {own[name]!r} ({folder}).\n"
                 "Resume with the same shard folder, seed, seq_len, packing and shuffle, or start without the state."
             )
     counters = {name: state[name] for name in Position().counters}
@@ -93,8 +95,10 @@ def read_position(state: dict[str, Any], own: dict[str, Any], folder: Path, num_
 def check_counters(counters: dict[str, Any]) -> None:
     """DataError unless all are whole numbers of at least 0."""
     # type(), not isinstance(): in Python True is an int.
-    if not all(type(value) is int and value >= 0 for value in counters.values()):
-        raise DataError(f"The loader state is damaged: {', '.join(counters)} must be whole numbers of at least 0.")
+    if not all(type(value) is int and 0 <= value <= MOST_WHOLE for value in counters.values()):
+        raise DataError(
+            f"The loader state is damaged: {', '.join(counters)} must be whole numbers of at least 0, at most 2^53."
+        )
 
 
 def _in_blocks(state: dict[str, Any], num_blocks: int, folder: Path) -> dict[str, Any]:

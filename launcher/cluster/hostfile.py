@@ -13,9 +13,16 @@ from pathlib import Path
 import psutil
 
 from longctx.errors import ClusterError
+from longctx.untrusted import read_bounded, shown
 
 # No leading dash: ssh would read such a host as an option.
-_HOST = re.compile(r"[A-Za-z0-9]([A-Za-z0-9._-]*[A-Za-z0-9])?")
+_HOST = re.compile(r"[A-Za-z0-9]([A-Za-z0-9._-]{0,251}[A-Za-z0-9])?")
+# What Python's readers take for the end of a line and deepspeed's does not, and what a terminal would act on.
+_CONTROL = re.compile(r"[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f\u2028\u2029]")
+_MARK = "\ufeff"
+_MOST_BYTES = 4 * 2**20
+DEFAULT_HOSTFILE = Path("/job/hostfile")
+"""Where the deepspeed command looks for a hostfile, without a word, when it is given none."""
 FILTERS = ("--include", "--exclude", "-i", "-e", "--num_nodes", "--num_gpus", "--num_accelerators")
 """Flags of the deepspeed command that start fewer ranks than the hostfile has slots."""
 _MOST_SLOTS = 4096
@@ -35,6 +42,8 @@ def check_hostfile(setting: str, world_size: int, command: Sequence[str] | None 
     path = setting
     if setting == "launcher":
         path = _flag_value(command, ("--hostfile", "-H"))
+        if path is None and command and DEFAULT_HOSTFILE.is_file():
+            path = str(DEFAULT_HOSTFILE)
     if path is None:
         return
     slots = read_hostfile(Path(path))
@@ -52,21 +61,30 @@ def check_hostfile(setting: str, world_size: int, command: Sequence[str] | None 
 def read_hostfile(path: Path) -> dict[str, int]:
     """Slots of each host; ClusterError names the line that is not ``HOST slots=N``."""
     try:
-        text = path.read_text()
+        text = read_bounded(path, _MOST_BYTES).decode()
     except FileNotFoundError as error:
         raise ClusterError(
             f"hostfile {path} does not exist (looked in {Path.cwd()}); without it the launcher would run on this "
             "machine alone.\nGive an existing file to deepspeed --hostfile; on one machine start it with --num_gpus N "
             "in its place; or pass --run.hostfile none."
         ) from error
-    except (OSError, UnicodeDecodeError) as error:
+    except (OSError, ValueError) as error:
         raise ClusterError(f"hostfile {path} cannot be read: {error}.") from error
+    if text.startswith(_MARK):
+        raise ClusterError(
+            f"hostfile {path} begins with a byte order mark, which deepspeed would take for a part of its first host. "
+            "Save it as UTF-8 without BOM."
+        )
     slots: dict[str, int] = {}
-    for number, line in enumerate(text.splitlines(), 1):
+    # As deepspeed reads it: lines may end as on Windows.
+    for number, line in enumerate(re.split(r"\r\n|\r|\n", text), 1):
+        strange = _CONTROL.search(line)
+        if strange is not None:
+            raise ClusterError(f"{path}:{number}: {shown(line)} has the character {strange[0]!r} in it. Remove it.")
         fields = line.split("#")[0].split()
         if not fields:
             continue
-        host, count = _parse_line(fields, f"{path}:{number}: {line.strip()!r}")
+        host, count = _parse_line(fields, f"{path}:{number}: {shown(line.strip())}")
         if host in slots:
             raise ClusterError(f"{path}:{number}: host {host!r} is there twice. Give it one line with all its slots.")
         slots[host] = count
@@ -124,7 +142,7 @@ def _parse_line(fields: list[str], where: str) -> tuple[str, int]:
     """Host and slots of a line; ClusterError says ``where`` it is wrong."""
     match = None
     if len(fields) == 2 and _HOST.fullmatch(fields[0]):
-        match = re.fullmatch(r"slots=(\d{1,6})", fields[1])
+        match = re.fullmatch(r"slots=([0-9]{1,6})", fields[1])
     if not match:
         raise ClusterError(
             f"{where} is not `HOST slots=N`; a host is letters, digits, dots and dashes, and starts with no dash.\n"

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
 from pathlib import Path
 
 import pytest
@@ -36,12 +38,27 @@ def test_hosts_comments_blank_lines_and_windows_line_ends(tmp_path):
         ("localhost slots=99999", "between 1 and"),
         ("localhost slots=9999999999", "HOST slots=N"),
         ("nöde slots=1", "letters, digits"),
+        ("localhost slots=٣", "HOST slots=N"),
+        ("localhost slots=1e3", "HOST slots=N"),
+        ("localhost slots=2;id", "HOST slots=N"),
+        ("localhost slots= 2", "HOST slots=N"),
+        ("user@host slots=2", "letters, digits"),
+        ("host:22 slots=2", "letters, digits"),
+        ("`id` slots=2", "letters, digits"),
+        ("a|b slots=2", "letters, digits"),
+        ("a&b slots=2", "letters, digits"),
+        ("../a slots=2", "letters, digits"),
+        ("a\\b slots=2", "letters, digits"),
+        ("-l slots=2", "starts with no dash"),
+        ("a- slots=2", "letters, digits"),
+        ("host", "HOST slots=N"),
     ],
 )
 def test_a_line_that_is_no_host_is_shown_with_its_number(tmp_path, text, said):
     with pytest.raises(ClusterError) as caught:
         read_hostfile(written(tmp_path, f"good slots=1\n{text}\n"))
     assert f":2: {text!r}" in str(caught.value)
+    assert len(str(caught.value).splitlines()) <= 3
     assert said in str(caught.value)
 
 
@@ -61,6 +78,56 @@ def test_not_text_and_not_a_file(tmp_path):
         read_hostfile(written(tmp_path, b"\xff\xfe\x00"))
     with pytest.raises(ClusterError, match="cannot be read"):
         read_hostfile(tmp_path)
+
+
+@pytest.mark.parametrize("text", ["\ufeffa slots=1\n", "\ufeff# comment\na slots=1\n"])
+def test_a_byte_order_mark_is_named(tmp_path, text):
+    """deepspeed's own reader makes it a part of the first host's name."""
+    from deepspeed.launcher.runner import _parse_hostfile
+
+    with pytest.raises(ClusterError, match="byte order mark"):
+        read_hostfile(written(tmp_path, text))
+    with contextlib.suppress(ValueError):
+        assert "a" not in _parse_hostfile(text.splitlines(keepends=True)[:1])
+
+
+@pytest.mark.parametrize("end", ["\n", "\r\n", "\r"])
+def test_lines_end_as_deepspeed_reads_them(tmp_path, end):
+    from deepspeed.launcher.runner import fetch_hostfile
+
+    path = written(tmp_path, end.join(["# nodes", "a slots=2", "", "b slots=3", ""]))
+    assert read_hostfile(path) == dict(fetch_hostfile(str(path))) == {"a": 2, "b": 3}
+
+
+@pytest.mark.parametrize("character", ["\0", "\x0b", "\x0c", "\x1b", "\x1c", "\x85", "\u2028"])
+def test_characters_that_split_lines_for_some_readers(tmp_path, character):
+    with pytest.raises(ClusterError, match=r":1: .* has the character"):
+        read_hostfile(written(tmp_path, f"a slots=1{character}b slots=2\n"))
+
+
+def test_what_is_no_small_file(tmp_path):
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(ClusterError, match="no plain file"):
+        read_hostfile(tmp_path / "pipe")
+    with (tmp_path / "large").open("wb") as file:
+        file.truncate(10 * 2**30)
+    with pytest.raises(ClusterError, match="has at most"):
+        read_hostfile(tmp_path / "large")
+    with pytest.raises(ClusterError) as caught:
+        read_hostfile(written(tmp_path, "x" * 1_000_000))
+    assert len(str(caught.value)) < 600
+
+
+def test_the_one_that_deepspeed_takes_when_it_is_given_none(tmp_path, monkeypatch):
+    path = written(tmp_path, "a slots=2\n$(id) slots=2\n")
+    monkeypatch.setattr("launcher.cluster.hostfile.DEFAULT_HOSTFILE", path)
+    from deepspeed.launcher.runner import DLTS_HOSTFILE
+
+    assert DLTS_HOSTFILE == "/job/hostfile"
+    with pytest.raises(ClusterError, match=r":2: '\$\(id\) slots=2'"):
+        check_hostfile("launcher", 2, ["deepspeed", "train.py"])
+    check_hostfile("launcher", 2, [])  # no deepspeed started this
+    check_hostfile("none", 2, ["deepspeed", "train.py"])
 
 
 def test_a_missing_one_is_found_in_the_launchers_command_line(tmp_path):
