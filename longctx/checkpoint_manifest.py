@@ -17,7 +17,8 @@ import xxhash
 
 from longctx.errors import CheckpointError, DataError
 from longctx.files import MANIFEST, read_manifest_json
-from longctx.schema import (
+from longctx.untrusted.reading import shown
+from longctx.untrusted.schema import (
     FILE_NAME,
     HASH,
     MOST_WHOLE,
@@ -33,7 +34,6 @@ from longctx.schema import (
     text,
     whole,
 )
-from longctx.untrusted import shown
 
 FORMAT = "longctx-checkpoint"
 VERSION = 1

@@ -10,7 +10,7 @@ from longctx.architecture.fields import ModelFields, names_of_role
 from longctx.architecture.rope import Rope
 from longctx.architecture.rules import check_model
 from longctx.errors import ConfigError
-from longctx.untrusted import shown
+from longctx.untrusted.reading import shown
 
 T = TypeVar("T")
 

@@ -18,7 +18,7 @@ from typing import Any
 import xxhash
 
 from longctx.errors import DataError, LongCtxError
-from longctx.untrusted import read_json
+from longctx.untrusted.reading import read_json
 
 MANIFEST = "manifest.json"
 CHECKPOINTS = "checkpoints"

@@ -28,7 +28,7 @@ from data_pipeline.rows.stream import Stream
 from data_pipeline.shards.corpus import Corpus
 from data_pipeline.shuffle import key64
 from longctx.errors import DataError
-from longctx.untrusted import shown
+from longctx.untrusted.reading import shown
 
 log = logging.getLogger(__name__)
 

@@ -9,7 +9,7 @@ from data_pipeline.rows.change import exclusions_of, read_excluded, read_stretch
 from data_pipeline.rows.position import check_counters
 from data_pipeline.rows.stream import BEGINNING, StreamPosition
 from longctx.errors import DataError
-from longctx.untrusted import shown
+from longctx.untrusted.reading import shown
 
 _OF_STREAM = ("epoch", "epoch_row", "block", "block_row", "row_tokens")
 _COUNTERS = ("tokens", "counted", *_OF_STREAM)

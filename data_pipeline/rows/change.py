@@ -8,7 +8,7 @@ from typing import Any, Literal
 from data_pipeline.rows.blocks import BlockPlanner, Stretch
 from data_pipeline.rows.stream import StreamPosition
 from longctx.errors import DataError
-from longctx.untrusted import shown
+from longctx.untrusted.reading import shown
 
 log = logging.getLogger(__name__)
 

@@ -11,8 +11,8 @@ from data_pipeline.rows.change import exclusions_of, read_excluded, read_stretch
 from data_pipeline.rows.pack import BEST_FIT
 from data_pipeline.rows.stream import BEGINNING, StreamPosition
 from longctx.errors import DataError
-from longctx.schema import MOST_WHOLE
-from longctx.untrusted import shown
+from longctx.untrusted.reading import shown
+from longctx.untrusted.schema import MOST_WHOLE
 
 STATE_FORMAT = "longctx-loader"
 

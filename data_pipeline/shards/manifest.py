@@ -18,8 +18,8 @@ import xxhash
 from data_pipeline.stores.urls import Location
 from longctx.errors import DataError
 from longctx.files import check_link, write_synced
-from longctx.schema import NAME, Check, anything, listing, mapping, one_of, text, whole
-from longctx.untrusted import MOST_JSON_BYTES, parse_json, read_bounded
+from longctx.untrusted.reading import MOST_JSON_BYTES, parse_json, read_bounded
+from longctx.untrusted.schema import NAME, Check, anything, listing, mapping, one_of, text, whole
 
 FORMAT = "longctx-shards"
 VERSION = 1

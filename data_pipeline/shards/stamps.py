@@ -17,7 +17,7 @@ import xxhash
 
 from data_pipeline.shards.manifest import ShardEntry
 from longctx.files import write_atomically
-from longctx.untrusted import read_json
+from longctx.untrusted.reading import read_json
 
 FORMAT = "longctx-shard-stamps-1"
 

@@ -19,7 +19,7 @@ import xxhash
 from data_pipeline.shards.manifest import MANIFEST_FILE, ShardEntry
 from longctx.errors import DataError
 from longctx.files import check_link
-from longctx.untrusted import read_bounded
+from longctx.untrusted.reading import read_bounded
 
 BLOCK_SHIFT = 16
 BLOCK_BYTES = 1 << BLOCK_SHIFT

@@ -13,7 +13,7 @@ from pathlib import Path
 import psutil
 
 from longctx.errors import ClusterError
-from longctx.untrusted import read_bounded, shown
+from longctx.untrusted.reading import read_bounded, shown
 
 # No leading dash: ssh would read such a host as an option.
 _HOST = re.compile(r"[A-Za-z0-9]([A-Za-z0-9._-]{0,251}[A-Za-z0-9])?")

@@ -11,7 +11,7 @@ from typing import Any
 
 from launcher.evaluation.opened import OpenedModel, check_positions
 from longctx.errors import ConfigError, DataError
-from longctx.untrusted import parse_json
+from longctx.untrusted.reading import parse_json
 
 _EXAMPLE = 'Write lines like {"prompt": "def main("}.'
 

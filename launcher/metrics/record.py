@@ -21,7 +21,7 @@ from typing import Any
 
 from longctx.errors import DataError
 from longctx.files import replaced_file
-from longctx.untrusted import parse_json
+from longctx.untrusted.reading import parse_json
 
 logger = logging.getLogger(__name__)
 

@@ -12,7 +12,7 @@ from launcher.metrics.record import DISCARDED_FILE, METRICS_FILE, Record, read_m
 from launcher.report.evaluation.folder import Evaluation, load_evaluations
 from launcher.run_folder import CONFIG_FILE, ENVIRONMENT_FILE
 from longctx.errors import ConfigError, DataError
-from longctx.untrusted import read_json
+from longctx.untrusted.reading import read_json
 
 
 @dataclass(frozen=True, kw_only=True)

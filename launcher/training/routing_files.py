@@ -27,7 +27,7 @@ from longctx.errors import ConfigError, DataError
 from longctx.files import replaced_file
 from longctx.model.experts.replay import RoutingReplay
 from longctx.model.experts.router import NO_EXPERT
-from longctx.untrusted import parse_json
+from longctx.untrusted.reading import parse_json
 from parallel.runtime.process import on_every_rank
 
 FORMAT, VERSION = "longctx-routing", 1

@@ -10,7 +10,7 @@ from dataclasses import dataclass, fields
 
 from longctx.architecture.types import check_types
 from longctx.errors import ConfigError
-from longctx.untrusted import shown
+from longctx.untrusted.reading import shown
 
 ROPE_KINDS = ("default", "linear", "ntk", "dynamic", "yarn", "longrope", "llama3")
 

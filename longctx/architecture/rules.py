@@ -7,7 +7,7 @@ import math
 from longctx.architecture.fields import ModelFields
 from longctx.architecture.types import check_types
 from longctx.errors import ConfigError
-from longctx.untrusted import shown
+from longctx.untrusted.reading import shown
 
 CHOICES: dict[str, tuple[str, ...]] = {
     "norm": ("rmsnorm", "layernorm"),

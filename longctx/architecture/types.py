@@ -7,7 +7,7 @@ from functools import cache
 from typing import Any, get_args, get_type_hints
 
 from longctx.errors import ConfigError
-from longctx.untrusted import shown
+from longctx.untrusted.reading import shown
 
 _LARGEST = int(sys.float_info.max)
 _KINDS_OF_VALUE = {int: "a whole number", float: "a number", bool: "true or false", str: "a word"}

@@ -12,7 +12,7 @@ from longctx.errors import ConfigError
 from longctx.families.rotary import effective_rope
 from longctx.families.spec import Family
 from longctx.families.table import FAMILIES
-from longctx.untrusted import shown
+from longctx.untrusted.reading import shown
 
 _NAMED_KEYS = 12
 """Unknown keys that a message names."""

@@ -31,7 +31,7 @@ from longctx.families.rules import (
     width_of_heads,
 )
 from longctx.families.spec import PER_EXPERT, Family, HfConfig, Rule, renamed
-from longctx.untrusted import shown
+from longctx.untrusted.reading import shown
 
 _MTP_KEY = "num_nextn_predict_layers"
 

@@ -9,7 +9,7 @@ from longctx.architecture.fields import ModelFields
 from longctx.errors import ConfigError
 from longctx.families.rules import first_of, integer, layer_count, reads_only, typed
 from longctx.families.spec import HfConfig, Rule
-from longctx.untrusted import shown
+from longctx.untrusted.reading import shown
 
 FULL, WINDOW = "full_attention", "sliding_attention"
 _OURS = {FULL: "full", WINDOW: "window"}

@@ -15,7 +15,7 @@ from longctx.errors import ConfigError
 from longctx.families.layers import FULL, WINDOW, Kinds, has_windows
 from longctx.families.rules import integer
 from longctx.families.spec import HfConfig, Rule
-from longctx.untrusted import shown
+from longctx.untrusted.reading import shown
 
 _KEYS: dict[str, frozenset[str]] = {
     "default": frozenset(),

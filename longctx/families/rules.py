@@ -11,7 +11,7 @@ from longctx.architecture.fields import ModelFields
 from longctx.architecture.rules import MOST_LAYERS
 from longctx.errors import ConfigError
 from longctx.families.spec import HfConfig, Rule
-from longctx.untrusted import shown
+from longctx.untrusted.reading import shown
 
 MOST_INTEGER = 2**40
 """The largest number that any size, distance or length in a config.json may be."""

@@ -18,7 +18,7 @@ from longctx.tokenizer.special import (
     TOKENIZER_CONFIG,
     read_object,
 )
-from longctx.untrusted import read_bounded
+from longctx.untrusted.reading import read_bounded
 
 MODEL_FILE = "tokenizer.model"
 JSON_FILE = "tokenizer.json"

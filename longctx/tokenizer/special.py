@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from longctx.errors import DataError
-from longctx.untrusted import parse_json
+from longctx.untrusted.reading import parse_json
 
 TOKENIZER_CONFIG = "tokenizer_config.json"
 SPECIAL_TOKENS_MAP = "special_tokens_map.json"

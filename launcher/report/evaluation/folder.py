@@ -11,7 +11,7 @@ from typing import Any
 from longctx.errors import DataError
 from longctx.evaluation import TASKS, ScoreRow
 from longctx.evaluation.losses import LossRow
-from longctx.untrusted import parse_json, read_json
+from longctx.untrusted.reading import parse_json, read_json
 
 SETTINGS_FILE = "evaluation.json"
 RESULTS_FILE = "results.jsonl"

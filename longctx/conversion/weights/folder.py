@@ -14,7 +14,7 @@ from longctx.conversion.weights.pickled import PickledFile
 from longctx.conversion.weights.safetensors_file import SafetensorsFile
 from longctx.errors import CheckpointError
 from longctx.files import check_link
-from longctx.untrusted import shown
+from longctx.untrusted.reading import shown
 
 WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from longctx.errors import CheckpointError
-from longctx.untrusted import read_json as read_strictly
+from longctx.untrusted.reading import read_json as read_strictly
 
 
 def read_json(path: Path) -> dict[str, Any]:

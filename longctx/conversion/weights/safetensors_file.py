@@ -18,7 +18,7 @@ import xxhash
 from torch import Tensor
 
 from longctx.errors import CheckpointError
-from longctx.untrusted import parse_json, shown
+from longctx.untrusted.reading import parse_json, shown
 
 DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 """safetensors' names of the dtypes that fit the fp32 masters without loss."""

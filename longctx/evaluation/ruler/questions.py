@@ -12,7 +12,7 @@ from typing import Any
 from longctx.errors import DataError
 from longctx.evaluation.ruler.search import Budget, RedrawError, Text, draw_fitting, units_by_estimate
 from longctx.evaluation.ruler.templates import DOCUMENT, QUESTION_ANSWERING
-from longctx.untrusted import read_json
+from longctx.untrusted.reading import read_json
 
 _MOST_BYTES, _MOST_VALUES = 2**29, 50_000_000
 """HotpotQA's file, the larger one, has 46 MB."""

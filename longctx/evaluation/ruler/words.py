@@ -16,7 +16,7 @@ from longctx.errors import ConfigError, DataError
 from longctx.evaluation.ruler.search import Budget, Text, bisect_units, draw_fitting
 from longctx.evaluation.ruler.templates import COMMON_WORDS, FREQUENT_WORDS
 from longctx.evaluation.ruler.word_lists import all_words
-from longctx.untrusted import read_json
+from longctx.untrusted.reading import read_json
 
 NUM_COMMON = 10
 _STEP = 10

@@ -211,7 +211,33 @@ def forget_a_piece(checkpoint: Path) -> str:
     return "model.norm.weight (exp_avg) ends at value 0"
 
 
-DAMAGES = [flip_a_byte, truncate, lose_a_piece, edit_the_manifest, empty_the_manifest, forget_a_piece]
+def name_a_file_elsewhere(checkpoint: Path) -> str:
+    """A manifest that would have us read beside its folder."""
+    manifest = json.loads((checkpoint / MANIFEST).read_text())
+    manifest["files"]["../config.toml"] = {"bytes": 1, "hash": "0" * 32}
+    manifest["hash"] = canonical_hash(manifest)
+    (checkpoint / MANIFEST).write_text(json.dumps(manifest))
+    return "is no name of a plain file in this folder"
+
+
+def link_a_piece(checkpoint: Path) -> str:
+    """The same bytes, from elsewhere."""
+    path = checkpoint / "rank_00001.safetensors"
+    path.rename(checkpoint.parent / f"{checkpoint.name}.elsewhere")
+    path.symlink_to(checkpoint.parent / f"{checkpoint.name}.elsewhere")
+    return "leads out of its folder"
+
+
+DAMAGES = [
+    flip_a_byte,
+    truncate,
+    lose_a_piece,
+    edit_the_manifest,
+    empty_the_manifest,
+    forget_a_piece,
+    name_a_file_elsewhere,
+    link_a_piece,
+]
 
 
 def test_damage_is_one_clear_error_on_every_rank(shards, written, copied, tmp_path):

@@ -360,3 +360,11 @@ def _reads(packages: list[str]) -> set[str]:
                     base = getattr(node.value, "attr", getattr(node.value, "id", ""))
                     found.add(f"{base}.{node.attr}")
     return found
+
+
+@pytest.mark.parametrize("key", ["train.clip_norm", "train.lr", "run.timeout_seconds", "train.z_loss"])
+@pytest.mark.parametrize("value", ["inf", "nan"])
+def test_numbers_are_finite(key, value):
+    config = load_run_config(["--data.train", "x", f"--{key}", value])
+    with pytest.raises(ConfigError, match=rf"{key}={value} must be a finite number"):
+        check_run(config, 2)

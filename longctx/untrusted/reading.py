@@ -1,6 +1,6 @@
 """Read what a stranger may have written: files of bounded size, and JSON that says one thing to every reader.
 
-Nothing here knows what a file is about: ``longctx/schema.py`` says what may stand in one.
+Nothing here knows what a file is about: ``schema`` says what may stand in one.
 """
 
 from __future__ import annotations

@@ -10,7 +10,7 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from longctx.untrusted import shown
+from longctx.untrusted.reading import shown
 
 Check = Callable[[Any, str], None]
 
