@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 
 from data_pipeline.loader import build_loader, build_validation_loader
 from data_pipeline.rows.batches import build_batch, build_share
+from data_pipeline.rows.row import Piece, Row
 from data_pipeline.shards.reader import ShardSet
 from launcher.config.load import load_run_config
 from launcher.config.sections import RunConfig
@@ -63,7 +64,8 @@ def check_equal(compact: CompactBatch, wanted: Batch) -> None:
     assert compact.num_tokens == int((wanted.document_ids != PADDING_DOCUMENT).sum())
 
 
-def check_rows(corpus: ShardSet, config: RunConfig, rows: list) -> None:
+def check_rows(corpus: ShardSet, config: RunConfig, pieces: list[list[Piece]]) -> None:
+    rows = [Row.of(row) for row in pieces]
     whole = build_batch(corpus, rows, config.data.seq_len).unpack()
     for rank in range(config.parallel.context):
         mesh = mesh_of(config, rank)
@@ -140,7 +142,7 @@ def test_a_share_reads_its_own_tokens_and_one_more_of_each_run(corpus, monkeypat
     for rank in range(4):
         read.clear()
         mesh = mesh_of(config, rank)
-        build_share(corpus, [[(9, 0, 480)]], 480, lambda found, mesh=mesh: share_of(found, config, mesh))
+        build_share(corpus, [Row.of([(9, 0, 480)])], 480, lambda found, mesh=mesh: share_of(found, config, mesh))
         # Two runs of 60 tokens; those of the last rank are neighbours.
         assert sum(read) == 120 + len(read)
         assert len(read) <= 2
