@@ -45,7 +45,9 @@ def main(argv: list[str]) -> None:
     check_run(config, world_size)
     config = settle_context(config, world_size)
     traces = Path(config.run.output_dir) / LOGS
-    start_process_group(timeout_seconds=config.run.timeout_seconds, device=device, traces=traces)
+    start_process_group(
+        timeout_seconds=config.run.timeout_seconds, meet_seconds=config.run.meet_seconds, device=device, traces=traces
+    )
     # DeepSpeed decides on a device when it is imported.
     from launcher.training.setup import build_run
     from launcher.training.trainer import Trainer

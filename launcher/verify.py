@@ -42,7 +42,7 @@ def main(argv: list[str]) -> int | None:
     device = choose_device(config.run.device)
     check_run(config, world_size)
     config = settle_context(config, world_size)
-    start_process_group(timeout_seconds=config.run.timeout_seconds, device=device)
+    start_process_group(timeout_seconds=config.run.timeout_seconds, meet_seconds=config.run.meet_seconds, device=device)
     # DeepSpeed decides on a device when it is imported.
     from launcher.verification.run import verify_run
 

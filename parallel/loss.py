@@ -12,6 +12,7 @@ from torch import Tensor
 from longctx.batch import PADDING_DOCUMENT, Batch
 from longctx.config import ModelConfig
 from longctx.objectives.loss_sum import LossSum
+from parallel.runtime.watch.spans import waiting
 
 
 @dataclass(frozen=True)
@@ -64,5 +65,6 @@ def count_step(batches: Iterable[Batch]) -> StepCounts:
 def sum_over_ranks(values: Tensor) -> Tensor:
     """The sum over all ranks, in place. Collective."""
     if dist.is_initialized() and dist.get_world_size() > 1:
-        dist.all_reduce(values)
+        with waiting("adding up over all ranks"):
+            dist.all_reduce(values)
     return values

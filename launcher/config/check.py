@@ -140,7 +140,11 @@ def _check_ranges(config: RunConfig) -> None:
         # Not `value < least`, which NaN would pass.
         if not value >= least:
             raise ConfigError(f"{name}={value} must be at least {least}.")
-    for name, value in (("train.lr", config.train.lr), ("run.timeout_seconds", config.run.timeout_seconds)):
+    for name, value in (
+        ("train.lr", config.train.lr),
+        ("run.timeout_seconds", config.run.timeout_seconds),
+        ("run.meet_seconds", config.run.meet_seconds),
+    ):
         if not 0 < value < float("inf"):
             raise ConfigError(f"{name}={value} must be a positive number.")
     for name in ("beta1", "beta2", "final_lr_ratio", "label_smoothing"):

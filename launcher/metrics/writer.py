@@ -17,6 +17,7 @@ from launcher.metrics.expert_history import shortened
 from launcher.metrics.live import LiveLine, is_watched
 from launcher.metrics.record import METRICS_FILE, Record, check_record, encode, settle
 from launcher.metrics.tensorboard import check_tensorboard, first_new_step, open_tensorboard, scalars
+from parallel.runtime.watch.spans import begin
 
 log = logging.getLogger(__name__)
 
@@ -138,7 +139,8 @@ class RecordWriter:
             self._writer.draw(written)
 
     def doing(self, what: str) -> None:
-        """Say on the living line what happens between two steps, such as "saving"."""
+        """Say on the living line what happens between two steps, such as "saving", and to the watch."""
+        begin(what, disk=what.startswith("saving"))
         self._live.say(what)
 
     def __enter__(self) -> RecordWriter:

@@ -24,6 +24,7 @@ from longctx.model.experts.balance import load_share, move_selection_bias_
 from longctx.model.training_pass import TrainingPass
 from parallel.loss import StepCounts, sum_counts
 from parallel.runtime.device import device_name, peak_memory_bytes
+from parallel.runtime.watch.spans import begin
 from parallel.schedule.degrees import Degrees
 
 
@@ -41,6 +42,8 @@ class TrainStep:
         """
         run, step = self.run, progress.step + 1
         started = time.perf_counter()
+        # The watch names what a rank was in, should the run hang.
+        begin("waiting for data", step=step)
 
         # 1. The step's rows, and this rank's shard of each micro-batch. ``order`` says where they begin in the data:
         # the routing files and the message about a broken step need it. The next step's are prepared meanwhile.
@@ -51,8 +54,10 @@ class TrainStep:
 
         # 2. Counts over all ranks come before the first backward: they divide each shard's part of the loss, so that
         # the step's loss is one sum over one count whatever the degrees and the accumulation.
+        begin("counting tokens")
         counts = sum_counts(data.own_counts)
         sums = self.forward_backward(data, counts, progress)
+        begin("summing the step")
         totals = sums.over_ranks(_model_flops(run, data))
 
         # 3. Weights and moments change only by a step that is finite and no spike. Another is left out, on all ranks;

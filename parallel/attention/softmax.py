@@ -24,6 +24,7 @@ from longctx.model.attention.work import attend_work, attend_work_backward
 from longctx.model.recompute import RecomputeCache
 from parallel.attention.plan import AttentionOptions, ContextParallelPlan, tensor_problem
 from parallel.mesh import Mesh
+from parallel.runtime.watch.spans import DOING, enter_layer
 from parallel.schedule.schedule import Schedule
 from parallel.transport.block import KeysAndValues, KVBlock, PartialResult
 from parallel.transport.ulysses import HeadExchange
@@ -117,7 +118,7 @@ class _Attention(torch.autograd.Function):
     def forward(
         ctx, q: Tensor, k: Tensor, v: Tensor, table: Tensor | None, sinks: Tensor | None, call: _Call
     ) -> Tensor:
-        ctx.call = call
+        ctx.call, ctx.layer = call, DOING.layer
         cache, heads = call.recompute_cache, call.plan.heads
         known = None
         if cache is not None:
@@ -144,6 +145,7 @@ class _Attention(torch.autograd.Function):
     def backward(ctx, dout: Tensor):  # type: ignore[override]
         q, k, v, out, lse, sinks = ctx.saved_tensors
         call: _Call = ctx.call
+        enter_layer(ctx.layer)
         heads = call.plan.heads
         q_dtype, k_dtype, v_dtype = q.dtype, k.dtype, v.dtype
         if call.recompute_cache is not None:

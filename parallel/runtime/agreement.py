@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 
 from longctx.errors import ClusterError, ConfigError
+from parallel.runtime.watch.spans import waiting
 
 
 class Degrees(Protocol):
@@ -110,7 +111,8 @@ def _everyone(digest: bytes, mesh: RanksOfSequence) -> list[bytes]:
     mine = torch.frombuffer(bytearray(digest), dtype=torch.uint8)
     seen = [torch.empty_like(mine) for _ in range(mesh.context)]
     try:
-        dist.all_gather(seen, mine, group=mesh.control_group)
+        with waiting("agreeing on a schedule"):
+            dist.all_gather(seen, mine, group=mesh.control_group)
     except RuntimeError as error:
         raise ClusterError(
             f"rank {mesh.rank} waited for the other {mesh.context - 1} ranks of its sequence to agree on a schedule: "

@@ -5,10 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from longctx.errors import ClusterError
+from parallel.runtime.watch.spans import DOING
 
 
 def named_collective(action: Callable, described: str):
     """What ``action`` returns; a ClusterError that says what was under way where communication fails."""
+    # ``spans.waiting`` unfolded: this runs at each hop of each layer.
+    before, DOING.wait = DOING.wait, described
+    DOING.count += 1
     try:
         return action()
     except RuntimeError as error:
@@ -17,3 +21,6 @@ def named_collective(action: Callable, described: str):
             f"{described}: {str(error).splitlines()[0]}\n"
             "A rank that it works with died or did not answer in time (run.timeout_seconds); its own log says why."
         ) from error
+    finally:
+        DOING.wait = before
+        DOING.count += 1

@@ -14,14 +14,18 @@ from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
-from torch.distributed.rendezvous import rendezvous
 
 from longctx import errors
 from longctx.errors import ClusterError, LongCtxError
+from parallel.runtime.code_version import code_version
 from parallel.runtime.flight_recorder import advice, dump_collectives, record_collectives
 from parallel.runtime.groups import control_group, forget_groups, warm, world_group
 from parallel.runtime.interface import choose_gloo_interface
-from parallel.runtime.watch.current import start_watch, stop_watch
+from parallel.runtime.meeting import MEET_SECONDS, meeting_store
+from parallel.runtime.watch.current import start_watch, stop_watch, watching
+from parallel.runtime.watch.last_words import say
+from parallel.runtime.watch.options import WatchOptions
+from parallel.runtime.watch.spans import waiting
 
 T = TypeVar("T")
 
@@ -34,14 +38,19 @@ def environment_rank() -> tuple[int, int]:
 
 
 def start_process_group(
-    *, timeout_seconds: float, device: torch.device | None = None, traces: Path | None = None
+    *,
+    timeout_seconds: float,
+    meet_seconds: float = MEET_SECONDS,
+    device: torch.device | None = None,
+    traces: Path | None = None,
 ) -> None:
     """Join the process group, or make a group of one when no launcher started this process.
 
-    CPU tensors travel by gloo, those on a GPU, where ``device`` is one, by NCCL, which then writes its last collectives
-    into the folder ``traces`` when it waits too long. From here on the failure of one rank ends all.
+    CPU tensors travel by gloo, those on a GPU, where ``device`` is one, by NCCL. From here on the failure of one rank
+    ends all, and so does one that hangs: then each rank writes its stacks into the folder ``traces``, and NCCL its last
+    collectives.
 
-    ClusterError when the ranks do not meet in time.
+    ClusterError when the ranks do not meet within ``meet_seconds``, or when their code differs.
     """
     if "RANK" not in os.environ:
         os.environ.update(_LONE_PROCESS, MASTER_PORT=str(_free_port()))
@@ -60,27 +69,35 @@ def start_process_group(
         elif traces is not None:
             record_collectives(traces)
         timeout = timedelta(seconds=timeout_seconds)
-        store = _meet(timeout)
+        store = meeting_store(rank, world_size, timedelta(seconds=meet_seconds))
         if world_size > 1:
-            last_act = partial(dump_collectives, rank)
-            start_watch(store, rank=rank, seconds=timeout_seconds, remark=advice(), last_act=last_act)
+            options = WatchOptions(
+                rank=rank,
+                world_size=world_size,
+                timeout=timeout_seconds,
+                meet=meet_seconds,
+                version=code_version(),
+                folder=traces,
+                remark=advice(),
+                last_act=partial(dump_collectives, rank),
+                spins=backend != "gloo",
+            )
+            start_watch(store, options)
+        store.set_timeout(timeout)
         dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout)
         # The first call on every group is one that all ranks enter alike, also on the world's.
         warm(world_group())
         control_group()
     except (RuntimeError, ValueError, OSError) as error:
-        raise ClusterError(
-            f"rank {rank} of {world_size} could not meet the others at "
-            f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}: {error}\n"
+        text = (
+            f"rank {rank} of {world_size} on {socket.gethostname()} could not meet the others at "
+            f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}: {str(error).splitlines()[0]}\n"
             "Check that every host of the hostfile reaches that address, and that the port is free (--master_port)."
-        ) from error
-
-
-def _meet(timeout: timedelta) -> dist.Store:
-    """Where the ranks meet: at the address in the environment, as torch does it."""
-    store, _, _ = next(rendezvous("env://", timeout=timeout))
-    store.set_timeout(timeout)
-    return dist.PrefixStore("longctx", store)
+        )
+        # Rank 0 knows who is missing and not why: where it did not get there, one rank of each machine says so, too.
+        if watching() is None and rank != 0 and os.environ.get("LOCAL_RANK", "0") in ("0", str(rank)):
+            say(f"ClusterError: {text}")
+        raise ClusterError(text) from error
 
 
 def stop_process_group() -> None:
@@ -155,7 +172,8 @@ def gather_objects(value: Any) -> list[Any]:
     if not dist.is_initialized():
         return [value]
     values: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(values, value, group=control_group())
+    with waiting("the other ranks", patient=True):
+        dist.all_gather_object(values, value, group=control_group())
     return values
 
 
@@ -166,7 +184,8 @@ def gather_on_rank_0(value: Any) -> list[Any]:
     values: list[Any] | None = None
     if dist.get_rank() == 0:
         values = [None] * dist.get_world_size()
-    dist.gather_object(value, values, dst=0, group=control_group())
+    with waiting("the other ranks", patient=True):
+        dist.gather_object(value, values, dst=0, group=control_group())
     return values or []
 
 
@@ -175,7 +194,8 @@ def broadcast_object(value: Any) -> Any:
     if not dist.is_initialized():
         return value
     holder = [value]
-    dist.broadcast_object_list(holder, src=0, group=control_group())
+    with waiting("rank 0", patient=True):
+        dist.broadcast_object_list(holder, src=0, group=control_group())
     return holder[0]
 
 

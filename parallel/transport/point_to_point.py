@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from parallel.mesh import Mesh
+from parallel.runtime.watch.spans import enter_hop
 from parallel.schedule.schedule import Schedule
 from parallel.transport.block import KeysAndValues, KVBlock, PartialResult, merge_block_
 from parallel.transport.exchange import (
@@ -48,6 +49,7 @@ class PointToPoint:
         # Own keys first: every query sees at least itself, so out and lse are of all queries from here on.
         out, lse = compute(self._own_block(own))
         for number, hop in enumerate(self.hops):
+            enter_hop(hop)
             block = self._block(hop, arriving.wait())
             # The next hop's rows are in flight while this hop computes.
             arriving = self._fetch(own, number + 1)
@@ -61,6 +63,7 @@ class PointToPoint:
         arriving, returning = self._fetch(own, 0), PendingGradients()
         own_gradients = compute(self._own_block(own))
         for number, hop in enumerate(self.hops):
+            enter_hop(hop)
             block = self._block(hop, arriving.wait())
             arriving = self._fetch(own, number + 1)
             gradients = None

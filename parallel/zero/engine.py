@@ -10,16 +10,18 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Generator
+from functools import partial
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 from longctx.batch import Batch
 from longctx.errors import GradientError
 from longctx.model.training_pass import TrainingPass
 from longctx.objectives.causal_lm import CausalLM
 from longctx.objectives.loss_sum import LossSum
+from parallel.runtime.watch.spans import begin, enter_layer
 from parallel.zero.deepspeed_config import quiet_deepspeed
 from parallel.zero.experts import mark_experts
 from parallel.zero.flat import Flat
@@ -60,6 +62,8 @@ class ZeroEngine:
         check_zero(stage, dtype)
         quiet_deepspeed()
         import_muon()
+        for number, layer in enumerate(model.decoder.model.layers):
+            layer.register_forward_pre_hook(partial(_before_layer, number))
         self.stage, self.dtype = stage, dtype
         self.tensors = ModelTensors.of(model.decoder, mark_experts(model))
         self.partition = PARTITIONS[stage](
@@ -91,10 +95,12 @@ class ZeroEngine:
 
     def forward(self, batch: Batch, training_pass: TrainingPass | None = None) -> LossSum:
         """The module's forward on this rank's shard of a micro-batch."""
+        begin("forward")
         return LossSum.from_tensors(self.partition.engine(batch, training_pass))
 
     def backward(self, loss: Tensor) -> None:
         """Compute the gradients of what this rank adds to the step's loss; between micro-batches they add up."""
+        begin("backward")
         engine = self.partition.engine
         # The loss has the step's global count below it already, and DeepSpeed averages over all ranks: undo the mean.
         engine.backward(loss * dist.get_world_size(), scale_wrt_gas=False)
@@ -108,6 +114,7 @@ class ZeroEngine:
         answer alike on every rank. Weights and moments are then as before, in every stage, and gradients cleared: the
         next step may follow. Collective.
         """
+        begin("optimizer step")
         for group in self.partition.engine.optimizer.param_groups:
             group["lr"] = lr
         # Before the update, which frees the gradients. A small tensor, and no wait: it is read only if the norm is bad.
@@ -163,3 +170,8 @@ class ZeroEngine:
         device = self.partition.engine.device
         nothing = torch.zeros(0, device=device)
         return not_finite((parts.get(name, nothing) for name in self.shapes), device)
+
+
+def _before_layer(number: int, layer: nn.Module, inputs: tuple) -> None:
+    """Say which layer is computed, should the run hang there."""
+    enter_layer(number)

@@ -10,6 +10,7 @@ from typing import Any
 
 from parallel.runtime.watch.failure import FAILED, Failure, Lines, line_of
 from parallel.runtime.watch.hub import died, keep_alive
+from parallel.runtime.watch.processes import RankProcess
 
 _ANSWER_SECONDS = 3.0
 """How long a failing rank waits for the hub to say whose failure was the first."""
@@ -19,22 +20,53 @@ class Connection:
     """Tells the hub of this rank, and hears from it of the run's first failure."""
 
     def __init__(
-        self, connection: socket.socket, *, rank: int, token: str, remark: str, on_failure: Callable[[Failure], None]
+        self,
+        connection: socket.socket,
+        *,
+        rank: int,
+        token: str,
+        version: str,
+        remark: str,
+        on_failure: Callable[[Failure], None],
+        on_question: Callable[[list[RankProcess]], None],
     ) -> None:
-        """``on_failure`` is called once, in a thread of its own. ``remark`` follows the news that rank 0 is dead."""
-        self._socket, self._remark, self._on_failure = connection, remark, on_failure
+        """``on_failure`` is called once, in a thread of its own. ``remark`` follows the news that rank 0 is dead.
+
+        ``on_question`` is called when the run hangs, with the ranks that are the cause.
+        """
+        self._socket, self._remark = connection, remark
+        self._on_failure, self._on_question = on_failure, on_question
         self._sending, self._lines, self._is_over = threading.Lock(), Lines(), False
-        self._heard, self._reported = threading.Event(), threading.Event()
+        self._heard, self._reported, self._met = threading.Event(), threading.Event(), threading.Event()
+        self.neighbours: list[RankProcess] = []
+        """The ranks of this machine, this one too; none before all have met."""
+        self.messages = 0
+        """How many came from the hub: it is there as long as this grows."""
         self.first: Failure | None = None
         """The run's first failure, of any rank; None as long as there is none."""
         keep_alive(connection)
-        self._send(line_of("hello", rank=rank, token=token, host=socket.gethostname()))
+        self._send(line_of("hello", token=token, process=vars(RankProcess.own(rank)), version=version))
         threading.Thread(target=self._listen, name="watch", daemon=True).start()
 
     def wait(self, seconds: float) -> Failure | None:
         """The run's first failure, should one be heard of within so many seconds."""
         self._heard.wait(seconds)
         return self.first
+
+    def wait_met(self, seconds: float) -> bool:
+        """Whether all ranks have come within so many seconds; those that fail before end this process."""
+        return self._met.wait(seconds)
+
+    def tell(self, kind: str, **values: Any) -> None:
+        """Tell the hub something of this rank."""
+        self._send(line_of(kind, **values))
+
+    def end_by(self, failure: Failure) -> None:
+        """End this process for a reason that the hub cannot tell."""
+        if not self._is_over:
+            # Should it wake, it would take the end of each rank for a death.
+            self._send(line_of("failed", **failure.to_values()))
+            self._hear(failure)
 
     def announce(self, failure: Failure) -> Failure:
         """Tell all ranks why this one ends; returns the first failure of the run, which may be another rank's."""
@@ -71,8 +103,14 @@ class Connection:
 
     def _take(self, message: dict[str, Any]) -> None:
         kind = message.pop("kind")
+        self.messages += 1
         if kind == "failed":
-            self._hear(Failure(**message))
+            self._hear(Failure.from_values(message))
+        elif kind == "met":
+            self.neighbours = [RankProcess.from_values(values) for values in message["neighbours"]]
+            self._met.set()
+        elif kind == "explain":
+            self._on_question([RankProcess.from_values(values) for values in message["processes"]])
         elif kind == "reported":
             self._reported.set()
         elif kind == "over":

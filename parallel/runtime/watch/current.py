@@ -5,11 +5,11 @@ from __future__ import annotations
 import json
 import os
 import socket
-from collections.abc import Callable
 from typing import Protocol
 
 from parallel.runtime.watch.hub import Hub
 from parallel.runtime.watch.member import Member
+from parallel.runtime.watch.options import WatchOptions
 
 _KEY = "longctx/watch"
 
@@ -41,34 +41,23 @@ def say_when_interrupted(text: str) -> None:
     _interrupted = text
 
 
-def start_watch(
-    store: Store, *, rank: int, seconds: float, remark: str = "", last_act: Callable[[], None] = lambda: None
-) -> None:
-    """Watch over all ranks, which meet in ``store``; each waits so many ``seconds`` for rank 0. Collective.
+def start_watch(store: Store, options: WatchOptions) -> None:
+    """Watch over all ranks, which meet in ``store``; returns when all have come. Collective.
 
-    ``remark`` follows the message about a rank that died without one; ``last_act`` is called before a failure of any
-    rank ends this process. OSError where rank 0's machine cannot be reached.
+    When one does not come, or has other code, this process ends as after any failure. OSError where rank 0's machine
+    cannot be reached.
     """
     global _member
     hub, host = None, os.environ["MASTER_ADDR"]
-    if rank == 0:
-        hub, host = Hub(remark=remark), "127.0.0.1"
+    if options.rank == 0:
+        hub, host = Hub(options), "127.0.0.1"
         store.set(_KEY, json.dumps([hub.port, hub.token]))
     # The machine of rank 0 is the one where ranks meet: launchers start it there.
     port, token = json.loads(store.get(_KEY))
-    connection = socket.create_connection((host, port), timeout=seconds)
+    connection = socket.create_connection((host, port), timeout=options.meet)
     connection.settimeout(None)
-    _member = Member(
-        connection,
-        rank=rank,
-        token=token,
-        hub=hub,
-        interrupted=_interrupted,
-        # One on each machine, for that of rank 0 may be lost; and one beside rank 0.
-        speaks_for_rank_0=rank == 1 or (rank > 0 and os.environ.get("LOCAL_RANK") == "0"),
-        last_act=last_act,
-        remark=remark,
-    )
+    _member = Member(connection, options, token=token, hub=hub, interrupted=_interrupted)
+    _member.wait_for_all()
 
 
 def stop_watch() -> None:

@@ -24,11 +24,24 @@ class Failure:
     alike: bool = False
     """Whether every rank is about to end for the same reason: then rank 0 says it, and no other rank does."""
     silent: bool = False
-    """Whether the rank died without a message, so that others must speak for it."""
+    """Whether the rank cannot say it itself, so that others must speak for it."""
+    speaker: int | None = None
+    """The rank that says it on the console, where this is the watch's message and no rank's: ``rank`` is −1 then."""
+    kills: tuple[dict[str, Any], ...] = ()
+    """The ``RankProcess`` of each rank that cannot end itself, for the others of its machine to end."""
+
+    @staticmethod
+    def from_values(values: dict[str, Any]) -> Failure:
+        """From what JSON has. TypeError for what is none."""
+        return Failure(**{**values, "kills": tuple(values.get("kills", ()))})
+
+    def awaits(self, rank: int) -> bool:
+        """Whether this rank was stopped, and the others wait for nothing but its end."""
+        return any(process["rank"] == rank for process in self.kills)
 
     def to_values(self) -> dict[str, Any]:
         """The fields as JSON has them; a long text loses its middle."""
-        values = asdict(self)
+        values = {**asdict(self), "kills": list(self.kills)}
         if len(self.text) > _LONGEST:
             half = _LONGEST // 2
             values["text"] = f"{self.text[:half]}\n…\n{self.text[-half:]}"

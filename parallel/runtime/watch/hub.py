@@ -1,7 +1,9 @@
 """The hub of a run's watch: a thread of rank 0 to which every rank holds a connection.
 
 The first failure that a rank reports is told to all. A connection that closes without a good-bye is a rank that died
-without a message: the system closes it when a process is killed, and gives it up when a machine is gone.
+without a message: the system closes it when a process is killed, and gives it up when a machine is gone. A process that
+is stopped, or that waits for ever, closes nothing: so every rank says a few times in a time-out what it does, and the
+hub says that it is there (``overseer.py``).
 """
 
 from __future__ import annotations
@@ -17,9 +19,14 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from parallel.runtime.watch.failure import FAILED, Failure, Lines, line_of
+from parallel.runtime.watch.options import WatchOptions
+from parallel.runtime.watch.overseer import Overseer
+from parallel.runtime.watch.processes import RankProcess
 
 _MOST_WAITING = 4096
 """Connections that may arrive at once."""
+_STRANGER_SECONDS = 10.0
+"""How long a connection may be open before it has shown the token."""
 _SEND_SECONDS = 1.0
 """How long the hub tries to tell one rank something: messages are small, and fit the system's buffer."""
 
@@ -33,24 +40,64 @@ class _Line:
     rank: int | None = None
     """None until it has shown the token."""
     host: str = ""
+    opened: float = field(default_factory=time.monotonic)
+
+    def tell(self, message: bytes) -> None:
+        """Send it a line."""
+        # One that cannot be told is gone, which its own connection says, or stopped, which it is silent for.
+        with contextlib.suppress(OSError):
+            self.socket.sendall(message)
+
+
+class _Lines:
+    """All connections, and which of them is which rank's."""
+
+    def __init__(self) -> None:
+        self.by_socket: dict[socket.socket, _Line] = {}
+        self.by_rank: dict[int, _Line] = {}
+
+    def remove(self, line: _Line) -> None:
+        """Close a connection and forget it."""
+        del self.by_socket[line.socket]
+        line.socket.close()
+        if line.rank is not None:
+            del self.by_rank[line.rank]
+
+    def strangers(self) -> list[_Line]:
+        """Those that have been open for long and have said nothing that a rank says."""
+        oldest = time.monotonic() - _STRANGER_SECONDS
+        return [line for line in self.by_socket.values() if line.rank is None and line.opened < oldest]
+
+    def tell_all(self, message: bytes) -> None:
+        """Send a line to every rank."""
+        for line in list(self.by_rank.values()):
+            line.tell(message)
+
+    def tell(self, rank: int, message: bytes) -> None:
+        """Send a line to one rank, if it is there."""
+        if rank in self.by_rank:
+            self.by_rank[rank].tell(message)
 
 
 class Hub:
     """Tells all ranks what one of them reports."""
 
-    def __init__(self, *, remark: str = "") -> None:
-        """``remark`` follows the message about a rank that died without one."""
+    def __init__(self, options: WatchOptions) -> None:
+        """Listen from now on; ``options`` are those of rank 0."""
         _allow_many_files()
         self.token = secrets.token_hex(16)
         """What a rank shows: others on the network may connect, and are not listened to."""
-        self._remark = remark
+        self._remark, self._beat = options.remark, options.beat
         self._listener = _listen()
+        # A connection that is gone again before it is taken would keep the thread.
+        self._listener.setblocking(False)
         self._selector = selectors.DefaultSelector()
         self._selector.register(self._listener, selectors.EVENT_READ)
         # Writing to the one end wakes the thread, which waits for the other one, too.
         self._wake, self._woken = socket.socketpair()
         self._selector.register(self._woken, selectors.EVENT_READ)
-        self._lines: dict[socket.socket, _Line] = {}
+        self._lines = _Lines()
+        self._overseer = Overseer(options, tell=self._lines.tell, fail=self._fail)
         self._failure: Failure | None = None
         self._stops = False
         self._thread = threading.Thread(target=self._run, name="watch hub", daemon=True)
@@ -72,19 +119,27 @@ class Hub:
     def linger(self, seconds: float) -> None:
         """Return when all other ranks are gone, or after so many seconds: they hear from here what happened."""
         deadline = time.monotonic() + seconds
-        while len(self._lines) > 1 and time.monotonic() < deadline:
+        while len(self._lines.by_rank) > 1 and time.monotonic() < deadline:
             time.sleep(0.01)
 
     def _run(self) -> None:
+        pulse = time.monotonic()
         while not self._stops:
-            for key, _ in self._selector.select():
+            for key, _ in self._selector.select(self._beat / 2):
                 if key.fileobj is self._listener:
                     self._accept()
                 elif key.fileobj is not self._woken:
-                    self._read(self._lines[key.fileobj])  # type: ignore[index]
+                    self._read(self._lines.by_socket[key.fileobj])  # type: ignore[index]
+            # Only now: of a process that was stopped, what others said meanwhile is read first.
+            self._overseer.look()
+            if time.monotonic() >= pulse:
+                pulse = time.monotonic() + self._beat
+                self._lines.tell_all(line_of("pulse"))
+                for line in self._lines.strangers():
+                    self._drop(line)
         # Else a rank that is slower to leave would take the closed connection for rank 0's death.
-        self._tell_all(line_of("over"))
-        for connection in [*self._lines, self._listener, self._wake, self._woken]:
+        self._lines.tell_all(line_of("over"))
+        for connection in [*self._lines.by_socket, self._listener, self._wake, self._woken]:
             connection.close()
 
     def _accept(self) -> None:
@@ -92,7 +147,7 @@ class Hub:
             connection, _ = self._listener.accept()
             connection.settimeout(_SEND_SECONDS)
             keep_alive(connection)
-            self._lines[connection] = _Line(connection)
+            self._lines.by_socket[connection] = _Line(connection)
             self._selector.register(connection, selectors.EVENT_READ)
 
     def _read(self, line: _Line) -> None:
@@ -115,25 +170,42 @@ class Hub:
         if kind == "hello":
             if not secrets.compare_digest(str(message["token"]), self.token):
                 raise ValueError("a stranger")
-            line.rank, line.host = int(message["rank"]), str(message["host"])
-            # Another rank may have failed before this one came.
-            if self._failure is not None:
-                self._tell(line, line_of("failed", **self._failure.to_values()))
+            self._welcome(line, RankProcess.from_values(message["process"]), str(message["version"]))
         elif line.rank is None:
             raise ValueError("a stranger")
+        elif kind in ("beat", "report"):
+            self._overseer.hear(line.rank, message)
         elif kind == "failed":
             del message["kind"]
-            self._fail(Failure(**message))
+            self._fail(Failure.from_values(message))
         elif kind == "reported":
-            self._tell_all(line_of("reported"))
+            self._lines.tell_all(line_of("reported"))
         elif kind == "left":
             self._drop(line)
+
+    def _welcome(self, line: _Line, process: RankProcess, version: str) -> None:
+        """Take a rank as one of the run; tell it where it cannot be one."""
+        rank = process.rank
+        line.host = process.host
+        # Before it is counted: to be the last one lets all begin.
+        known = self._lines.by_rank.setdefault(rank, line)
+        problem = self._overseer.arrive(process, version)
+        if problem:
+            if known is line:
+                del self._lines.by_rank[rank]
+            refused = Failure(rank=-1, code=FAILED, text=problem, speaker=rank)
+            line.tell(line_of("failed", **refused.to_values()))
+            return
+        line.rank = rank
+        # Another rank may have failed before this one came.
+        if self._failure is not None:
+            line.tell(line_of("failed", **self._failure.to_values()))
 
     def _fail(self, failure: Failure) -> None:
         """Tell everyone of the first failure; what follows from it is nobody's concern."""
         if self._failure is None:
             self._failure = failure
-            self._tell_all(line_of("failed", **failure.to_values()))
+            self._lines.tell_all(line_of("failed", **failure.to_values()))
 
     def _lose(self, line: _Line) -> None:
         """A connection has closed: the rank has died, unless the run is ending."""
@@ -144,18 +216,9 @@ class Hub:
 
     def _drop(self, line: _Line) -> None:
         self._selector.unregister(line.socket)
-        del self._lines[line.socket]
-        line.socket.close()
-
-    def _tell_all(self, message: bytes) -> None:
-        for line in list(self._lines.values()):
-            if line.rank is not None:
-                self._tell(line, message)
-
-    def _tell(self, line: _Line, message: bytes) -> None:
-        # One that cannot be told is gone, which its own connection says.
-        with contextlib.suppress(OSError):
-            line.socket.sendall(message)
+        self._lines.remove(line)
+        if line.rank is not None:
+            self._overseer.forget(line.rank)
 
 
 def died(rank: int, host: str, remark: str) -> str:

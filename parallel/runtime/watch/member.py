@@ -10,14 +10,17 @@ import logging
 import socket
 import threading
 import time
-from collections.abc import Callable
 from typing import NoReturn
 
+from longctx.errors import ClusterError
+from parallel.runtime.watch.beats import Beats
 from parallel.runtime.watch.connection import Connection
 from parallel.runtime.watch.failure import INTERRUPTED, Failure
 from parallel.runtime.watch.hub import Hub
 from parallel.runtime.watch.interrupts import Interrupts
 from parallel.runtime.watch.last_words import end_process, say
+from parallel.runtime.watch.options import WatchOptions
+from parallel.runtime.watch.processes import is_first, kill, rouse
 
 log = logging.getLogger(__name__)
 # Without a run folder there is no log file, and the console has heard it from another rank.
@@ -30,6 +33,8 @@ ALIKE_SECONDS = 3.0
 REPORT_SECONDS = 10.0
 """How long a silent rank waits for rank 0 to report: launchers end all ranks as soon as one has failed."""
 _LAST_ACT_SECONDS = 1.0
+_ROUSED_SECONDS = 1.5
+"""How long a rank that was stopped has to end by itself, with the exit code of all."""
 
 
 class Member:
@@ -38,29 +43,41 @@ class Member:
     def __init__(
         self,
         connection: socket.socket,
+        options: WatchOptions,
         *,
-        rank: int,
         token: str,
         hub: Hub | None = None,
         interrupted: str = "Interrupted.",
-        speaks_for_rank_0: bool = False,
-        last_act: Callable[[], None] = lambda: None,
-        remark: str = "",
     ) -> None:
-        """``interrupted`` is said after Ctrl-C. ``last_act`` is called before a failure ends this process.
-
-        ``speaks_for_rank_0``: this rank says so, should rank 0 die without a message; ``remark`` follows.
-        """
-        self._rank, self._hub = rank, hub
-        self._interrupted, self._last_act = interrupted, last_act
-        self._speaks_for_rank_0 = speaks_for_rank_0
+        """``interrupted`` is said after Ctrl-C."""
+        self._rank, self._hub, self._options = options.rank, hub, options
+        self._interrupted, self._last_act = interrupted, options.last_act
         self._taking_over, self._main_is_ending = threading.Lock(), False
         self._telling, self._has_told = threading.Lock(), False
         self._was_interrupted = False
         self._has_reported = False
         self._interrupts = Interrupts(self._count_interrupts)
-        self.line = Connection(connection, rank=rank, token=token, remark=remark, on_failure=self._see_to_the_end)
+        self._beats = Beats(options)
+        self.line = Connection(
+            connection,
+            rank=options.rank,
+            token=token,
+            version=options.version,
+            remark=options.remark,
+            on_failure=self._see_to_the_end,
+            on_question=self._beats.explain,
+        )
         """What this rank tells the others, and hears of them."""
+
+    def wait_for_all(self) -> None:
+        """Return once all ranks have come; ClusterError where the hub does not say so in time."""
+        # The hub itself says who is missing; it needs time to.
+        if not self.line.wait_met(self._options.meet + REPORT_SECONDS):
+            raise ClusterError(
+                f"rank {self._rank} came to rank 0 and heard no more of it for {self._options.meet:.0f} s.\n"
+                "Its process is stopped, or the network to its machine is cut: look there, then start again."
+            )
+        self._beats.start(self.line)
 
     def take_over(self) -> None:
         """Say that the main thread ends the process: the watch no longer interrupts it, and only sees to the end."""
@@ -81,6 +98,11 @@ class Member:
         act = threading.Thread(target=self._last_act, daemon=True)
         act.start()
         act.join(_LAST_ACT_SECONDS)
+        first = self.line.first
+        if first is not None and first.awaits(self._rank):
+            end_process(code)
+        if first is not None:
+            kill(first.kills, after=_ROUSED_SECONDS)
         if self._hub is not None:
             self._hub.linger(GRACE_SECONDS)
         end_process(code)
@@ -88,6 +110,7 @@ class Member:
     def leave(self) -> None:
         """End the watch: this rank is done."""
         self._interrupts.stop()
+        self._beats.stop()
         self.line.leave()
         if self._hub is not None:
             self._hub.stop()
@@ -95,6 +118,9 @@ class Member:
     def _see_to_the_end(self, failure: Failure) -> None:
         """End the process, unless the main thread does so in time."""
         self._tell_of_another()
+        if failure.awaits(self._rank):
+            self.end(failure.code)
+        rouse(failure.kills)
         if failure.alike:
             self._wait_for_the_same(failure)
         else:
@@ -115,9 +141,12 @@ class Member:
             if self._has_told:
                 return
             self._has_told = True
-            log.error("rank %d failed, and this rank stops:\n%s", failure.rank, failure.text)
+            who = "the watch ends the run"
+            if failure.speaker is None:
+                who = f"rank {failure.rank} failed"
+            log.error("%s, and this rank stops:\n%s", who, failure.text)
             # After Ctrl-C every rank ends; a second one ends each without a word, one a little before another.
-            if failure.silent and not self._was_interrupted and self._speaks_for(failure.rank):
+            if not self._was_interrupted and self._speaks(failure):
                 say(failure.text)
 
     def _code_of(self, failure: Failure) -> int:
@@ -126,11 +155,13 @@ class Member:
             return INTERRUPTED
         return failure.code
 
-    def _speaks_for(self, dead: int) -> bool:
-        """Whether this rank says what a dead one cannot."""
-        if dead == 0:
-            return self._speaks_for_rank_0
-        return self._rank == 0
+    def _speaks(self, failure: Failure) -> bool:
+        """Whether this rank says what another one cannot."""
+        if failure.speaker is not None:
+            return failure.speaker == self._rank
+        if not failure.silent:
+            return False
+        return self._rank == 0 or (failure.rank == 0 and is_first(self._rank, self.line.neighbours))
 
     def _wait_for_the_same(self, failure: Failure) -> None:
         """Let the main thread meet what another rank met; say it in its place where it does not come to that."""

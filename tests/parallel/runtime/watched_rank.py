@@ -17,9 +17,11 @@ from launcher.cluster import exit as ending
 from longctx.errors import ClusterError, ConfigError, DataError
 from parallel.runtime.watch import current
 from parallel.runtime.watch.current import start_watch, stop_watch, watching
+from parallel.runtime.watch.options import WatchOptions
 
 FOLDER, ACT = Path(sys.argv[1]), sys.argv[2]
 RANK, RANKS = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+TIMEOUT = float(os.environ.get("TIMEOUT", "30"))
 
 
 class FolderStore:
@@ -58,7 +60,10 @@ def meet(place: str = "here") -> None:
 def act() -> None:
     """Be watched, and do what was asked for."""
     last_act = (FOLDER / f"last_act_{RANK}").touch
-    start_watch(FolderStore(), rank=RANK, seconds=30.0, remark="A remark.", last_act=last_act)
+    options = WatchOptions(
+        rank=RANK, world_size=RANKS, timeout=TIMEOUT, meet=30.0, remark="A remark.", last_act=last_act, folder=FOLDER
+    )
+    start_watch(FolderStore(), options)
     meet()
     names = (ClusterError, ConfigError, DataError)
     exec(

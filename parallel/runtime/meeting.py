@@ -1,0 +1,36 @@
+"""Where the ranks meet: torch's store, at the address in the environment."""
+
+from __future__ import annotations
+
+import os
+from datetime import timedelta
+
+import torch.distributed as dist
+
+MEET_SECONDS = 50.0
+"""How long ranks wait for the last one to come. With the seconds that an end takes, a start fails within a minute."""
+
+
+def meeting_store(rank: int, world_size: int, timeout: timedelta) -> dist.Store:
+    """The store: rank 0 has it, and returns at once; the others when they reach it.
+
+    RuntimeError (torch's DistError) where that takes longer than ``timeout``, or where rank 0 cannot have the port.
+    """
+    host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    # torchrun has a store of its own there, which outlives the ranks that it starts again.
+    is_agents = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    # Without a wait for all ranks: that would end by a time-out which tells nobody who is missing.
+    store = dist.TCPStore(
+        host,
+        port,
+        world_size,
+        is_master=rank == 0 and not is_agents,
+        timeout=timeout,
+        wait_for_workers=False,
+        multi_tenant=True,
+    )
+    # Under torchrun's store the keys of a start that failed are still there.
+    prefix = "longctx"
+    if is_agents:
+        prefix = f"longctx/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
+    return dist.PrefixStore(prefix, store)

@@ -1,0 +1,119 @@
+"""What a rank says of itself while it runs, and whether it still hears of the hub: a thread of every rank."""
+
+from __future__ import annotations
+
+import threading
+import time
+from pathlib import Path
+
+from parallel.runtime.watch.connection import Connection
+from parallel.runtime.watch.failure import FAILED, Failure
+from parallel.runtime.watch.judge import RankState
+from parallel.runtime.watch.options import WatchOptions
+from parallel.runtime.watch.processes import RankProcess, is_first
+from parallel.runtime.watch.sample import AwakeClock, Sampler
+from parallel.runtime.watch.spans import DOING
+from parallel.runtime.watch.stacks import PREFIX, place_of_main, stacks_path, write_stacks
+from parallel.runtime.watch.verdict import process_words, state_line
+
+_LONGEST_LOOK = 1.0
+"""Seconds between two looks at the main thread, however long a time-out is."""
+_OTHERS_SECONDS = 0.5
+"""How long the rank that speaks for rank 0 waits for the others to write what they were in."""
+
+
+class Beats:
+    """Looks at the main thread, tells the hub, and ends this process when the hub is not heard of any more."""
+
+    def __init__(self, options: WatchOptions) -> None:
+        self._options = options
+        self._clock = AwakeClock(2 * options.beat + 1.0)
+        self._sampler = Sampler(DOING, spins=options.spins)
+        self._stops = threading.Event()
+        self._line: Connection | None = None
+        self._state: RankState | None = None
+
+    def start(self, line: Connection) -> None:
+        """Begin, once all ranks have come."""
+        self._line = line
+        threading.Thread(target=self._run, name="watch beats", daemon=True).start()
+
+    def stop(self) -> None:
+        """Say no more."""
+        self._stops.set()
+
+    def explain(self, causes: list[RankProcess]) -> None:
+        """Write the stacks of this process, and tell the hub where it is: the run hangs, because of ``causes``."""
+        where = place_of_main()
+        self._write(where)
+        if self._line is not None:
+            states = {str(process.rank): process.state() for process in causes}
+            self._line.tell("report", where=where, states=states)
+
+    def _run(self) -> None:
+        """Look and tell until the run is over."""
+        line, options = self._line, self._options
+        assert line is not None
+        told = heard_at = self._clock.tick()
+        heard = line.messages
+        while not self._stops.wait(min(options.beat, _LONGEST_LOOK)):
+            now = self._clock.tick()
+            self._state = self._sampler.look(now)
+            if now - told >= 0.99 * options.beat:
+                told = now
+                line.tell("beat", state=self._state.to_values())
+            # Whatever the hub says, it is there.
+            if line.messages != heard:
+                heard, heard_at = line.messages, now
+            elif now - heard_at >= options.limit and line.first is None:
+                self._end_without_hub(now - heard_at)
+                return
+
+    def _write(self, where: str) -> Path | None:
+        described = "has not begun"
+        if self._state is not None:
+            described = state_line(self._state)
+        if where:
+            described += f"; {where}"
+        return write_stacks(self._options.folder, self._options.rank, described)
+
+    def _end_without_hub(self, seconds: float) -> None:
+        """Rank 0 is silent, and with it the hub: each rank says so for itself, and one on each machine to the user."""
+        line, options = self._line, self._options
+        assert line is not None
+        # All ranks come here within a beat, and nobody is left to ask: what they were in stands in their files.
+        own = self._write(place_of_main())
+        time.sleep(_OTHERS_SECONDS)
+        hub = next((process for process in line.neighbours if process.rank == 0), None)
+        state, kills = "", ()
+        if hub is not None:
+            state, kills = hub.state(), (vars(hub),)
+        lines = [
+            f"ClusterError: the run hangs at step {DOING.step}, because of rank 0: not heard of for {seconds:.1f} s "
+            f"(run.timeout_seconds={options.timeout:g}).",
+            f"Rank 0: {process_words(state)}.",
+            "The others were in:",
+        ]
+        lines += self._first_lines(own)
+        if options.folder is not None:
+            lines.append(f"Stacks of all threads: {options.folder / PREFIX}N.txt.")
+        lines.append("Go on from the newest checkpoint with --run.resume latest.")
+        text = "\n".join(part for part in (*lines, options.remark) if part)
+        speaker = -1
+        if is_first(options.rank, line.neighbours):
+            speaker = options.rank
+        line.end_by(Failure(rank=-1, code=FAILED, text=text, speaker=speaker, kills=kills))
+
+    def _first_lines(self, own: Path | None) -> list[str]:
+        """What ranks have written: from their files, as nobody is there to ask. This rank's alone without a folder."""
+        if own is None:
+            assert self._state is not None
+            return [f"  rank {self._options.rank}: {state_line(self._state)}"]
+        found = []
+        for rank in range(self._options.world_size):
+            path = stacks_path(own.parent, rank)
+            # Those of an earlier hang of this folder say nothing.
+            if path.exists() and path.stat().st_mtime > own.stat().st_mtime - self._options.timeout / 2:
+                with path.open() as file:
+                    found.append(f"  {file.readline().strip()}")
+        return found[:10]

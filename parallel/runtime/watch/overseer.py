@@ -1,0 +1,171 @@
+"""What the hub knows of the ranks: who has come, what each is doing, and whether the run hangs.
+
+It has no thread and no socket: the hub's thread calls it, with what ranks say and a few times in a time-out.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+from parallel.runtime.watch.failure import FAILED, Failure, line_of
+from parallel.runtime.watch.judge import Hang, RankState, judge, late
+from parallel.runtime.watch.options import WatchOptions
+from parallel.runtime.watch.processes import RankProcess
+from parallel.runtime.watch.roll import Arrival, Roll
+from parallel.runtime.watch.sample import AwakeClock
+from parallel.runtime.watch.verdict import Report, late_text, verdict_text
+
+log = logging.getLogger(__name__)
+log.addHandler(logging.NullHandler())
+
+_ANSWER_SECONDS = 1.0
+"""How long the hub waits for what each rank was in, before it says what it knows."""
+
+
+class Overseer:
+    """Calls the roll, listens to what ranks say they do, and finds out when the run hangs."""
+
+    def __init__(
+        self,
+        options: WatchOptions,
+        *,
+        tell: Callable[[int, bytes], None],
+        fail: Callable[[Failure], None],
+    ) -> None:
+        """``tell`` sends a line to one rank; ``fail`` tells all ranks why the run ends."""
+        self._options, self._tell, self._fail = options, tell, fail
+        self.roll = Roll(options.world_size, options.version)
+        # Of a process that was stopped itself, the seconds in which it could hear nobody do not count.
+        self._clock = AwakeClock(2 * options.beat + 1.0)
+        self._started = time.monotonic()
+        self._states: dict[int, RankState] = {}
+        self._heard: dict[int, float] = {}
+        self._has_met = self._is_over = False
+        self._hang: Hang | None = None
+        self._asked = 0.0
+        self._reports: dict[int, Report] = {}
+        self._warned: dict[int, float] = {}
+
+    @property
+    def processes(self) -> dict[int, RankProcess]:
+        """Where each rank runs."""
+        return {rank: arrival.process for rank, arrival in self.roll.arrivals.items()}
+
+    def arrive(self, process: RankProcess, version: str) -> str:
+        """A rank has come; returns why it cannot be one of this run, which is empty where it can."""
+        problem = self.roll.add(Arrival(process, version))
+        if problem:
+            return problem
+        self._heard[process.rank] = self._clock.tick()
+        if self.roll.is_complete:
+            self._meet()
+        return ""
+
+    def hear(self, rank: int, message: dict[str, Any]) -> None:
+        """Take what a rank says of itself: a beat, or the answer to a question."""
+        # Also an answer that cannot be read is a sign of life.
+        self._heard[rank] = self._clock.tick()
+        if message["kind"] == "beat":
+            self._states[rank] = RankState(**message["state"])
+        elif message["kind"] == "report":
+            states = {int(other): str(state) for other, state in message["states"].items()}
+            self._reports[rank] = Report(where=str(message["where"]), states=states)
+
+    def forget(self, rank: int) -> None:
+        """A rank has left."""
+        for table in (self._heard, self._states):
+            table.pop(rank, None)
+
+    def look(self) -> None:
+        """Find out whether the run hangs. Call it a few times in a time-out, after all that was said is heard."""
+        now = self._clock.tick()
+        if self._is_over:
+            return
+        if not self._has_met:
+            self._call_roll()
+        elif self._hang is not None:
+            self._await_reports(self._hang)
+        else:
+            states = self._states_now(now)
+            self._hang = judge(states, self._options.limit)
+            if self._hang is not None:
+                self._ask(self._hang)
+            else:
+                self._warn(states)
+
+    def _meet(self) -> None:
+        """All have come: let them begin, unless their code differs."""
+        problem = self.roll.differing()
+        if problem:
+            self._end(problem)
+            return
+        self._has_met = True
+        # Each rank hears of those on its own machine alone: a thousand would be told of a thousand.
+        for rank, process in self.processes.items():
+            near = [vars(other) for other in self.processes.values() if other.machine == process.machine]
+            self._tell(rank, line_of("met", neighbours=near))
+
+    def _call_roll(self) -> None:
+        options = self._options
+        if time.monotonic() - self._started < options.meet:
+            return
+        # Ranks of other code may have come, and the rest be kept by an error that this explains.
+        address = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
+        self._end(self.roll.differing() or self.roll.missing(options.meet, address))
+
+    def _states_now(self, now: float) -> dict[int, RankState]:
+        """What ranks said last, and how long ago."""
+        silence = {rank: now - heard for rank, heard in self._heard.items()}
+        unknown = RankState(what="starting", step=0, count=0, kind="works", held=0.0, waited=0.0, quiet=0.0)
+        return {rank: replace(self._states.get(rank, unknown), silent=silent) for rank, silent in silence.items()}
+
+    def _ask(self, hang: Hang) -> None:
+        """Have every rank write its stacks and say where it is."""
+        self._asked, self._reports = time.monotonic(), {}
+        named = [vars(self.processes[rank]) for rank in hang.ranks if rank in self.processes]
+        for rank in self._heard:
+            self._tell(rank, line_of("explain", processes=named))
+
+    def _await_reports(self, hang: Hang) -> None:
+        """Say why the run ends, once the ranks have answered or had time to."""
+        awaited = {rank for rank in self._heard if rank not in hang.ranks or self._is_heard(rank)}
+        if not awaited <= self._reports.keys() and time.monotonic() - self._asked < _ANSWER_SECONDS:
+            return
+        options, states = self._options, self._states_now(self._clock.tick())
+        text = verdict_text(
+            hang,
+            states,
+            self._reports,
+            self.processes,
+            timeout=options.timeout,
+            folder=options.folder,
+            remark=options.remark,
+        )
+        # Who has not answered cannot end itself either.
+        dumb = [vars(self.processes[rank]) for rank in hang.ranks if rank not in self._reports]
+        self._end(text, tuple(dumb))
+
+    def _is_heard(self, rank: int) -> bool:
+        return self._clock.tick() - self._heard[rank] < self._options.limit
+
+    def _warn(self, states: dict[int, RankState]) -> None:
+        """Name ranks that others wait for: once, and again when it has lasted twice as long."""
+        now = time.monotonic()
+        named = late(states, self._options.late)
+        for rank in [rank for rank in self._warned if rank not in named]:
+            del self._warned[rank]
+        due = tuple(rank for rank in named if now >= self._warned.get(rank, 0.0))
+        if due:
+            log.warning("%s", late_text(due, states, self.processes))
+        for rank in due:
+            lasted = max(states[rank].silent, states[rank].held, self._options.late)
+            self._warned[rank] = now + lasted
+
+    def _end(self, text: str, kills: tuple[dict[str, Any], ...] = ()) -> None:
+        self._is_over = True
+        self._fail(Failure(rank=-1, code=FAILED, text=text, speaker=0, kills=kills))

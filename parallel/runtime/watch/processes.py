@@ -1,0 +1,126 @@
+"""The processes of a run on one machine: whether they run, and the end of one that cannot end itself."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import socket
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+_GONE = (psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD)
+_STOPPED = (psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP)
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankProcess:
+    """Where a rank runs."""
+
+    rank: int
+    host: str
+    machine: str
+    """Equal where two ranks see each other's process ids: hosts may have one name, and containers one host."""
+    pid: int
+    started: float
+    """When, by the machine's own clock: the number may be another process's by now."""
+
+    @staticmethod
+    def own(rank: int) -> RankProcess:
+        """This process."""
+        return RankProcess(
+            rank=rank,
+            host=socket.gethostname(),
+            machine=_machine(),
+            pid=os.getpid(),
+            started=_started(os.getpid()),
+        )
+
+    @staticmethod
+    def from_values(values: Mapping[str, Any]) -> RankProcess:
+        """From what JSON has. ValueError, KeyError or TypeError for what is none."""
+        return RankProcess(
+            rank=int(values["rank"]),
+            host=str(values["host"]),
+            machine=str(values["machine"]),
+            pid=int(values["pid"]),
+            started=float(values["started"]),
+        )
+
+    def state(self) -> str:
+        """``"running"``, ``"stopped"`` or ``"gone"``; empty for a process of another machine."""
+        if self.machine != _machine():
+            return ""
+        process = self._process()
+        if process is None:
+            return "gone"
+        with contextlib.suppress(psutil.Error):
+            status = process.status()
+            if status in _STOPPED:
+                return "stopped"
+            if status not in _GONE:
+                return "running"
+        return "gone"
+
+    def send(self, number: int) -> None:
+        """Send it a signal, should it run on this machine and be another one; a stopped process hears SIGKILL too."""
+        process = self._process()
+        if process is not None and self.pid != os.getpid():
+            with contextlib.suppress(psutil.Error):
+                process.send_signal(number)
+
+    def _process(self) -> psutil.Process | None:
+        if self.machine != _machine():
+            return None
+        with contextlib.suppress(psutil.Error):
+            if _started(self.pid) == self.started:
+                return psutil.Process(self.pid)
+        return None
+
+
+def is_first(rank: int, neighbours: Sequence[RankProcess]) -> bool:
+    """Whether no rank before this one runs on this machine: one on each speaks, should that of rank 0 be lost."""
+    return all(process.state() != "running" for process in neighbours if process.rank < rank)
+
+
+def rouse(processes: Sequence[Mapping[str, Any]]) -> None:
+    """Let those that were stopped go on, to hear why the run ends and to end with its exit code."""
+    _send(processes, signal.SIGCONT)
+
+
+def kill(processes: Sequence[Mapping[str, Any]], *, after: float) -> None:
+    """End those that have not ended by themselves ``after`` so many seconds: a launcher would wait for them."""
+    # Those of other machines are seen to by the ranks there.
+    here = [RankProcess.from_values(values) for values in processes]
+    deadline = time.monotonic() + after
+    while any(one.state() in ("running", "stopped") for one in here) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    _send(processes, signal.SIGKILL)
+
+
+def _send(processes: Sequence[Mapping[str, Any]], number: int) -> None:
+    for values in processes:
+        RankProcess.from_values(values).send(number)
+
+
+def _machine() -> str:
+    # A name alone may be that of all containers of a cluster; and two containers of one machine see no common numbers.
+    parts = [socket.gethostname()]
+    with contextlib.suppress(OSError):
+        parts.append(Path("/proc/sys/kernel/random/boot_id").read_text().strip())
+    with contextlib.suppress(OSError):
+        parts.append(str(Path("/proc/self/ns/pid").readlink()))
+    return " ".join(parts)
+
+
+def _started(pid: int) -> float:
+    """When a process was started; psutil.Error where there is none."""
+    # In the system's own ticks since it booted: a clock that is set, as by NTP, does not move them.
+    with contextlib.suppress(OSError, ValueError, IndexError):
+        return float(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19])
+    return psutil.Process(pid).create_time()

@@ -1,0 +1,100 @@
+"""The roll call at the start: who has come, from where, with which code, and who has not."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from parallel.runtime.watch.judge import plural
+from parallel.runtime.watch.processes import RankProcess
+
+_LINES = 8
+"""Hosts that a message names."""
+
+
+@dataclass(frozen=True)
+class Arrival:
+    """A rank that has come."""
+
+    process: RankProcess
+    version: str
+
+
+class Roll:
+    """The ranks that are expected, and those that have come."""
+
+    def __init__(self, world_size: int, version: str) -> None:
+        """``version`` is that of rank 0's code."""
+        self._world_size, self._version = world_size, version
+        self.arrivals: dict[int, Arrival] = {}
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether every rank has come."""
+        return len(self.arrivals) == self._world_size
+
+    def add(self, arrival: Arrival) -> str:
+        """Add a rank; returns why it cannot be one of this run, which is empty where it can."""
+        process = arrival.process
+        if process.rank not in range(self._world_size):
+            return (
+                f"ClusterError: rank {process.rank} on {process.host} came to a run of {self._world_size} ranks. "
+                "Start all hosts with one hostfile and one command."
+            )
+        # The first one stays: it may belong to a run that is under way.
+        if process.rank in self.arrivals:
+            there = self.arrivals[process.rank].process
+            return (
+                f"ClusterError: two processes are rank {process.rank}: {there.pid} on {there.host} and {process.pid} "
+                f"on {process.host}. Another run may use this port: choose one of its own (--master_port)."
+            )
+        self.arrivals[process.rank] = arrival
+        return ""
+
+    def differing(self) -> str:
+        """What to say where ranks have other code than rank 0; empty where all have the same."""
+        others = {r: a for r, a in self.arrivals.items() if a.version != self._version}
+        if not others:
+            return ""
+        lines = [f"  rank 0{self._host(0)}: {self._version}"]
+        lines += [f"  {plural(ranks)} on {host}: {version}" for (host, version), ranks in _by_host(others).items()]
+        return "\n".join(
+            [
+                "ClusterError: the ranks run different code:",
+                *_shortened(lines),
+                "Bring every host to the same state of the packages, then start again.",
+            ]
+        )
+
+    def missing(self, seconds: float, address: str) -> str:
+        """What to say where not all have come in so many ``seconds`` to ``address``."""
+        absent = [rank for rank in range(self._world_size) if rank not in self.arrivals]
+        hosts = [f"  {plural(ranks)} from {host}" for (host, _), ranks in _by_host(self.arrivals).items()]
+        return "\n".join(
+            [
+                f"ClusterError: {plural(absent)} of {self._world_size} did not come to {address} within "
+                f"{seconds:.0f} s. There came:",
+                *_shortened(hosts),
+                "A rank that is missing ended before, has another --master_addr or --master_port, or cannot reach that "
+                "address.\nIts own output says which. If hosts start slowly, raise run.meet_seconds.",
+            ]
+        )
+
+    def _host(self, rank: int) -> str:
+        if rank in self.arrivals:
+            return f" on {self.arrivals[rank].process.host}"
+        return ""
+
+
+def _by_host(arrivals: Mapping[int, Arrival]) -> dict[tuple[str, str], list[int]]:
+    """Ranks by host and code."""
+    found: dict[tuple[str, str], list[int]] = {}
+    for rank, arrival in sorted(arrivals.items()):
+        found.setdefault((arrival.process.host, arrival.version), []).append(rank)
+    return found
+
+
+def _shortened(lines: list[str]) -> list[str]:
+    if len(lines) <= _LINES:
+        return lines
+    return [*lines[:_LINES], f"  … and {len(lines) - _LINES} hosts more"]

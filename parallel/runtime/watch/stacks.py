@@ -1,0 +1,65 @@
+"""Python's stack of every thread of this process, taken by a thread of its own, whatever the others are in."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+import threading
+import traceback
+from pathlib import Path
+from types import FrameType
+
+_PACKAGES = ("launcher", "parallel", "data_pipeline", "longctx")
+_ROOT = Path(__file__).parents[3]
+PREFIX = "stacks_rank_"
+"""Of the files; the rank follows."""
+
+
+def stacks() -> str:
+    """The stacks of all threads, the main thread's first."""
+    frames, main = sys._current_frames(), threading.main_thread().ident
+    names = {thread.ident: thread.name for thread in threading.enumerate()}
+    parts = []
+    for ident in sorted(frames, key=lambda ident: (ident != main, ident)):
+        # That of the thread which takes them says nothing.
+        if ident == threading.get_ident():
+            continue
+        parts.append(f"Thread {names.get(ident, ident)}, innermost call last:\n")
+        parts.extend(traceback.format_stack(frames[ident]))
+        parts.append("\n")
+    return "".join(parts)
+
+
+def place_of_main() -> str:
+    """Where in our code the main thread is: ``parallel/transport/exchange.py:38 in wait``."""
+    frame: FrameType | None = sys._current_frames().get(threading.main_thread().ident or 0)
+    while frame is not None:
+        file = Path(frame.f_code.co_filename)
+        with contextlib.suppress(ValueError):
+            inside = file.relative_to(_ROOT)
+            # What waits in place of a caller says less than the caller.
+            if inside.parts[0] in _PACKAGES and inside.name != "communicate.py" and frame.f_code.co_name != "<lambda>":
+                return f"{inside}:{frame.f_lineno} in {frame.f_code.co_name}"
+        frame = frame.f_back
+    return ""
+
+
+def stacks_path(folder: Path, rank: int) -> Path:
+    """The file of a rank's stacks."""
+    return folder / f"{PREFIX}{rank}.txt"
+
+
+def write_stacks(folder: Path | None, rank: int, line: str) -> Path | None:
+    """Write ``line`` and the stacks to a file in ``folder``, and return its path; never raises. None: it cannot be."""
+    if folder is None:
+        return None
+    path = stacks_path(folder, rank)
+    with contextlib.suppress(OSError):
+        folder.mkdir(parents=True, exist_ok=True)
+        # Whole or not at all: the rank that speaks for rank 0 reads the files of others.
+        partial = path.with_suffix(f".{os.getpid()}")
+        partial.write_text(f"rank {rank}: {line}\n\n{stacks()}")
+        partial.replace(path)
+        return path
+    return None

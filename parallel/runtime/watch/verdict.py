@@ -1,0 +1,115 @@
+"""What a user reads of a run that hangs: who, why, and what each rank was doing, on one screen."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from parallel.runtime.watch.judge import WORKS, Hang, RankState, plural
+from parallel.runtime.watch.processes import RankProcess
+from parallel.runtime.watch.stacks import PREFIX
+
+_LINES = 10
+"""Ranks, or groups of ranks that do the same, that a screen has room for."""
+_STATES = {
+    "stopped": "its process is stopped (SIGSTOP, SIGTSTP or a debugger)",
+    "running": "its process runs, and a call into a library holds Python's lock",
+    "gone": "its process is gone",
+    "": "its process is stopped, its machine is gone, or the network between them is cut",
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Report:
+    """What one rank tells when it is asked."""
+
+    where: str = ""
+    """Place in our code."""
+    states: Mapping[int, str] | None = None
+    """Whether the processes that were asked for run, as far as this machine knows."""
+
+
+def verdict_text(
+    hang: Hang,
+    states: Mapping[int, RankState],
+    reports: Mapping[int, Report],
+    processes: Mapping[int, RankProcess],
+    *,
+    timeout: float,
+    folder: Path | None,
+    remark: str = "",
+) -> str:
+    """The verdict; ``states`` and ``reports`` may lack ranks of which nothing is known."""
+    lines = [
+        f"ClusterError: the run hangs at step {max((s.step for s in states.values()), default=0)}, because of "
+        f"{plural(hang.ranks)}: {hang.reason} (run.timeout_seconds={timeout:g})."
+    ]
+    silent = [rank for rank in hang.ranks if rank in states and states[rank].silent > 0 and rank not in reports]
+    for rank in silent[:3]:
+        process = processes.get(rank)
+        where = f" (process {process.pid} on {process.host})" if process is not None else ""
+        lines.append(f"Rank {rank}{where}: {_STATES[_process_state(rank, processes, reports)]}.")
+    lines.append("Each rank was in:")
+    lines += _table(states, reports, hang)
+    if folder is not None:
+        lines.append(f"Stacks of all threads: {folder / PREFIX}N.txt, of every rank that could be asked.")
+    lines.append(
+        "Go on from the newest checkpoint with --run.resume latest. Where ranks may take that long, raise "
+        "run.timeout_seconds."
+    )
+    if remark:
+        lines.append(remark)
+    return "\n".join(lines)
+
+
+def late_text(ranks: tuple[int, ...], states: Mapping[int, RankState], processes: Mapping[int, RankProcess]) -> str:
+    """A line about ranks that others wait for."""
+    state = states[ranks[0]]
+    if state.silent > 0 and state.silent >= state.held:
+        what = f"not heard of for {state.silent:.0f} s; last in {state.what}"
+    else:
+        waited = max((s.waited for s in states.values() if s.kind != WORKS), default=0.0)
+        what = f"others have waited {waited:.0f} s; for {state.held:.0f} s in {state.what}"
+    where = f" on {processes[ranks[0]].host}" if ranks[0] in processes else ""
+    return f"{plural(ranks)}{where} late: {what}"
+
+
+def process_words(state: str) -> str:
+    """What is known of a silent process, by ``RankProcess.state``."""
+    return _STATES[state]
+
+
+def state_line(state: RankState) -> str:
+    """What a rank is in, and for how long: "forward, layer 3 for 4.0 s"."""
+    return f"{state.what} for {state.held:.1f} s"
+
+
+def _process_state(rank: int, processes: Mapping[int, RankProcess], reports: Mapping[int, Report]) -> str:
+    """Whether a silent rank's process runs: by this machine, or by what ranks of its own machine tell."""
+    for report in reports.values():
+        if report.states and report.states.get(rank):
+            return report.states[rank]
+    if rank in processes:
+        return processes[rank].state()
+    return ""
+
+
+def _table(states: Mapping[int, RankState], reports: Mapping[int, Report], hang: Hang) -> list[str]:
+    """A line for all ranks that are at the same: the culprits first."""
+    # On a thousand ranks most wait at one place, and the few that do not are what one looks for.
+    groups: dict[tuple[bool, str, str], list[int]] = {}
+    for rank, state in sorted(states.items()):
+        where = ""
+        if rank in reports:
+            where = reports[rank].where
+        groups.setdefault((rank not in hang.ranks, state.what, where), []).append(rank)
+    lines = []
+    for (_, what, where), ranks in sorted(groups.items(), key=lambda item: (item[0][0], item[1][0])):
+        of_ranks = [states[rank] for rank in ranks]
+        seconds = max(max(s.held, s.silent) for s in of_ranks)
+        place = f"; {where}" if where else ""
+        lines.append(f"  {plural(ranks)}: {what} ({seconds:.1f} s){place}")
+    if len(lines) > _LINES:
+        return [*lines[:_LINES], f"  … and {len(lines) - _LINES} more"]
+    return lines
