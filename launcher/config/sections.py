@@ -51,7 +51,7 @@ class RunSection:
     """Device to compute on; auto takes GPUs where every rank of the machine has one of its own."""
     timeout_seconds: float = 600.0
     """Seconds that a rank may wait for the others, be silent or stand still before the run ends with an error."""
-    meet_seconds: float = 50.0
+    meet_seconds: float = 45.0
     """Seconds that ranks wait at the start for the last one to come."""
     log_every: int = 1
     """Steps from a line of the log and the console to the next; metrics.jsonl has every step in any case."""

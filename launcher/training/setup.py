@@ -56,6 +56,7 @@ from parallel.layout.select import AUTO, choose_layout
 from parallel.mesh import Mesh
 from parallel.runtime.device import device_name
 from parallel.runtime.process import on_every_rank, on_rank_0
+from parallel.runtime.watch.spans import begin
 from parallel.schedule.degrees import Degrees, degrees_of
 from parallel.zero.cpu_adam import compile_cpu_adam
 from parallel.zero.engine import ZeroEngine
@@ -181,6 +182,7 @@ def build_run(config: RunConfig, device: torch.device) -> Run:
     if config.zero.offload != "none":
         on_every_rank(compile_cpu_adam)
 
+    begin("opening the data")
     # Before anything is allocated: what the run goes on from, and what it reads.
     origin = find_origin(config, model, folder)
     loader, validation = on_every_rank(lambda: _open_data(config, model, mesh))
@@ -196,9 +198,11 @@ def build_run(config: RunConfig, device: torch.device) -> Run:
     expected = on_rank_0(lambda: _say_start(config, model, device, origin, loader, mesh=mesh, excluded=excluded))
     origin = converted(origin, folder)
 
+    begin("building the model")
     # Allocates the model: from here on an error costs the start-up time of every rank.
     engine = build_engine(config, mesh, accumulation=loader.micro_batches_per_step)
     progress = Progress()
+    begin("setting the weights", disk=True)
     if origin.kind == "resumed":
         progress = _resume(origin, engine, model)
     elif origin.kind == "started":

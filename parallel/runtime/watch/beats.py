@@ -7,10 +7,10 @@ import time
 from pathlib import Path
 
 from parallel.runtime.watch.connection import Connection
-from parallel.runtime.watch.failure import FAILED, Failure
+from parallel.runtime.watch.failure import FAILED, FIRST_ALIVE, Failure
 from parallel.runtime.watch.judge import RankState
 from parallel.runtime.watch.options import WatchOptions
-from parallel.runtime.watch.processes import RankProcess, is_first
+from parallel.runtime.watch.processes import RankProcess
 from parallel.runtime.watch.sample import AwakeClock, Sampler
 from parallel.runtime.watch.spans import DOING
 from parallel.runtime.watch.stacks import PREFIX, place_of_main, stacks_path, write_stacks
@@ -45,7 +45,7 @@ class Beats:
     def explain(self, causes: list[RankProcess]) -> None:
         """Write the stacks of this process, and tell the hub where it is: the run hangs, because of ``causes``."""
         where = place_of_main()
-        self._write(where)
+        self.write(where)
         if self._line is not None:
             states = {str(process.rank): process.state() for process in causes}
             self._line.tell("report", where=where, states=states)
@@ -69,7 +69,8 @@ class Beats:
                 self._end_without_hub(now - heard_at)
                 return
 
-    def _write(self, where: str) -> Path | None:
+    def write(self, where: str = "") -> Path | None:
+        """Write the stacks of this process, if it has a folder for them."""
         described = "has not begun"
         if self._state is not None:
             described = state_line(self._state)
@@ -82,12 +83,13 @@ class Beats:
         line, options = self._line, self._options
         assert line is not None
         # All ranks come here within a beat, and nobody is left to ask: what they were in stands in their files.
-        own = self._write(place_of_main())
-        time.sleep(_OTHERS_SECONDS)
+        own = self.write(place_of_main())
         hub = next((process for process in line.neighbours if process.rank == 0), None)
         state, kills = "", ()
         if hub is not None:
+            # Before another rank lets it go on, to end.
             state, kills = hub.state(), (vars(hub),)
+        time.sleep(_OTHERS_SECONDS)
         lines = [
             f"ClusterError: the run hangs at step {DOING.step}, because of rank 0: not heard of for {seconds:.1f} s "
             f"(run.timeout_seconds={options.timeout:g}).",
@@ -99,10 +101,7 @@ class Beats:
             lines.append(f"Stacks of all threads: {options.folder / PREFIX}N.txt.")
         lines.append("Go on from the newest checkpoint with --run.resume latest.")
         text = "\n".join(part for part in (*lines, options.remark) if part)
-        speaker = -1
-        if is_first(options.rank, line.neighbours):
-            speaker = options.rank
-        line.end_by(Failure(rank=-1, code=FAILED, text=text, speaker=speaker, kills=kills))
+        line.end_by(Failure(rank=-1, code=FAILED, text=text, speaker=FIRST_ALIVE, kills=kills))
 
     def _first_lines(self, own: Path | None) -> list[str]:
         """What ranks have written: from their files, as nobody is there to ask. This rank's alone without a folder."""

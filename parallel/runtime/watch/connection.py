@@ -34,7 +34,7 @@ class Connection:
 
         ``on_question`` is called when the run hangs, with the ranks that are the cause.
         """
-        self._socket, self._remark = connection, remark
+        self._socket, self._rank, self._remark = connection, rank, remark
         self._on_failure, self._on_question = on_failure, on_question
         self._sending, self._lines, self._is_over = threading.Lock(), Lines(), False
         self._heard, self._reported, self._met = threading.Event(), threading.Event(), threading.Event()
@@ -120,6 +120,9 @@ class Connection:
         if self.first is not None:
             return
         self.first = failure
+        # Before the main thread can end: what it was in while it was stopped.
+        if failure.awaits(self._rank):
+            self._on_question([])
         self._heard.set()
         # A thread of its own: this one goes on to listen.
         threading.Thread(target=self._on_failure, args=(failure,), name="watch end", daemon=True).start()

@@ -8,6 +8,8 @@ from typing import Any
 
 FAILED, INTERRUPTED = 1, 130
 """Exit codes of a rank that died without a word, and after Ctrl-C."""
+FIRST_ALIVE = -1
+"""Of the ranks on each machine; not rank 0."""
 _LONGEST = 16_000
 """Characters of a message that travel."""
 
@@ -26,7 +28,10 @@ class Failure:
     silent: bool = False
     """Whether the rank cannot say it itself, so that others must speak for it."""
     speaker: int | None = None
-    """The rank that says it on the console, where this is the watch's message and no rank's: ``rank`` is −1 then."""
+    """The rank that says it on the console, where this is the watch's message and no rank's: ``rank`` is −1 then.
+
+    ``FIRST_ALIVE`` where rank 0 cannot.
+    """
     kills: tuple[dict[str, Any], ...] = ()
     """The ``RankProcess`` of each rank that cannot end itself, for the others of its machine to end."""
 
@@ -34,6 +39,12 @@ class Failure:
     def from_values(values: dict[str, Any]) -> Failure:
         """From what JSON has. TypeError for what is none."""
         return Failure(**{**values, "kills": tuple(values.get("kills", ()))})
+
+    def source(self) -> str:
+        """Whose it is, for the log."""
+        if self.speaker is None:
+            return f"rank {self.rank} failed"
+        return "the run was ended by its watch"
 
     def awaits(self, rank: int) -> bool:
         """Whether this rank was stopped, and the others wait for nothing but its end."""

@@ -15,12 +15,12 @@ from typing import NoReturn
 from longctx.errors import ClusterError
 from parallel.runtime.watch.beats import Beats
 from parallel.runtime.watch.connection import Connection
-from parallel.runtime.watch.failure import INTERRUPTED, Failure
+from parallel.runtime.watch.failure import FIRST_ALIVE, INTERRUPTED, Failure
 from parallel.runtime.watch.hub import Hub
 from parallel.runtime.watch.interrupts import Interrupts
 from parallel.runtime.watch.last_words import end_process, say
 from parallel.runtime.watch.options import WatchOptions
-from parallel.runtime.watch.processes import is_first, kill, rouse
+from parallel.runtime.watch.processes import is_first, kill, rouse, stopped_before_meeting
 
 log = logging.getLogger(__name__)
 # Without a run folder there is no log file, and the console has heard it from another rank.
@@ -102,7 +102,7 @@ class Member:
         if first is not None and first.awaits(self._rank):
             end_process(code)
         if first is not None:
-            kill(first.kills, after=_ROUSED_SECONDS)
+            kill(first.kills or stopped_before_meeting(self.line.neighbours), after=_ROUSED_SECONDS)
         if self._hub is not None:
             self._hub.linger(GRACE_SECONDS)
         end_process(code)
@@ -141,10 +141,7 @@ class Member:
             if self._has_told:
                 return
             self._has_told = True
-            who = "the watch ends the run"
-            if failure.speaker is None:
-                who = f"rank {failure.rank} failed"
-            log.error("%s, and this rank stops:\n%s", who, failure.text)
+            log.error("%s, and this rank stops:\n%s", failure.source(), failure.text)
             # After Ctrl-C every rank ends; a second one ends each without a word, one a little before another.
             if not self._was_interrupted and self._speaks(failure):
                 say(failure.text)
@@ -157,11 +154,9 @@ class Member:
 
     def _speaks(self, failure: Failure) -> bool:
         """Whether this rank says what another one cannot."""
-        if failure.speaker is not None:
-            return failure.speaker == self._rank
-        if not failure.silent:
-            return False
-        return self._rank == 0 or (failure.rank == 0 and is_first(self._rank, self.line.neighbours))
+        if failure.speaker == FIRST_ALIVE or (failure.silent and failure.rank == 0):
+            return self._rank != 0 and is_first(self._rank, self.line.neighbours)
+        return failure.speaker == self._rank or (failure.silent and self._rank == 0)
 
     def _wait_for_the_same(self, failure: Failure) -> None:
         """Let the main thread meet what another rank met; say it in its place where it does not come to that."""

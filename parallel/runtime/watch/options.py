@@ -25,7 +25,7 @@ class WatchOptions:
     world_size: int
     timeout: float
     """How long ranks wait for one another in a collective (``run.timeout_seconds``)."""
-    meet: float = 50.0
+    meet: float = 45.0
     """How long ranks wait for the last one to come, at the start (``run.meet_seconds``)."""
     version: str = ""
     """Of the code: the same on all ranks."""

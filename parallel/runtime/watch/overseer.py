@@ -155,6 +155,9 @@ class Overseer:
 
     def _warn(self, states: dict[int, RankState]) -> None:
         """Name ranks that others wait for: once, and again when it has lasted twice as long."""
+        # Whoever was stopped with this process has waited for nobody.
+        if self._clock.seconds - self._clock.woke < 2 * self._options.beat:
+            return
         now = time.monotonic()
         named = late(states, self._options.late)
         for rank in [rank for rank in self._warned if rank not in named]:

@@ -31,15 +31,14 @@ class RankProcess:
     """When, by the machine's own clock: the number may be another process's by now."""
 
     @staticmethod
+    def of(pid: int, rank: int) -> RankProcess:
+        """A process of this machine; psutil.Error where there is none."""
+        return RankProcess(rank=rank, host=socket.gethostname(), machine=_machine(), pid=pid, started=_started(pid))
+
+    @staticmethod
     def own(rank: int) -> RankProcess:
         """This process."""
-        return RankProcess(
-            rank=rank,
-            host=socket.gethostname(),
-            machine=_machine(),
-            pid=os.getpid(),
-            started=_started(os.getpid()),
-        )
+        return RankProcess.of(os.getpid(), rank)
 
     @staticmethod
     def from_values(values: Mapping[str, Any]) -> RankProcess:
@@ -84,8 +83,24 @@ class RankProcess:
 
 
 def is_first(rank: int, neighbours: Sequence[RankProcess]) -> bool:
-    """Whether no rank before this one runs on this machine: one on each speaks, should that of rank 0 be lost."""
-    return all(process.state() != "running" for process in neighbours if process.rank < rank)
+    """Whether no rank before this one runs on this machine: one on each speaks for rank 0, which cannot."""
+    return all(process.state() != "running" for process in neighbours if 0 < process.rank < rank)
+
+
+def stopped_before_meeting(neighbours: Sequence[RankProcess]) -> list[dict[str, Any]]:
+    """Ranks of this run, started by the same launcher as this one, that are stopped; none once all have met."""
+    found, names = [], ("MASTER_ADDR", "MASTER_PORT", "WORLD_SIZE")
+    # Those that have met know one another's numbers.
+    if neighbours:
+        return []
+    with contextlib.suppress(psutil.Error):
+        for process in psutil.Process(os.getppid()).children():
+            # A process may end while it is asked, and that of another user does not answer.
+            with contextlib.suppress(psutil.Error, KeyError, ValueError):
+                there = process.environ()
+                if process.status() in _STOPPED and all(there[name] == os.environ[name] for name in names):
+                    found.append(vars(RankProcess.of(process.pid, int(there["RANK"]))))
+    return found
 
 
 def rouse(processes: Sequence[Mapping[str, Any]]) -> None:

@@ -29,12 +29,16 @@ class AwakeClock:
     def __init__(self, longest: float) -> None:
         """More than ``longest`` seconds between two looks at the clock do not count: the process was stopped."""
         self._longest, self._last, self.seconds = longest, time.monotonic(), 0.0
+        self.woke = 0.0
+        """When the process last went on."""
 
     def tick(self) -> float:
         """The seconds up to now."""
         now = time.monotonic()
         if now - self._last <= self._longest:
             self.seconds += now - self._last
+        else:
+            self.woke = self.seconds
         self._last = now
         return self.seconds
 

@@ -67,12 +67,12 @@ def late_text(ranks: tuple[int, ...], states: Mapping[int, RankState], processes
     """A line about ranks that others wait for."""
     state = states[ranks[0]]
     if state.silent > 0 and state.silent >= state.held:
-        what = f"not heard of for {state.silent:.0f} s; last in {state.what}"
+        what = f"was not heard of for {state.silent:.0f} s; last in: {state.what}"
     else:
         waited = max((s.waited for s in states.values() if s.kind != WORKS), default=0.0)
-        what = f"others have waited {waited:.0f} s; for {state.held:.0f} s in {state.what}"
+        what = f"keeps others waiting, for {waited:.0f} s; for {state.held:.0f} s in: {state.what}"
     where = f" on {processes[ranks[0]].host}" if ranks[0] in processes else ""
-    return f"{plural(ranks)}{where} late: {what}"
+    return f"{plural(ranks)}{where} {what}"
 
 
 def process_words(state: str) -> str:

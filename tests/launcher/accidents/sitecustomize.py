@@ -6,6 +6,7 @@ call, what happens in it and after how many seconds. The time is written to a fi
 
 from __future__ import annotations
 
+import ctypes
 import errno
 import functools
 import importlib.abc
@@ -13,6 +14,7 @@ import importlib.machinery
 import json
 import os
 import signal
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -20,6 +22,51 @@ from pathlib import Path
 STALLING = "LONGCTX_STALLING" in os.environ
 ACCIDENT = json.loads(os.environ.get("LONGCTX_ACCIDENT", "null"))
 WORDS = "an accident for the drill"
+
+
+def pause(seconds: float = 3.0) -> None:
+    """Be stopped for a while."""
+    subprocess.Popen(["sh", "-c", f"sleep {seconds}; kill -CONT {os.getpid()}"])
+    os.kill(os.getpid(), signal.SIGSTOP)
+
+
+def spin() -> None:
+    """Compute for ever."""
+    while True:
+        pass
+
+
+def lock(library: type[ctypes.CDLL]) -> None:
+    """Wait in C for a mutex that this thread holds: with Python's own lock in hand, or without."""
+    mutex = ctypes.create_string_buffer(128)
+    library(None).pthread_mutex_lock(mutex)
+    library(None).pthread_mutex_lock(mutex)
+
+
+def other_port() -> None:
+    """Look for the others where they are not."""
+    os.environ["MASTER_PORT"] = str(int(os.environ["MASTER_PORT"]) + 1)
+
+
+def other_code() -> None:
+    """Seem to be of another state of the packages."""
+    import parallel.runtime.process
+
+    parallel.runtime.process.code_version = lambda: "0.0.9, sources 00000000"
+
+
+HANGS = {
+    "stop": lambda: os.kill(os.getpid(), signal.SIGSTOP),
+    "pause": pause,
+    "late": lambda: time.sleep(4.0),
+    "sleep": lambda: time.sleep(1e6),
+    "spin": spin,
+    "block": lambda: lock(ctypes.CDLL),
+    "hold": lambda: lock(ctypes.PyDLL),
+    "other port": other_port,
+    "other code": other_code,
+}
+"""What ends nothing by itself."""
 
 
 def happen(kind: str) -> None:
@@ -35,6 +82,9 @@ def happen(kind: str) -> None:
         return
     if kind == "exit":
         os._exit(7)
+    if kind in HANGS:
+        HANGS[kind]()
+        return
     if kind == "OSError":
         raise OSError(errno.EIO, WORDS)
     if kind == "disk full":

@@ -3,15 +3,10 @@
 from __future__ import annotations
 
 import json
-import os
 import signal
 import socket
-import subprocess
-import sys
 import time
 from contextlib import ExitStack
-from dataclasses import dataclass
-from pathlib import Path
 
 import pytest
 
@@ -19,67 +14,19 @@ from parallel.runtime.watch.failure import Failure, Lines, line_of
 from parallel.runtime.watch.hub import Hub
 from parallel.runtime.watch.options import WatchOptions
 from parallel.runtime.watch.processes import RankProcess
-from tests.helpers import REPOSITORY
+from tests.parallel.runtime.watched import STARTED, Ended, Ranks
 
 pytestmark = pytest.mark.timeout(400)
 
 RANKS = 3
-SECONDS = 120.0
-"""Far more than an end takes: a slow machine starts processes slowly, too."""
 OTHERS_BLOCK = "block()"
-
-
-@dataclass
-class Ended:
-    """How the ranks of one run ended."""
-
-    codes: list[int]
-    said: list[str]
-    """What each rank wrote."""
-
-
-STARTED: list[subprocess.Popen] = []
 
 
 @pytest.fixture(autouse=True)
 def _leave_none_behind():
-    """Those that block hear nothing but this."""
     yield
     while STARTED:
         STARTED.pop().kill()
-
-
-class Ranks:
-    """Ranks under the watch, each a process; ``acts`` are what they do."""
-
-    def __init__(self, folder: Path, acts: list[str]) -> None:
-        self.folder = folder
-        folder.mkdir(exist_ok=True)
-        shared = {"WORLD_SIZE": str(len(acts)), "MASTER_ADDR": "127.0.0.1", "PYTHONPATH": str(REPOSITORY)}
-        self.processes = [
-            subprocess.Popen(
-                [sys.executable, str(Path(__file__).with_name("watched_rank.py")), str(folder), act],
-                env={**os.environ, **shared, "RANK": str(rank), "LOCAL_RANK": str(rank)},
-                stdout=subprocess.PIPE,
-                stderr=subprocess.STDOUT,
-                text=True,
-            )
-            for rank, act in enumerate(acts)
-        ]
-        STARTED.extend(self.processes)
-
-    def wait_until_met(self) -> None:
-        """Return once all ranks are about to act."""
-        deadline = time.monotonic() + SECONDS
-        while len(list(self.folder.glob("here_*"))) < len(self.processes):
-            assert time.monotonic() < deadline
-            time.sleep(0.01)
-        time.sleep(0.2)
-
-    def wait(self) -> Ended:
-        """Wait for the end of all."""
-        said = [process.communicate(timeout=SECONDS)[0] for process in self.processes]
-        return Ended([process.returncode for process in self.processes], said)
 
 
 def acts_of(rank: int, act: str, others: str = OTHERS_BLOCK) -> list[str]:

@@ -18,10 +18,12 @@ from longctx.errors import ClusterError, ConfigError, DataError
 from parallel.runtime.watch import current
 from parallel.runtime.watch.current import start_watch, stop_watch, watching
 from parallel.runtime.watch.options import WatchOptions
+from parallel.runtime.watch.spans import begin, waiting
 
 FOLDER, ACT = Path(sys.argv[1]), sys.argv[2]
 RANK, RANKS = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-TIMEOUT = float(os.environ.get("TIMEOUT", "30"))
+TIMEOUT, MEET = float(os.environ.get("TIMEOUT", "30")), float(os.environ.get("MEET", "30"))
+VERSION = os.environ.get(f"VERSION_{RANK}", "")
 
 
 class FolderStore:
@@ -61,7 +63,14 @@ def act() -> None:
     """Be watched, and do what was asked for."""
     last_act = (FOLDER / f"last_act_{RANK}").touch
     options = WatchOptions(
-        rank=RANK, world_size=RANKS, timeout=TIMEOUT, meet=30.0, remark="A remark.", last_act=last_act, folder=FOLDER
+        rank=RANK,
+        world_size=RANKS,
+        timeout=TIMEOUT,
+        meet=MEET,
+        version=VERSION,
+        remark="A remark.",
+        last_act=last_act,
+        folder=FOLDER,
     )
     start_watch(FolderStore(), options)
     meet()
@@ -81,6 +90,8 @@ def act() -> None:
                 "current": current,
             },
             "watching": watching,
+            "begin": begin,
+            "waiting": waiting,
         },
     )
     stop_watch()

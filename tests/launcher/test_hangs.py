@@ -1,0 +1,232 @@
+"""A rank that hangs anywhere, or never comes, is named within the time-out, and every rank ends.
+
+``python -m tests.launcher.test_hangs`` runs the drill by itself and prints the table of ``docs/measured.md``.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import re
+import socket
+import statistics
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.launcher import test_accidents
+from tests.launcher.runs import SCREEN, flags, free_port
+from tests.launcher.test_accidents import Accident, Outcome, Place, start
+
+pytestmark = [pytest.mark.timeout(1700), pytest.mark.slow]
+
+TIMEOUT, MEET = 6.0, 6.0
+"""run.timeout_seconds and run.meet_seconds of these runs."""
+END_SECONDS = 8.0
+"""From the time-out to the end of the last rank: it takes two, or four where a rank must be killed."""
+
+HOP = Place("hop", "parallel.transport.point_to_point", "PointToPoint._block", call=3)
+PLACES = [
+    Place("data", "launcher.training.feed", "StepFeed.next_step", call=2),
+    Place("forward", "longctx.model.block", "Block.forward", call=3),
+    HOP,
+    Place("backward", "parallel.transport.point_to_point", "PointToPoint.backward", call=3),
+    Place("all-to-all", "parallel.experts.dispatcher", "AllToAllDispatcher.plan", call=3),
+    Place("optimizer step", "parallel.zero.engine", "ZeroEngine._broken_gradients", call=2),
+    Place("save", "launcher.checkpoint.save", "_write_own_ranges"),
+    Place("validation", "launcher.training.trainer", "validate"),
+    Place("start", "launcher.training.setup", "_open_data"),
+]
+MEETING = Place("meeting", "parallel.runtime.process", "meeting_store")
+
+
+def run(accident: Accident, shards: Path, folder: Path, changed: dict[str, Any] | None = None) -> Outcome:
+    """A tiny run that meets the accident."""
+    keys = {
+        **{"train.steps": 4, "checkpoint.every_steps": 2, "validation.every_steps": 2, "run.hostfile": "none"},
+        **{"parallel.context": accident.ranks, "parallel.expert": 2},
+        **{"run.timeout_seconds": TIMEOUT, "run.meet_seconds": MEET, **(changed or {})},
+    }
+    folder.mkdir(exist_ok=True)
+    return start(accident, flags(shards, folder / "run", keys), folder, limit=60.0)
+
+
+def screen(text: str) -> list[str]:
+    """The message that ends the run."""
+    found = re.search(r"^ClusterError: .*", text, flags=re.MULTILINE | re.DOTALL)
+    assert found, text
+    return found[0].strip().splitlines()
+
+
+def check(accident: Accident, outcome: Outcome, folder: Path) -> None:
+    """All ranks ended in time, and one screen says which rank it was and where each one was."""
+    text = outcome.text
+    assert outcome.seconds < TIMEOUT + END_SECONDS, f"{accident}: {outcome.seconds:.1f} s, {outcome.codes}\n{text}"
+    expected = [1] * accident.ranks
+    if accident.kind == "hold":
+        # Nothing but SIGKILL reaches it.
+        expected[accident.rank] = -9
+    assert outcome.codes == expected, f"{accident}: {outcome.codes}\n{text}"
+    assert text.count("the run hangs") == 1, f"{accident}\n{text}"
+    assert f"because of rank {accident.rank}:" in text, f"{accident}\n{text}"
+    assert len(screen(text)) < SCREEN, text
+    assert "Traceback" not in text, f"{accident}\n{text}"
+    assert "lost contact" not in text, f"{accident}\n{text}"
+    if accident.kind == "stop":
+        assert "is stopped" in text, f"{accident}\n{text}"
+    for rank in range(accident.ranks):
+        path = folder / "run" / "logs" / f"stacks_rank_{rank}.txt"
+        # A rank that answers nothing has none.
+        if accident.kind != "hold" or rank != accident.rank:
+            assert "innermost call last" in path.read_text(), f"{accident}: no stack of rank {rank}"
+
+
+def drill(shards: Path, accidents: list[Accident], folder: Path) -> list[float]:
+    """Run all accidents one after the other; returns the seconds that each took to end."""
+    seconds = []
+    for number, accident in enumerate(accidents):
+        place = folder / str(number)
+        outcome = run(accident, shards, place)
+        sys.stderr.write(f"{number + 1:2d}/{len(accidents)} {outcome.seconds:5.2f} s  {accident}\n")
+        check(accident, outcome, place)
+        seconds.append(outcome.seconds)
+    return seconds
+
+
+def everywhere(kinds: tuple[str, ...]) -> list[Accident]:
+    """Each place in turn, with the kinds, ranks and numbers of ranks in turn."""
+    found = []
+    for place, kind, (ranks, rank) in zip(
+        PLACES, itertools.cycle(kinds), itertools.cycle([(2, 1), (2, 0), (4, 3), (4, 0), (4, 1)]), strict=False
+    ):
+        found.append(Accident(rank=rank, place=place, kind=kind, ranks=ranks))
+    return found
+
+
+def test_a_stopped_rank_is_named_wherever_it_stands(shards, tmp_path):
+    drill(shards, everywhere(("stop",)), tmp_path)
+
+
+@pytest.mark.parametrize("kind", ["sleep", "block", "spin", "hold"])
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_main_thread_that_hangs_is_named(kind, rank, shards, tmp_path):
+    drill(shards, [Accident(rank=rank, place=HOP, kind=kind, ranks=2)], tmp_path)
+
+
+@pytest.mark.parametrize("place", [PLACES[0], PLACES[5], PLACES[7]], ids=lambda place: place.part)
+def test_a_main_thread_that_waits_for_ever_is_named_outside_of_attention(place, shards, tmp_path):
+    drill(shards, [Accident(rank=1, place=place, kind="block", ranks=2)], tmp_path)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_rank_that_is_stopped_for_a_while_goes_on(rank, shards, tmp_path):
+    outcome = run(Accident(rank=rank, place=HOP, kind="pause", ranks=2), shards, tmp_path)
+    assert outcome.codes == [0, 0], outcome.text
+    assert "hangs" not in outcome.text
+
+
+def test_a_rank_that_works_for_long_is_waited_for_and_named(shards, tmp_path):
+    """Longer than the time-out, where others are patient: as rank 0 does that hashes a large file."""
+    place = Place("save", "launcher.checkpoint.save", "_commit", rank=0)
+    outcome = run(Accident(rank=0, place=place, kind="late", ranks=2), shards, tmp_path, {"run.timeout_seconds": 3.0})
+    assert outcome.codes == [0, 0], outcome.text
+    assert re.search(r"rank 0 on \S+ keeps others waiting, for \d s; for \d+ s in: saving", outcome.text), outcome.text
+
+
+@pytest.mark.parametrize(
+    ("kind", "rank", "words"),
+    [
+        ("exit", 1, "rank 1 of 3 did not come to"),
+        ("stop", 2, "rank 2 of 3 did not come to"),
+        ("other port", 1, "rank 1 of 3 did not come to"),
+        ("other code", 1, "the ranks run different code"),
+    ],
+)
+def test_a_rank_that_does_not_come_is_named(kind, rank, words, shards, tmp_path):
+    # Under a launcher: what is stopped before it has come is known by its parent alone.
+    launcher = "none"
+    if kind == "stop":
+        launcher = "deepspeed"
+    accident = Accident(rank=rank, place=MEETING, kind=kind, ranks=3, launcher=launcher)
+    outcome = start(
+        accident,
+        flags(
+            shards,
+            tmp_path / "run",
+            {"run.hostfile": "none", "run.meet_seconds": MEET, "parallel.context": 1, "train.tokens_per_step": 768},
+        ),
+        tmp_path,
+        limit=MEET + 25.0,
+    )
+    others = [code for number, code in enumerate(outcome.codes) if number != rank]
+    assert launcher == "deepspeed" or others == [1, 1], outcome.text
+    assert outcome.seconds < MEET + 2 * END_SECONDS, outcome.text
+    assert outcome.text.count(words) == 1, outcome.text
+    assert f"from {socket.gethostname()}" in outcome.text or kind == "other code"
+    assert "Traceback" not in outcome.text, outcome.text
+    assert len(screen(outcome.text)) < SCREEN
+
+
+@contextlib.contextmanager
+def strangers(port: int) -> Iterator[None]:
+    """Connections to a port that say what no rank says, or nothing, for as long as the block lasts."""
+    is_over, kept = threading.Event(), []
+
+    def connect() -> None:
+        says = itertools.cycle([b"", b"GET / HTTP/1.1\r\n\r\n", b"\x00" * 64, b"\xff" * 2000, b"{}\n"])
+        while not is_over.wait(0.05):
+            with contextlib.suppress(OSError):
+                connection = socket.create_connection(("127.0.0.1", port), timeout=1.0)
+                connection.sendall(next(says))
+                kept.append(connection)
+
+    thread = threading.Thread(target=connect)
+    thread.start()
+    try:
+        yield
+    finally:
+        is_over.set()
+        thread.join()
+        for connection in kept:
+            connection.close()
+
+
+def test_strangers_at_the_port_where_ranks_meet_change_nothing(shards, tmp_path, monkeypatch):
+    port = free_port()
+    monkeypatch.setattr(test_accidents, "free_port", lambda: port)
+    with strangers(port):
+        outcome = run(Accident(rank=1, place=MEETING, kind="late", ranks=2), shards, tmp_path)
+    assert outcome.codes == [0, 0], outcome.text
+
+
+def main() -> None:
+    """Make a corpus, run the drill, print the table."""
+    from tests.launcher.conftest import build_tiny_shards
+
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        shards = build_tiny_shards(folder)
+        accidents = everywhere(("stop",))
+        accidents += [
+            Accident(rank=rank, place=HOP, kind=kind, ranks=2)
+            for kind in ("sleep", "block", "spin", "hold")
+            for rank in (0, 1)
+        ]
+        seconds = drill(shards, accidents, folder)
+    lines = [f"| what ({TIMEOUT:g} s of time-out) | runs | median | worst |", "|---|---|---|---|"]
+    for kind in dict.fromkeys(accident.kind for accident in accidents):
+        of_kind = [s for s, accident in zip(seconds, accidents, strict=True) if accident.kind == kind]
+        lines.append(f"| {kind} | {len(of_kind)} | {statistics.median(of_kind):.1f} s | {max(of_kind):.1f} s |")
+    sys.stdout.write("\n".join(lines) + "\n")
+
+
+if __name__ == "__main__":
+    started = time.monotonic()
+    main()
+    sys.stderr.write(f"{time.monotonic() - started:.0f} s\n")
