@@ -45,7 +45,11 @@ class Connection:
         self.first: Failure | None = None
         """The run's first failure, of any rank; None as long as there is none."""
         keep_alive(connection)
-        self._send(line_of("hello", token=token, process=vars(RankProcess.own(rank)), version=version))
+        self._hello = line_of("hello", token=token, process=vars(RankProcess.own(rank)), version=version)
+
+    def start(self) -> None:
+        """Say who this is, and listen: the answer may be why the run ends."""
+        self._send(self._hello)
         threading.Thread(target=self._listen, name="watch", daemon=True).start()
 
     def wait(self, seconds: float) -> Failure | None:

@@ -67,7 +67,8 @@ class Member:
             on_failure=self._see_to_the_end,
             on_question=self._beats.explain,
         )
-        """What this rank tells the others, and hears of them."""
+        # Only now: the first thing heard may need all of the above.
+        self.line.start()
 
     def wait_for_all(self) -> None:
         """Return once all ranks have come; ClusterError where the hub does not say so in time."""
