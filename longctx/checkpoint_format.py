@@ -39,6 +39,7 @@ __all__ = [
     "CHECKPOINTS",
     "FORMAT",
     "MANIFEST",
+    "PROVED",
     "ROLES",
     "VERSION",
     "CheckpointReader",
@@ -48,6 +49,9 @@ __all__ = [
     "list_checkpoints",
     "model_config",
 ]
+
+PROVED = "proved.json"
+"""Beside the manifest, and not under its hash: which later loss proved the checkpoint."""
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 _HEADER_BYTES, _ENTRY_BYTES = 2 * 2**20, 1024
@@ -160,6 +164,13 @@ class CheckpointReader:
                 for piece in found:
                     self._entry(piece)
         self.close()
+
+    def unlisted(self) -> list[str]:
+        """Names in the folder that no hash vouches for: neither the manifest nor what it lists nor a proof."""
+        known = {MANIFEST, PROVED}.union(self.manifest["files"])
+        # A proof that is being written, or was when its writer was killed.
+        half = f".{PROVED}."
+        return sorted(p.name for p in self.folder.iterdir() if p.name not in known and not p.name.startswith(half))
 
     def close(self) -> None:
         """Close the open files."""

@@ -1,11 +1,15 @@
-"""The checkpoints in a run folder: find, prune and set aside."""
+"""The checkpoints in a run folder: find, set aside, clear up."""
 
 from __future__ import annotations
 
 import logging
+import math
 import shutil
 from pathlib import Path
 
+from launcher.checkpoint.proof import broken_step_after, is_proved
+from launcher.checkpoint.remove import leftovers
+from launcher.checkpoint.retention import remove_or_warn
 from longctx.checkpoint_format import CHECKPOINTS, MANIFEST, CheckpointReader, list_checkpoints
 from longctx.checkpoint_manifest import refuse_deepspeed
 from longctx.errors import CheckpointError
@@ -25,39 +29,53 @@ def find_resume(run_folder: Path, resume: str) -> Path | None:
                 f"run.resume={resume!r} is no checkpoint: {folder / MANIFEST} does not exist.\n{_offer(run_folder)}"
             )
         return folder
-    for path in reversed(list_checkpoints(run_folder)):
-        # "latest" trusts the files: loading checks their hashes anyway, and then says which one is damaged.
-        if resume == "latest":
+    known = list_checkpoints(run_folder)
+    if not known:
+        raise CheckpointError(_none_found(run_folder, resume))
+    # "latest" trusts the files: loading checks their hashes anyway, and then says which one is damaged.
+    if resume == "latest":
+        return known[-1]
+    found = _newest_good(run_folder, known)
+    if found is None:
+        raise CheckpointError(_none_found(run_folder, resume))
+    return found
+
+
+def _newest_good(run_folder: Path, known: list[Path]) -> Path | None:
+    """The newest of these whose files are whole, unless training broke right after it and nothing proves it."""
+    newest_whole = None
+    before = math.inf
+    for path in reversed(known):
+        step, next_step = _step_of(path), before
+        before = step
+        problems = problems_of(path)
+        if problems:
+            log.warning("%s is passed over: %s", path, "; ".join(problems))
+            continue
+        if is_proved(path, CheckpointReader(path).manifest["hash"]):
             return path
-        problems = _problems(path)
-        if not problems:
+        broken = broken_step_after(run_folder, step, next_step)
+        if broken is None:
+            log.info("%s is whole; no later step has proved it yet.", path)
             return path
-        log.warning("%s is passed over: %s", path, "; ".join(problems))
-    raise CheckpointError(
-        f"run.resume={resume!r}, but {run_folder / CHECKPOINTS} holds no committed checkpoint.\n"
-        "Name a checkpoint folder, or start anew: --run.resume no and another --run.output_dir."
-    )
+        log.warning("%s is passed over: step %d after it was not finite, and no step has proved it.", path, broken)
+        newest_whole = newest_whole or path
+    if newest_whole is not None:
+        log.warning("No other checkpoint is good: %s is taken all the same.", newest_whole)
+    return newest_whole
 
 
-def prune(run_folder: Path, keep_last: int) -> None:
-    """Remove all but the newest ``keep_last`` checkpoints; 0 keeps all."""
-    if keep_last == 0:
-        return
-    for path in list_checkpoints(run_folder)[:-keep_last]:
-        # A checkpoint that cannot be removed costs disk, and must not cost the run.
-        shutil.rmtree(path, ignore_errors=True)
-
-
-def remove_partial(run_folder: Path) -> None:
-    """Remove what killed saves left."""
-    for path in (run_folder / CHECKPOINTS).glob(".step_*.partial"):
-        shutil.rmtree(path, ignore_errors=True)
+def remove_leftovers(run_folder: Path) -> None:
+    """Remove what killed saves and removals and earlier resumes left; the log says what. Nobody may be saving."""
+    for leftover in leftovers(run_folder, is_running=False):
+        if remove_or_warn(leftover.path):
+            log.info("Removed %s: %s.", leftover.path, leftover.what)
 
 
 def set_aside_newer(run_folder: Path, step: int) -> None:
     """Rename checkpoints of steps after ``step`` to ``*.discarded``: a resumed run writes that history anew."""
     for path in list_checkpoints(run_folder):
-        if int(path.name.removeprefix("step_")) > step:
+        if _step_of(path) > step:
             set_aside(path)
 
 
@@ -68,6 +86,25 @@ def set_aside(path: Path) -> None:
     path.rename(aside)
 
 
+def problems_of(path: Path) -> list[str]:
+    """What is wrong with a checkpoint's files; every byte is read."""
+    try:
+        return CheckpointReader(path).verify()
+    except CheckpointError as error:
+        return [str(error)]
+
+
+def _step_of(path: Path) -> int:
+    return int(path.name.removeprefix("step_"))
+
+
+def _none_found(run_folder: Path, resume: str) -> str:
+    return (
+        f"run.resume={resume!r}, but {run_folder / CHECKPOINTS} holds no committed checkpoint.\n"
+        "Name a checkpoint folder, or start anew: --run.resume no and another --run.output_dir."
+    )
+
+
 def _offer(run_folder: Path) -> str:
     """The checkpoints that a user can name instead."""
     known = [p.name for p in list_checkpoints(run_folder)]
@@ -76,11 +113,3 @@ def _offer(run_folder: Path) -> str:
             f"{run_folder / CHECKPOINTS} holds none either; start anew: --run.resume no and another --run.output_dir."
         )
     return f"Checkpoints of this run: {', '.join(known)}, or --run.resume latest."
-
-
-def _problems(path: Path) -> list[str]:
-    """What is wrong with a checkpoint's files; every byte is read."""
-    try:
-        return CheckpointReader(path).verify()
-    except CheckpointError as error:
-        return [str(error)]

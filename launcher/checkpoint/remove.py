@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shutil
 import time
-from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -38,22 +38,28 @@ def remove_checkpoint(path: Path) -> None:
     shutil.rmtree(hidden)
 
 
-def kept_steps(steps: Sequence[int], *, last: int, every: int) -> set[int]:
-    """The newest ``last`` of these steps, and those that ``every`` divides (0: none)."""
-    kept = set(sorted(steps)[-last:])
-    return kept | {step for step in steps if every and step % every == 0}
+def leftovers(run: Path, *, is_running: bool) -> list[Leftover]:
+    """Saves and removals that were killed, and checkpoints that a resumed run set aside.
 
-
-def leftovers(run: Path) -> list[Leftover]:
-    """Saves and removals that were killed, and checkpoints that a resumed run set aside."""
+    Of a run that ``is_running``, as far as one knows, a save that was written to within the last hour is none.
+    """
     found = []
     folder = run / CHECKPOINTS
     for path in sorted(folder.glob(f".step_*.{_REMOVED}")):
         found.append(Leftover(path, "a removal that was killed"))
     for path in sorted(folder.glob(".step_*.partial")):
-        newest = max((inner.stat().st_mtime for inner in [path, *path.iterdir()]), default=0.0)
-        if time.time() - newest > _SAVING_SECONDS:
+        if not is_running or time.time() - _last_written(path) > _SAVING_SECONDS:
             found.append(Leftover(path, "a save that was killed"))
     for path in sorted(folder.glob("step_*.discarded")):
         found.append(Leftover(path, "set aside when the run went on from an earlier one"))
     return found
+
+
+def _last_written(folder: Path) -> float:
+    """When something in a folder last changed, in seconds since 1970."""
+    times = [folder.stat().st_mtime]
+    for inner in folder.iterdir():
+        # A save that is under way may give it another name, or remove it.
+        with suppress(FileNotFoundError):
+            times.append(inner.stat().st_mtime)
+    return max(times)

@@ -79,28 +79,33 @@ def prune(
     *,
     keep_last: int,
     keep_every: int = 0,
+    keep_best: int = 0,
     dry_run: bool = False,
     json: Json = False,
 ) -> None:
     """Remove checkpoints of a run, and what killed saves and resumes have left.
 
-    Kept are the newest ones and, with --keep-every, those of every so many steps. Each is renamed before its files go,
-    so that a removal that is killed leaves nothing that looks whole. Of a run that goes on at the same time, a save
-    under way is left alone.
+    Kept are the newest ones, the newest proved one and, with --keep-every and --keep-best, those of every so many steps
+    and of the lowest held-out loss. Each is renamed before its files go: a removal that is killed leaves nothing that
+    looks whole. Of a run that goes on at the same time, a save under way is left alone.
 
     Args:
         run: Run folder.
         keep_last: Newest checkpoints to keep, at least 1.
         keep_every: Keep those whose step this number divides, too; 0: none.
+        keep_best: Keep so many with the lowest held-out loss of their own step, too; 0: none.
         dry_run: Say what would be removed, and remove nothing.
     """
-    from launcher.checkpoint.remove import kept_steps, leftovers, remove_checkpoint
+    from launcher.checkpoint.remove import leftovers, remove_checkpoint
+    from launcher.checkpoint.retention import Candidate, Retention
 
-    for name, value, least in (("--keep-last", keep_last, 1), ("--keep-every", keep_every, 0)):
+    limits = (("--keep-last", keep_last, 1), ("--keep-every", keep_every, 0), ("--keep-best", keep_best, 0))
+    for name, value, least in limits:
         if value < least:
             raise ConfigError(f"{name} {value} must be at least {least}.")
     rows = [_summary(folder) for folder in _checkpoints_of(run)]
-    kept = kept_steps([row["step"] for row in rows], last=keep_last, every=keep_every)
+    retention = Retention(last=keep_last, every=keep_every, best=keep_best)
+    kept = set(retention.reasons([Candidate.of(Path(row["folder"])) for row in rows]))
     readable = [row["step"] for row in rows if row["problem"] is None]
     if readable and not kept & set(readable):
         raise CheckpointError(
@@ -108,7 +113,7 @@ def prune(
             f"Remove the damaged folders by hand, or try --keep-last {_last_with(rows, readable[-1])}."
         )
     found = [(Path(row["folder"]), "") for row in rows if row["step"] not in kept]
-    found += [(leftover.path, leftover.what) for leftover in leftovers(run)]
+    found += [(leftover.path, leftover.what) for leftover in leftovers(run, is_running=True)]
     removed = []
     for path, why in found:
         size = sum(file.stat().st_size for file in path.rglob("*") if file.is_file())

@@ -33,6 +33,7 @@ def check_run(config: RunConfig, world_size: int) -> None:
     check_zero_section(config, world_size)
     _check_built(config)
     _check_ranges(config)
+    _check_retention(config)
     _check_routing(config)
     check_kept(config)
     _check_step(config, world_size)
@@ -129,6 +130,8 @@ def _check_ranges(config: RunConfig) -> None:
         "train.spike_sigmas": (config.train.spike_sigmas, 0),
         "checkpoint.every_steps": (config.checkpoint.every_steps, 0),
         "checkpoint.keep_last": (config.checkpoint.keep_last, 0),
+        "checkpoint.keep_every": (config.checkpoint.keep_every, 0),
+        "checkpoint.keep_best": (config.checkpoint.keep_best, 0),
         "validation.every_steps": (config.validation.every_steps, 0),
         "validation.rows": (config.validation.rows, 0),
         "validation.sample_tokens": (config.validation.sample_tokens, 0),
@@ -152,6 +155,41 @@ def _check_ranges(config: RunConfig) -> None:
         # Adam divides by 1 − beta^step, and smoothing of 1 leaves nothing of the target.
         if not 0 <= value <= 1 or (name != "final_lr_ratio" and value == 1):
             raise ConfigError(f"train.{name}={value} must lie between 0 and 1.")
+
+
+def _check_retention(config: RunConfig) -> None:
+    """ConfigError for checkpoints to keep that would stay anyway, or that never come to be."""
+    checkpoint, validation = config.checkpoint, config.validation
+    for key in ("keep_every", "keep_best"):
+        value = getattr(checkpoint, key)
+        if value and not checkpoint.keep_last:
+            raise ConfigError(
+                f"checkpoint.{key}={value} means nothing where checkpoint.keep_last=0 keeps all checkpoints.\n"
+                "Try checkpoint.keep_last=1."
+            )
+    every, steps = checkpoint.keep_every, checkpoint.every_steps
+    if every and (not steps or every % steps):
+        nearest = 0
+        if steps:
+            nearest = max(1, round(every / steps)) * steps
+        raise ConfigError(
+            f"checkpoint.keep_every={every} is not a multiple of checkpoint.every_steps={steps}: no checkpoint is of "
+            f"such a step. Try checkpoint.keep_every={nearest}."
+        )
+    if not checkpoint.keep_best:
+        return
+    if not validation.rows:
+        raise ConfigError(
+            f"checkpoint.keep_best={checkpoint.keep_best} goes by the held-out loss, and validation.rows=0 never "
+            "validates. Try validation.rows=16."
+        )
+    # Both come at the last step; what is saved before it should be judged too.
+    if steps and (not validation.every_steps or steps % validation.every_steps):
+        raise ConfigError(
+            f"checkpoint.keep_best={checkpoint.keep_best} goes by the held-out loss of the weights that are saved, and "
+            f"checkpoint.every_steps={steps} is not a multiple of validation.every_steps={validation.every_steps}.\n"
+            f"Try validation.every_steps={steps}."
+        )
 
 
 def _check_step(config: RunConfig, world_size: int) -> None:

@@ -291,6 +291,12 @@ class CheckpointSection:
     """Steps between checkpoints; 0 saves at the end only."""
     keep_last: int = 2
     """Checkpoints kept; older ones go once a newer one is committed. 0 keeps all."""
+    keep_every: int = 0
+    """Of the older ones, those whose step this number divides stay; 0: none."""
+    keep_best: int = 0
+    """Of the older ones, so many with the lowest held-out loss stay; 0: none."""
+    wait: bool = False
+    """Training waits until a checkpoint is written. Else it waits for a copy in memory, of which a thread writes."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import closing
 from pathlib import Path
 from typing import Any
 
-from launcher.checkpoint.folder import prune, remove_partial, set_aside_newer
+from launcher.checkpoint.folder import remove_leftovers, set_aside_newer
+from launcher.checkpoint.retention import VALIDATION_LOSS, Retention, prune
 from launcher.checkpoint.save import save_checkpoint
 from launcher.metrics.record import Record, truncate_after
 from launcher.metrics.writer import Lines, RecordWriter
@@ -47,6 +49,8 @@ class Trainer:
         self._sampler = None
         if run.validation is not None and run.config.validation.sample_tokens:
             self._sampler = Sampler(run)
+        self._validation_losses: dict[int, float] = {}
+        """The last one by its step, if it was a number."""
         self._compile_watch = CompileWatch(is_on=run.is_rank_0 and run.config.train.compile == "on")
         self._plan_watch = PlanWatch(run.expected)
         self._dead_experts = dead_experts or DeadExpertWatch(run.expert_layers, run.model.num_experts)
@@ -133,6 +137,9 @@ class Trainer:
         )
         if self._sampler is not None:
             record["sample"] = self._sampler.sample()
+        self._validation_losses.clear()
+        if math.isfinite(record["loss"]):
+            self._validation_losses[self.progress.step] = record["loss"]
         writer.write({**record, "step": self.progress.step})
 
     def _is_due(self, every: int) -> bool:
@@ -143,26 +150,18 @@ class Trainer:
     def _save(self) -> None:
         """Commit a checkpoint, then remove the oldest ones."""
         run, started = self.run, time.perf_counter()
-        # All that a resumed run needs besides weights and moments. Nothing in it depends on world size or ZeRO stage:
-        # the two are written for people to read.
-        training: dict[str, Any] = {
-            **self.progress.state(),
-            "loader": run.feed.state_dict(),
-            "world_size": run.mesh.world_size,
-            "zero_stage": run.engine.stage,
-            "model_type": run.model_type,
-            "config": dataclasses.asdict(run.config),
-        }
         path = self._save_checkpoint(
             run.folder,
             run.engine,
             step=self.progress.step,
             model=run.model,
-            training=training,
+            training=_training_state(run, self.progress, self._validation_losses),
             tokenizer_files=run.tokenizer_files,
         )
         # Only after the new one is committed: whenever the process is killed, a whole checkpoint is there.
-        on_rank_0(lambda: prune(run.folder, run.config.checkpoint.keep_last))
+        section = run.config.checkpoint
+        retention = Retention(last=section.keep_last, every=section.keep_every, best=section.keep_best)
+        on_rank_0(lambda: prune(run.folder, retention))
         log.info("Saved %s in %.1f s.", path, time.perf_counter() - started)
 
     def _finish(self) -> None:
@@ -177,6 +176,20 @@ class Trainer:
         log.info("Done: %d steps. Checkpoint %s, report %s.", self.progress.step, newest, report)
 
 
+def _training_state(run: Run, progress: Progress, validation_losses: Mapping[int, float]) -> dict[str, Any]:
+    """All that a resumed run needs besides weights and moments, and what decides how long the checkpoint stays."""
+    # Nothing in it depends on world size or ZeRO stage: the two are written for people to read.
+    return {
+        **progress.state(),
+        "loader": run.feed.state_dict(),
+        "world_size": run.mesh.world_size,
+        "zero_stage": run.engine.stage,
+        "model_type": run.model_type,
+        VALIDATION_LOSS: validation_losses.get(progress.step),
+        "config": dataclasses.asdict(run.config),
+    }
+
+
 def _rewind_on_rank_0(run: Run, step: int) -> None:
     if run.is_rank_0:
         rewind(run.folder, step)
@@ -184,7 +197,7 @@ def _rewind_on_rank_0(run: Run, step: int) -> None:
 
 def rewind(folder: Path, step: int) -> None:
     """Set aside what a run did after this step: it will be done anew. The process may be killed at any point."""
-    remove_partial(folder)
+    remove_leftovers(folder)
     # Checkpoints go first: metrics may be newer than the newest checkpoint, never older.
     set_aside_newer(folder, step)
     truncate_after(folder, step)

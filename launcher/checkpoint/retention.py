@@ -1,0 +1,101 @@
+"""Which checkpoints of a run stay, and why; those that go are renamed before their files are removed."""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from launcher.checkpoint.proof import is_proved
+from launcher.checkpoint.remove import remove_checkpoint
+from longctx.checkpoint_format import MANIFEST, list_checkpoints
+
+log = logging.getLogger(__name__)
+
+VALIDATION_LOSS = "validation_loss"
+"""In a manifest's ``training``: the held-out loss of the weights that were saved, where they were validated."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Candidate:
+    """A committed checkpoint, as far as it matters to whether it stays."""
+
+    folder: Path
+    step: int
+    validation_loss: float | None = None
+    """Nats a token; None where its weights were not validated, or to no number."""
+    is_proved: bool = False
+
+    @classmethod
+    def of(cls, folder: Path) -> Candidate:
+        """What the folder and its manifest say; one that cannot be read has no loss, and is not proved."""
+        step = int(folder.name.removeprefix("step_"))
+        try:
+            manifest = json.loads((folder / MANIFEST).read_text())
+            loss = manifest["training"].get(VALIDATION_LOSS)
+        except (OSError, ValueError, LookupError, TypeError, AttributeError):
+            return cls(folder=folder, step=step)
+        if not isinstance(loss, float) or not math.isfinite(loss):
+            loss = None
+        return cls(folder=folder, step=step, validation_loss=loss, is_proved=is_proved(folder, manifest.get("hash")))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Retention:
+    """What stays: the newest ones, and others beside them."""
+
+    last: int
+    """Newest checkpoints to keep; 0 keeps all."""
+    every: int = 0
+    """Keep those whose step this number divides; 0: none."""
+    best: int = 0
+    """Checkpoints of the lowest validation loss to keep."""
+
+    def reasons(self, candidates: Sequence[Candidate]) -> dict[int, str]:
+        """The steps that stay, each with why."""
+        by_step = sorted(candidates, key=lambda one: one.step)
+        if not self.last:
+            return {one.step: "all" for one in by_step}
+        found = {one.step: f"last {self.last}" for one in by_step[-self.last :]}
+        # Among equal losses the newer one.
+        judged = sorted((one for one in by_step if one.validation_loss is not None), key=_loss_and_age)
+        for one in judged[: self.best]:
+            found.setdefault(one.step, f"best {self.best}")
+        for one in by_step:
+            if self.every and one.step % self.every == 0:
+                found.setdefault(one.step, f"every {self.every}")
+        # Until a newer one is proved, it is the one known to be good.
+        proved = [one.step for one in by_step if one.is_proved]
+        if proved:
+            found.setdefault(proved[-1], "newest proved")
+        return found
+
+
+def prune(run_folder: Path, retention: Retention) -> None:
+    """Remove the checkpoints that do not stay; the log says which the file system would not remove."""
+    if not retention.last:
+        return
+    candidates = [Candidate.of(folder) for folder in list_checkpoints(run_folder)]
+    kept = retention.reasons(candidates)
+    for one in candidates:
+        if one.step not in kept:
+            remove_or_warn(one.folder)
+
+
+def remove_or_warn(path: Path) -> bool:
+    """Remove a folder of checkpoints; False, and a warning, where the file system refuses."""
+    try:
+        remove_checkpoint(path)
+    except OSError as error:
+        # It costs disk, and must not cost the run.
+        log.warning("%s could not be removed: %s.", path, error)
+        return False
+    return True
+
+
+def _loss_and_age(one: Candidate) -> tuple[float, int]:
+    assert one.validation_loss is not None
+    return one.validation_loss, -one.step
