@@ -36,7 +36,7 @@ from longctx.kernels.memory import available_bytes
 
 RANKS = 2
 GIB = 1 << 30
-PRELOAD = ("launcher.training.setup", "launcher.checkpoint.save", "deepspeed.module_inject")
+PRELOAD = ("launcher.training.setup", "launcher.checkpoint.saver", "deepspeed.module_inject")
 MODELS: dict[str, dict[str, Any]] = {
     "dense": {
         "model.vocab_size": 32_000,
@@ -169,7 +169,7 @@ def start(data: Path, output: Path, settings: dict[str, Any], origin: dict[str, 
 
 def save(data: Path, output: Path, settings: dict[str, Any]) -> None:
     """Write a checkpoint with moments, of a run that has taken no step."""
-    from launcher.checkpoint.save import save_checkpoint
+    from launcher.checkpoint.saver import save_checkpoint
     from launcher.training.setup import build_run
 
     logging.disable(logging.CRITICAL)

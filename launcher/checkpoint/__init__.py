@@ -2,6 +2,6 @@
 
 from launcher.checkpoint.folder import find_resume
 from launcher.checkpoint.load import load_checkpoint, load_weights
-from launcher.checkpoint.save import save_checkpoint
+from launcher.checkpoint.saver import save_checkpoint
 
 __all__ = ["find_resume", "load_checkpoint", "load_weights", "save_checkpoint"]

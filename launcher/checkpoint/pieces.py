@@ -11,35 +11,33 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-import xxhash
 from torch import Tensor
+
+from launcher.checkpoint.disk import HashedWriter
 
 if TYPE_CHECKING:  # importing DeepSpeed takes seconds, and decides on a device
     from parallel.zero.state import Piece
 
 BLOCK_VALUES = 1 << 22
-"""Values that are in the machine's memory at a time: 16 MiB."""
+"""Values that leave their device at a time: 16 MiB."""
 ITEM_BYTES = 4
 """Of a float32 value."""
 
 
-def write_pieces(path: Path, pieces: Sequence[Piece], values: Iterable[Tensor]) -> str:
-    """Write the values of the pieces as float32 entries named by ``piece_key``; returns the file's xxh3-128.
+def write_pieces(path: Path, pieces: Sequence[Piece], values: Iterable[Tensor]) -> tuple[int, str]:
+    """Write the values of the pieces as float32 entries named by ``piece_key``, onto the disk.
 
-    Values are taken one piece after the other: each may be gone when the next is asked for.
+    Values are taken one piece after the other: each may be gone when the next is asked for. Returns the file's bytes
+    and its xxh3-128.
     """
-    digest = xxhash.xxh3_128()
-    with path.open("wb") as file:
-        header = _header(pieces)
-        digest.update(header)
-        file.write(header)
+    with HashedWriter(path) as file:
+        file.write(_header(pieces))
         for one, tensor in zip(pieces, values, strict=True):
             assert tensor.numel() == one.numel, f"{piece_key(one)} has {tensor.numel()} values"
             for block in tensor.detach().flatten().split(BLOCK_VALUES):
-                content = block.to("cpu", torch.float32).contiguous().numpy().data
-                digest.update(content)
-                file.write(content)
-    return digest.hexdigest()
+                if block.numel():
+                    file.write(block.to("cpu", torch.float32).contiguous().numpy().data)
+        return file.close()
 
 
 def piece_key(one: Piece) -> str:

@@ -11,6 +11,7 @@ from pathlib import Path
 
 from launcher.checkpoint.proof import is_proved
 from launcher.checkpoint.remove import remove_checkpoint
+from launcher.config.sections import CheckpointSection
 from longctx.checkpoint_format import MANIFEST, list_checkpoints
 
 log = logging.getLogger(__name__)
@@ -53,6 +54,11 @@ class Retention:
     """Keep those whose step this number divides; 0: none."""
     best: int = 0
     """Checkpoints of the lowest validation loss to keep."""
+
+    @classmethod
+    def of(cls, section: CheckpointSection) -> Retention:
+        """As a run's config has it."""
+        return cls(last=section.keep_last, every=section.keep_every, best=section.keep_best)
 
     def reasons(self, candidates: Sequence[Candidate]) -> dict[int, str]:
         """The steps that stay, each with why."""

@@ -1,8 +1,8 @@
-"""Save a checkpoint of a run (the format itself: ``longctx/checkpoint_format.py``).
+"""The files of a checkpoint, written (the format itself: ``longctx/checkpoint_format.py``).
 
 Every rank writes the ranges it owns into one safetensors file of a hidden folder; rank 0 writes the manifest and
 renames the folder. Until that rename the previous checkpoint is the newest one, whatever is killed. All ranks need to
-see the same folder: on a cluster, a shared file system.
+see the same folder: on a cluster, a shared file system. Nothing here is collective: a thread may do it.
 """
 
 from __future__ import annotations
@@ -12,14 +12,16 @@ import errno
 import json
 import platform
 import shutil
-from collections.abc import Callable, Mapping
-from contextlib import closing
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
-import torch.distributed as dist
+import xxhash
+from torch import Tensor
 
+from launcher.checkpoint.disk import read_back
 from launcher.checkpoint.folder import set_aside
 from launcher.checkpoint.pieces import piece_key, write_pieces
 from longctx.checkpoint_format import (
@@ -33,15 +35,15 @@ from longctx.checkpoint_format import (
 )
 from longctx.config import ModelConfig
 from longctx.errors import CheckpointError
-from longctx.files import hash_file, sync_path
-from parallel.runtime.process import agree_or_raise, broadcast_object, gather_on_rank_0
+from longctx.files import sync_path, write_synced
 
 if TYPE_CHECKING:  # importing DeepSpeed takes seconds, and decides on a device
     from parallel.zero.engine import ZeroEngine
+    from parallel.zero.state import Piece
 
 
-class _WrittenFile(NamedTuple):
-    """One rank's file, and what the manifest says of it."""
+class WrittenFile(NamedTuple):
+    """One file, and what the manifest says of it."""
 
     name: str
     num_bytes: int
@@ -50,98 +52,129 @@ class _WrittenFile(NamedTuple):
     """(tensor, role, where its values lie in the file)."""
 
 
-def save_checkpoint(
-    run_folder: Path,
-    engine: ZeroEngine,
-    *,
-    step: int,
-    model: ModelConfig,
-    training: dict[str, Any],
-    tokenizer_files: Mapping[str, bytes],
-    sync: Callable[[Path], None] = sync_path,
-) -> Path:
-    """Commit the state after ``step`` optimiser steps and return its folder. Collective.
+@dataclass(frozen=True, kw_only=True)
+class Contents:
+    """What a checkpoint says of itself, beside its files."""
 
-    ``tokenizer_files`` are copied along by rank 0: a checkpoint is of use without its run's data. ``sync`` puts a file
-    or folder on the disk. CheckpointError on every rank when any of them cannot write; nothing is left behind and older
-    checkpoints stay.
+    step: int
+    model: ModelConfig
+    shapes: Mapping[str, torch.Size]
+    """Of every parameter and buffer of the whole model."""
+    dtype: torch.dtype
+    training: Mapping[str, Any]
+    tokenizer_files: Mapping[str, bytes]
+    """Copied along: a checkpoint is of use without its run's data."""
+
+    @classmethod
+    def of(
+        cls,
+        engine: ZeroEngine,
+        step: int,
+        model: ModelConfig,
+        training: Mapping[str, Any],
+        tokenizer_files: Mapping[str, bytes],
+    ) -> Contents:
+        """Of what an engine holds after ``step`` steps."""
+        return cls(
+            step=step,
+            model=model,
+            shapes=engine.shapes,
+            dtype=engine.dtype,
+            training=training,
+            tokenizer_files=tokenizer_files,
+        )
+
+
+def folder_of(run_folder: Path, step: int) -> Path:
+    """Where the checkpoint of a step will be."""
+    return run_folder / CHECKPOINTS / f"step_{step:06d}"
+
+
+def hidden_folder(target: Path) -> Path:
+    """Where it is until it is committed: no reader takes that for a checkpoint."""
+    return target.with_name(f".{target.name}.partial")
+
+
+def write_rank_file(folder: Path, rank: int, pieces: Sequence[Piece], values: Iterable[Tensor]) -> WrittenFile:
+    """Write a rank's values into one file, onto the disk; CheckpointError unless the disk gives them back.
+
+    Values are taken one piece after the other: views of what ZeRO holds leave the device a part at a time.
     """
-    # 1. A hidden folder, which no reader takes for a checkpoint.
-    target = run_folder / CHECKPOINTS / f"step_{step:06d}"
-    partial = target.with_name(f".{target.name}.partial")
-    _on_rank_0(lambda: _make_empty(partial), partial)
-
-    # 2. Every rank writes what it owns. An error waits until all ranks have tried: a rank that raised here would leave
-    # the others in the next collective.
-    written, problem = None, None
-    try:
-        written = _write_own_ranges(partial, engine, sync)
-    except OSError as error:
-        problem = _explain(error, partial)
-
-    # 3. Rank 0 writes the manifest and renames the folder, once every byte of every rank is on the disk.
-    def commit() -> None:
-        for name, content in tokenizer_files.items():
-            files.append(_write_beside(partial / name, content, sync))
-        manifest = _manifest(engine, files, step, model, training)
-        _commit(partial, target, manifest, sync)
-
-    try:
-        agree_or_raise(problem)
-        files = gather_on_rank_0(written)
-        _on_rank_0(commit, partial)
-    except CheckpointError:
-        if dist.get_rank() == 0:
-            shutil.rmtree(partial, ignore_errors=True)
-        raise
-    return target
-
-
-def _write_own_ranges(folder: Path, engine: ZeroEngine, sync: Callable[[Path], None]) -> _WrittenFile:
-    """Write this rank's ranges into one file; returns what the manifest says of it."""
-    path = folder / f"rank_{dist.get_rank():05d}.safetensors"
-    pieces = engine.owned_pieces()
-    # Views of what ZeRO holds: values leave the device, or a disk that holds them, a part at a time.
-    with closing(engine.owned_ranges()) as ranges:
-        digest = write_pieces(path, pieces, (one.values for one in ranges))
-    sync(path)
+    path = folder / f"rank_{rank:05d}.safetensors"
+    num_bytes, digest = write_pieces(path, pieces, values)
+    _check_read_back(path, digest)
     written = []
     for one in pieces:
         where = {"file": path.name, "key": piece_key(one), "start": one.start, "numel": one.numel}
         written.append((one.name, one.role, where))
-    return _WrittenFile(path.name, path.stat().st_size, digest, written)
+    return WrittenFile(path.name, num_bytes, digest, written)
 
 
-def _write_beside(path: Path, content: bytes, sync: Callable[[Path], None]) -> _WrittenFile:
+def commit(target: Path, files: Sequence[WrittenFile], contents: Contents) -> str:
+    """Write what stands beside the ranks' files, and give the folder its name; returns the manifest's hash.
+
+    From that on the checkpoint exists. Every file must be on the disk.
+    """
+    partial, listed = hidden_folder(target), list(files)
+    for name, content in contents.tokenizer_files.items():
+        listed.append(_write_beside(partial / name, content))
+    manifest = _manifest(contents, listed)
+    text = json.dumps(manifest).encode()
+    path = partial / MANIFEST
+    path.write_bytes(text)
+    # Before the rename: a power cut must not leave a committed folder with an empty manifest.
+    sync_path(path)
+    _check_read_back(path, xxhash.xxh3_128_hexdigest(text))
+    sync_path(partial)
+    # The run has taken this step before, and was resumed from an earlier checkpoint.
+    if target.exists():
+        set_aside(target)
+    partial.rename(target)
+    # A rename is on the disk when its parent folder is.
+    sync_path(target.parent)
+    return manifest["hash"]
+
+
+def _check_read_back(path: Path, written: str) -> None:
+    """CheckpointError unless a file is what was written, by its xxh3-128."""
+    found = read_back(path)
+    if found != written:
+        raise CheckpointError(
+            f"{path.name} is not what was written: read back, its xxh3-128 is {found}, and it was {written}.\n"
+            f"The disk of {path.parent.parent} or this machine's memory fails: go on elsewhere with --run.resume "
+            "latest. Earlier checkpoints are untouched."
+        )
+
+
+def _write_beside(path: Path, content: bytes) -> WrittenFile:
     """Write a file beside the pieces; returns what the manifest says of it."""
-    path.write_bytes(content)
-    sync(path)
-    return _WrittenFile(path.name, path.stat().st_size, hash_file(path), [])
+    write_synced(path, content)
+    digest = xxhash.xxh3_128_hexdigest(content)
+    _check_read_back(path, digest)
+    return WrittenFile(path.name, len(content), digest, [])
 
 
-def _manifest(
-    engine: ZeroEngine, files: list[_WrittenFile], step: int, model: ModelConfig, training: dict[str, Any]
-) -> dict[str, Any]:
+def _manifest(contents: Contents, files: Sequence[WrittenFile]) -> dict[str, Any]:
     """The contents of ``manifest.json``, its own hash included."""
     manifest: dict[str, Any] = {
         "format": FORMAT,
         "version": VERSION,
-        "step": step,
-        "dtype": str(engine.dtype).removeprefix("torch."),
-        "model": dataclasses.asdict(model),
-        "tensors": _tensor_table(engine, files),
+        "step": contents.step,
+        "dtype": str(contents.dtype).removeprefix("torch."),
+        "model": dataclasses.asdict(contents.model),
+        "tensors": _tensor_table(contents.shapes, files),
         "files": {file.name: {"bytes": file.num_bytes, "hash": file.hash} for file in files},
-        "training": training,
+        "training": dict(contents.training),
         "versions": {"torch": torch.__version__, "python": platform.python_version()},
     }
     manifest["hash"] = canonical_hash(manifest)
     return manifest
 
 
-def _tensor_table(engine: ZeroEngine, files: list[_WrittenFile]) -> dict[str, Any]:
+def _tensor_table(shapes: Mapping[str, torch.Size], files: Sequence[WrittenFile]) -> dict[str, Any]:
     """Every tensor's shape, and for each of its roles the pieces that hold it."""
     table: dict[str, Any] = {}
-    for name, shape in engine.shapes.items():
+    for name, shape in shapes.items():
         # A buffer is no parameter: it has a value and no moments.
         roles = ROLES
         if is_buffer(name):
@@ -153,45 +186,20 @@ def _tensor_table(engine: ZeroEngine, files: list[_WrittenFile]) -> dict[str, An
     return table
 
 
-def _commit(partial: Path, target: Path, manifest: dict[str, Any], sync: Callable[[Path], None]) -> None:
-    """Write the manifest beside the pieces and rename the folder: from here on the checkpoint exists."""
-    (partial / MANIFEST).write_text(json.dumps(manifest))
-    # Before the rename: a power cut must not leave a committed folder with an empty manifest.
-    sync(partial / MANIFEST)
-    sync(partial)
-    # The run has taken this step before, and was resumed from an earlier checkpoint.
-    if target.exists():
-        set_aside(target)
-    partial.rename(target)
-    # A rename is on the disk when its parent folder is.
-    sync(target.parent)
-
-
-def _on_rank_0(action: Callable[[], None], path: Path) -> None:
-    """Run ``action`` on rank 0; CheckpointError everywhere when the system refuses. Collective."""
-    problem = None
-    if dist.get_rank() == 0:
-        try:
-            action()
-        except OSError as error:
-            problem = str(_explain(error, path))
-    problem = broadcast_object(problem)
-    if problem is not None:
-        raise CheckpointError(problem)
-
-
-def _explain(error: OSError, path: Path) -> CheckpointError:
-    """The error that a user reads, with what to do."""
+def explained(error: OSError | CheckpointError, target: Path) -> CheckpointError:
+    """The error that a user reads, with what to do; one that says it is left as it is."""
+    if isinstance(error, CheckpointError):
+        return error
     advice = "Mend that"
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
         advice = "The disk is full: free some space, or set checkpoint.keep_last lower"
     return CheckpointError(
-        f"the checkpoint could not be written to {path.parent}: {error}.\n"
+        f"the checkpoint could not be written to {target.parent}: {error}.\n"
         f"{advice}, then go on with --run.resume latest. Earlier checkpoints are untouched."
     )
 
 
-def _make_empty(folder: Path) -> None:
+def make_empty(folder: Path) -> None:
     """Make the folder anew, without what a killed save has left in it."""
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)

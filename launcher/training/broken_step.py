@@ -141,6 +141,8 @@ def find_broken(
     ``order`` is the loader's state before the step; ``own_finite`` says whether this rank's part of the loss is, and
     ``in_row`` how many steps were left out right before.
     """
+    # The newest checkpoint may be one that is being written.
+    run.saver.finish()
     grad_norm, gradients = None, []
     if gradient is not None:
         grad_norm, gradients = gradient.norm, gradient.names

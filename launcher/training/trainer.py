@@ -5,15 +5,13 @@ from __future__ import annotations
 import dataclasses
 import logging
 import math
-import time
 from collections.abc import Callable, Mapping
 from contextlib import closing
 from pathlib import Path
 from typing import Any
 
 from launcher.checkpoint.folder import remove_leftovers, set_aside_newer
-from launcher.checkpoint.retention import VALIDATION_LOSS, Retention, prune
-from launcher.checkpoint.save import save_checkpoint
+from launcher.checkpoint.retention import VALIDATION_LOSS
 from launcher.metrics.record import Record, truncate_after
 from launcher.metrics.writer import Lines, RecordWriter
 from launcher.run_folder import write_config_and_environment
@@ -26,7 +24,7 @@ from launcher.training.step import TrainStep
 from launcher.training.validation import validate
 from longctx.checkpoint_format import list_checkpoints
 from longctx.errors import TrainingError
-from parallel.runtime.process import on_every_rank, on_rank_0
+from parallel.runtime.process import on_every_rank
 
 log = logging.getLogger(__name__)
 
@@ -39,16 +37,15 @@ class Trainer:
         run: Run,
         *,
         train_step: Callable[[Progress], tuple[Progress, Record]] | None = None,
-        save: Callable[..., Path] = save_checkpoint,
         dead_experts: DeadExpertWatch | None = None,
     ) -> None:
-        """A caller may bring a ``train_step``, a ``save`` or a watch over ``dead_experts`` of its own."""
+        """A caller may bring a ``train_step`` or a watch over ``dead_experts`` of its own."""
         self.run, self.progress = run, run.progress
         self._train_step = train_step or TrainStep(run)
-        self._save_checkpoint = save
         self._sampler = None
         if run.validation is not None and run.config.validation.sample_tokens:
             self._sampler = Sampler(run)
+        self._loss: float | None = None
         self._validation_losses: dict[int, float] = {}
         """The last one by its step, if it was a number."""
         self._compile_watch = CompileWatch(is_on=run.is_rank_0 and run.config.train.compile == "on")
@@ -116,6 +113,9 @@ class Trainer:
             record = self.take_step()
             self._plan_watch.see(record)
             writer.write(record)
+            # All records up to the step of a checkpoint are written before it is committed.
+            self.run.saver.after_step(record["step"], record["loss"])
+            self._loss = record["loss"]
         except TrainingError as error:
             if error.record is not None:
                 writer.write(dict(error.record))
@@ -148,24 +148,19 @@ class Trainer:
         return step == self.run.config.last_step or (every > 0 and step % every == 0)
 
     def _save(self) -> None:
-        """Commit a checkpoint, then remove the oldest ones."""
-        run, started = self.run, time.perf_counter()
-        path = self._save_checkpoint(
-            run.folder,
-            run.engine,
-            step=self.progress.step,
-            model=run.model,
+        """Begin to save a checkpoint; that of the last step is waited for. Collective."""
+        run, step = self.run, self.progress.step
+        run.saver.save(
+            step=step,
             training=_training_state(run, self.progress, self._validation_losses),
-            tokenizer_files=run.tokenizer_files,
+            loss=self._loss,
+            # There is no other step to take meanwhile.
+            wait=step == run.config.last_step,
         )
-        # Only after the new one is committed: whenever the process is killed, a whole checkpoint is there.
-        section = run.config.checkpoint
-        retention = Retention(last=section.keep_last, every=section.keep_every, best=section.keep_best)
-        on_rank_0(lambda: prune(run.folder, retention))
-        log.info("Saved %s in %.1f s.", path, time.perf_counter() - started)
 
     def _finish(self) -> None:
-        """Write the report, and log where it and the last checkpoint are."""
+        """Wait for the checkpoint, write the report, and log where both are. Collective."""
+        self.run.saver.finish()
         if not self.run.is_rank_0:
             return
         # matplotlib takes a second to import, which the first step would wait for.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import socket
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from functools import partial
@@ -175,6 +175,14 @@ def gather_objects(value: Any) -> list[Any]:
     with waiting("the other ranks", patient=True):
         dist.all_gather_object(values, value, group=control_group())
     return values
+
+
+def least_of_ranks(numbers: Sequence[int]) -> list[int]:
+    """The least of each number over all ranks, on every rank; quicker than ``gather_objects``. Collective."""
+    least = torch.tensor(numbers, dtype=torch.int64)
+    if dist.is_initialized():
+        dist.all_reduce(least, dist.ReduceOp.MIN, group=control_group())
+    return least.tolist()
 
 
 def gather_on_rank_0(value: Any) -> list[Any]:

@@ -14,11 +14,12 @@ from typing import Any
 
 import torch
 
+import launcher.checkpoint.save
+import launcher.checkpoint.saver
 import launcher.cluster.exit
 import launcher.metrics.writer
 import launcher.report.page
 import launcher.training.trainer
-from launcher.checkpoint.save import save_checkpoint
 from launcher.cluster.exit import run_to_exit_code
 from launcher.config.side_by_side import settle_context
 from launcher.metrics.record import Record, read_metrics, without_timing
@@ -30,13 +31,15 @@ from launcher.training.totals import StepSums
 from launcher.training.trainer import Trainer
 from longctx.checkpoint_format import CHECKPOINTS
 from longctx.errors import CheckpointError
-from longctx.files import sync_path
 from longctx.model.chunks.parts import LayerParts
 from parallel.loss import StepCounts
 from parallel.runtime.process import gather_objects
 from tests.helpers import run_distributed
 from tests.launcher.runs import SCREEN, tiny_config
 from tests.parallel.zero.swapping import swap_everything
+
+SAVING = (launcher.checkpoint.saver, launcher.checkpoint.save, launcher.checkpoint.saver.HostCopy)
+"""Where the stages of a save are."""
 
 
 def build(shards: Path, output: Path, changed: Mapping[str, Any]) -> Run:
@@ -109,18 +112,23 @@ def train_until_killed_in_a_chunk(
     train(shards, output, changed)
 
 
-def train_until_killed_in_a_save(shards: Path, output: Path, changed: Mapping[str, Any], rank: int, file: str) -> None:
-    """``train``, but one rank is killed in the second save when it puts ``file`` on the disk."""
+def train_until_killed_in_a_save(shards: Path, output: Path, changed: Mapping[str, Any], rank: int, stage: str) -> None:
+    """``train``, but one rank is killed in the second save, before it does what ``stage`` names."""
     leave_out_pictures()
-    seen = []
+    name, _, file = stage.partition(" ")
+    holder = next(module for module in SAVING if hasattr(module, name))
+    act, calls = getattr(holder, name), []
 
-    def sync(path: Path) -> None:
-        seen.append(path.name)
-        if os.environ["RANK"] == str(rank) and seen.count(file) == 2:
+    def killed(*args: Any, **options: Any) -> Any:
+        # Of a file's calls those that are about it.
+        if not file or Path(args[0]).name == file:
+            calls.append(args)
+        if os.environ["RANK"] == str(rank) and len(calls) == 2:
             os.kill(os.getpid(), signal.SIGKILL)
-        sync_path(path)
+        return act(*args, **options)
 
-    Trainer(build(shards, output, changed), save=functools.partial(save_checkpoint, sync=sync)).train()
+    setattr(holder, name, killed)
+    Trainer(build(shards, output, changed)).train()
 
 
 def train_until_killed_in_a_resume(shards: Path, output: Path, changed: Mapping[str, Any], step: int) -> None:

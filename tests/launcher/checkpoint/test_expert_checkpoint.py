@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from launcher.checkpoint.load import load_checkpoint
-from launcher.checkpoint.save import save_checkpoint
+from launcher.checkpoint.saver import save_checkpoint
 from longctx.checkpoint_format import CheckpointReader, find_checkpoint
 from longctx.conversion import export_checkpoint, load_hf
 from longctx.errors import CheckpointError

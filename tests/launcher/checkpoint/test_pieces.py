@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 
 from launcher.checkpoint import pieces
 from launcher.checkpoint.pieces import piece_key, write_pieces
-from launcher.checkpoint.save import save_checkpoint
+from launcher.checkpoint.saver import save_checkpoint
 from longctx.files import hash_file
 from parallel.runtime.process import gather_on_rank_0
 from parallel.zero.state import OwnedRange, Piece
@@ -46,8 +46,8 @@ def test_safetensors_reads_what_was_written(tmp_path, monkeypatch):
     written = ranges()
     moved.clear()
     path = tmp_path / "rank_00000.safetensors"
-    digest = write_pieces(path, [piece_of(one) for one in written], (one.values for one in written))
-    assert digest == hash_file(path)
+    size, digest = write_pieces(path, [piece_of(one) for one in written], (one.values for one in written))
+    assert (size, digest) == (path.stat().st_size, hash_file(path))
     assert max(moved) == 10, "no range is ever whole beside what ZeRO holds"
     monkeypatch.undo()
     found = load_file(path)
@@ -59,7 +59,7 @@ def test_safetensors_reads_what_was_written(tmp_path, monkeypatch):
 
 def test_a_rank_without_ranges_writes_a_file(tmp_path):
     path = tmp_path / "rank_00001.safetensors"
-    assert write_pieces(path, [], []) == hash_file(path)
+    assert write_pieces(path, [], []) == (path.stat().st_size, hash_file(path))
     assert load_file(path) == {}
 
 
@@ -86,7 +86,7 @@ def check_told_by_all(folder: Path) -> None:
 
     dist.all_gather_object = noting
     save_checkpoint(folder, run.engine, step=1, model=CONFIG, training={}, tokenizer_files={})
-    assert told == [None], "that nothing went wrong, and no list of pieces"
+    assert told == [(None, False), None, None], "that nothing went wrong, and no list of pieces"
 
 
 def test_a_save_tells_other_ranks_no_more_than_that_it_went_well(tmp_path):

@@ -1,0 +1,153 @@
+"""Files written and read past the page cache, hashed on their way.
+
+A checkpoint is written once and read when the run has ended: in the page cache it would take the memory, and a copy's
+time, of what training reads. Several blocks are under way at a time, because one does not keep a fast disk busy. Where
+the file system has no direct I/O the page cache is used, and left.
+"""
+
+from __future__ import annotations
+
+import errno
+import mmap
+import os
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from types import TracebackType
+
+import xxhash
+
+ALIGNMENT = 4096
+"""Direct I/O wants addresses, offsets and lengths in multiples of a disk's sector; no disk has larger ones."""
+BLOCK_BYTES = 8 << 20
+"""Bytes of one transfer."""
+BLOCKS = 4
+"""Transfers under way at a time: what a file takes of memory is so many blocks."""
+
+
+class HashedWriter:
+    """A new file. Bytes are hashed in the order in which they are written; ``close`` puts them on the disk."""
+
+    def __init__(self, path: Path) -> None:
+        """Make the file, in place of one of that name. OSError where the file system refuses, here and later."""
+        self._path, self._size = path, 0
+        self._digest = xxhash.xxh3_128()
+        self._fd, self._direct = _open(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC)
+        self._workers = ThreadPoolExecutor(BLOCKS, thread_name_prefix="checkpoint")
+        self._blocks = [mmap.mmap(-1, BLOCK_BYTES) for _ in range(BLOCKS)]
+        self._writes: list[Future[None] | None] = [None] * BLOCKS
+        self._turn = self._filled = 0
+
+    def write(self, content: memoryview | bytes) -> None:
+        """Append bytes; they may change once this returns."""
+        content = memoryview(content).cast("B")
+        while content:
+            part = content[: BLOCK_BYTES - self._filled]
+            self._blocks[self._turn][self._filled : self._filled + len(part)] = part
+            self._filled += len(part)
+            content = content[len(part) :]
+            if self._filled == BLOCK_BYTES:
+                self._send()
+
+    def close(self) -> tuple[int, str]:
+        """Write the rest and wait until the disk has all of it; returns bytes and their xxh3-128."""
+        size = self._size + self._filled
+        if self._filled:
+            self._send()
+        for write in self._writes:
+            if write is not None:
+                write.result()
+        # The last block went as a whole one.
+        os.ftruncate(self._fd, size)
+        os.fsync(self._fd)
+        return size, self._digest.hexdigest()
+
+    def _send(self) -> None:
+        """Hash the block that is filled, begin to write it, and wait for the next one to be free."""
+        block, count = memoryview(self._blocks[self._turn]), self._filled
+        padded = count
+        if self._direct:
+            padded = -(-count // ALIGNMENT) * ALIGNMENT
+        self._writes[self._turn] = self._workers.submit(self._write_block, block[:padded], self._size)
+        self._digest.update(block[:count])
+        self._size += count
+        self._turn, self._filled = (self._turn + 1) % BLOCKS, 0
+        before = self._writes[self._turn]
+        if before is not None:
+            before.result()
+
+    def _write_block(self, block: memoryview, offset: int) -> None:
+        while block:
+            try:
+                count = os.pwrite(self._fd, block, offset)
+            except OSError as error:
+                if error.errno != errno.EINVAL or not self._direct:
+                    raise
+                # What is left after a disk, a quota or a limit took a part is no multiple of a sector: the usual way
+                # says what was wrong.
+                with self._path.open("r+b", buffering=0) as file:
+                    file.seek(offset)
+                    count = file.write(block) or 0
+            offset += count
+            block = block[count:]
+
+    def __enter__(self) -> HashedWriter:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        # Writes that have begun end first: they use the file's number.
+        self._workers.shutdown(cancel_futures=True)
+        os.close(self._fd)
+
+
+def read_back(path: Path) -> str:
+    """xxh3-128 of a file as the disk has it, several blocks read at a time."""
+    digest = xxhash.xxh3_128()
+    fd, _ = _open(path, os.O_RDONLY)
+    blocks = [mmap.mmap(-1, BLOCK_BYTES) for _ in range(BLOCKS)]
+    try:
+        size = os.fstat(fd).st_size
+        # Where there is no direct I/O: what was synced leaves the page cache, and comes from the disk again.
+        if hasattr(os, "posix_fadvise"):
+            os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+        starts = range(0, size, BLOCK_BYTES)
+        with ThreadPoolExecutor(BLOCKS, thread_name_prefix="checkpoint") as workers:
+            reads = [
+                workers.submit(_read_block, fd, memoryview(blocks[n]), start, size)
+                for n, start in enumerate(starts[:BLOCKS])
+            ]
+            for n, start in enumerate(starts):
+                block = memoryview(blocks[n % BLOCKS])
+                count = reads[n % BLOCKS].result()
+                digest.update(block[:count])
+                following = start + BLOCKS * BLOCK_BYTES
+                if following < size:
+                    reads[n % BLOCKS] = workers.submit(_read_block, fd, block, following, size)
+    finally:
+        os.close(fd)
+    return digest.hexdigest()
+
+
+def _read_block(fd: int, block: memoryview, start: int, size: int) -> int:
+    """Read a block of the file, or what there is of it; returns how many bytes."""
+    wanted = min(len(block), size - start)
+    done = 0
+    while done < wanted:
+        count = os.preadv(fd, [block[done:]], start + done)
+        if not count:
+            raise OSError(errno.EIO, f"the file ends at byte {start + done}")
+        done += count
+    return wanted
+
+
+def _open(path: Path, flags: int) -> tuple[int, bool]:
+    """A file's number, and whether it goes past the page cache."""
+    if hasattr(os, "O_DIRECT"):
+        try:
+            return os.open(path, flags | os.O_DIRECT, 0o666), True
+        except OSError as error:
+            # Some file systems have no direct I/O.
+            if error.errno != errno.EINVAL:
+                raise
+    return os.open(path, flags, 0o666), False

@@ -1,0 +1,103 @@
+"""A copy of what a rank owns, in the machine's memory, so that training goes on while a thread writes it."""
+
+from __future__ import annotations
+
+import mmap
+from collections.abc import Iterable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from launcher.checkpoint.pieces import ITEM_BYTES
+from launcher.config.sections import RunConfig
+from longctx.kernels.memory import available_bytes
+
+if TYPE_CHECKING:  # importing DeepSpeed takes seconds, and decides on a device
+    from parallel.zero.engine import ZeroEngine
+    from parallel.zero.state import Piece
+
+_LARGEST_SHARE = 0.8
+"""Of the memory that is free after a step, what the copies of a machine's ranks may take."""
+
+
+class HostCopy:
+    """Memory for a rank's values, taken once: to take it anew for each save would cost as long as the copy itself."""
+
+    def __init__(self, pieces: Sequence[Piece], *, pinned: bool) -> None:
+        """Take it, page by page. ``pinned`` memory is what a GPU copies into at full speed."""
+        count = sum(one.numel for one in pieces)
+        if pinned:
+            self._values = torch.empty(count, dtype=torch.float32, pin_memory=True)
+            return
+        memory = mmap.mmap(-1, max(1, count) * ITEM_BYTES)
+        if hasattr(mmap, "MADV_HUGEPAGE"):
+            memory.madvise(mmap.MADV_HUGEPAGE)
+        # Pages come when they are first written to: now, while training goes on.
+        self._values = torch.frombuffer(memory, dtype=torch.float32, count=count).zero_()
+
+    def fill(self, pieces: Sequence[Piece], values: Iterable[Tensor]) -> list[Tensor]:
+        """Copy the values of the pieces; returns them, float32, in their order. They last until the next call."""
+        copied, start, devices = [], 0, set()
+        for one, tensor in zip(pieces, values, strict=True):
+            own = self._values[start : start + one.numel]
+            # Those of a GPU leave it one after the other, without a wait in between.
+            own.copy_(tensor.detach().flatten(), non_blocking=True)
+            devices.add(tensor.device)
+            copied.append(own)
+            start += one.numel
+        for device in devices:
+            if device.type == "cuda":
+                torch.cuda.synchronize(device)
+        return copied
+
+
+class Copies:
+    """Takes the memory for a rank's copy when there is some, in a thread."""
+
+    def __init__(self, engine: ZeroEngine, thread: ThreadPoolExecutor, *, wanted: bool, ranks_here: int) -> None:
+        """``wanted`` is the same on all ranks; ``ranks_here`` share this machine."""
+        self.wanted = wanted
+        self._engine, self._thread, self._ranks_here = engine, thread, ranks_here
+        self._has_looked = False
+        self._taken: Future[HostCopy] | None = None
+
+    def reserve(self) -> None:
+        """Take the memory, at the first call: once a step has shown what training itself takes."""
+        if not self.wanted or self._has_looked:
+            return
+        self._has_looked = True
+        pieces = self._engine.owned_pieces()
+        if self._ranks_here * copy_bytes(pieces) <= _LARGEST_SHARE * available_bytes():
+            pinned = self._engine.partition.engine.device.type == "cuda"
+            self._taken = self._thread.submit(lambda: HostCopy(pieces, pinned=pinned))
+
+    def get(self) -> HostCopy | None:
+        """The memory; None where there is none, or the system gave less than it had."""
+        self.reserve()
+        if self._taken is None:
+            return None
+        try:
+            return self._taken.result()
+        except (RuntimeError, MemoryError, OSError):
+            return None
+
+    def give_up(self) -> None:
+        """Copy no more, and free what was taken: another rank has no memory, and what is free can only be less."""
+        self.wanted, self._taken = False, None
+
+
+def copies_checkpoints(config: RunConfig, step: int) -> bool:
+    """Whether a run that stands at ``step`` copies what it saves, to go on meanwhile."""
+    every = config.checkpoint.every_steps
+    # What is on a disk is there because the memory has no room for it.
+    if config.checkpoint.wait or not every or config.zero.offload == "nvme":
+        return False
+    # The checkpoint of the last step is waited for in any case.
+    return (step // every + 1) * every < config.last_step
+
+
+def copy_bytes(pieces: Sequence[Piece]) -> int:
+    """Bytes of the copy."""
+    return ITEM_BYTES * sum(one.numel for one in pieces)

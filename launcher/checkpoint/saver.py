@@ -1,0 +1,303 @@
+"""``Saver``: a run's checkpoints, written by a thread while training goes on.
+
+Training waits until a copy of what its rank owns is made. A thread of each rank writes the copy, and reads it back. At
+the end of a later step, when all ranks have written, they tell rank 0, whose thread writes the manifest and renames the
+folder. All collectives are entered by the main thread, between two steps.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import shutil
+import threading
+import time
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from contextlib import closing, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch.distributed as dist
+
+from launcher.checkpoint.host_copy import Copies, HostCopy
+from launcher.checkpoint.proof import Proof, is_in_range, write_proof
+from launcher.checkpoint.retention import VALIDATION_LOSS, Retention, prune
+from launcher.checkpoint.save import (
+    Contents,
+    WrittenFile,
+    commit,
+    explained,
+    folder_of,
+    hidden_folder,
+    make_empty,
+    write_rank_file,
+)
+from longctx.config import ModelConfig
+from longctx.errors import CheckpointError
+from parallel.runtime.process import agree_or_raise, gather_objects, gather_on_rank_0, least_of_ranks
+
+if TYPE_CHECKING:  # importing DeepSpeed takes seconds, and decides on a device
+    from parallel.zero.engine import ZeroEngine
+
+log = logging.getLogger(__name__)
+
+KEEP_ALL = Retention(last=0)
+_NICENESS = 10
+"""Of the threads that write: where cores are short, training comes first."""
+
+
+@dataclass
+class _Save:
+    """A save that has begun."""
+
+    target: Path
+    contents: Contents
+    loss: float | None
+    """Of the step, to compare later ones with."""
+    copy_seconds: float | None
+    """How long training waited for a copy; None where it waits for all of it."""
+    work: Future[Any] | None
+    """What this rank's thread does: first it writes its file, then rank 0's commits. None: others are at work."""
+    is_committing: bool = False
+    proof: Proof | None = None
+    began: float = field(default_factory=time.perf_counter)
+
+    def see(self, proof: Proof) -> None:
+        """Take a loss for a proof, if it is the first one in range."""
+        if self.proof is None and self.loss is not None and is_in_range(proof.loss, self.loss):
+            self.proof = proof
+
+    def told(self) -> str:
+        """The line of the log once it is committed."""
+        line = f"Saved {self.target} in {time.perf_counter() - self.began:.1f} s"
+        if self.copy_seconds is not None:
+            line += f", of which training waited {self.copy_seconds:.2f} s"
+        return f"{line}."
+
+
+class Saver:
+    """Saves checkpoints of a run. One save is under way at a time; all ranks call the same methods in one order."""
+
+    def __init__(
+        self,
+        run_folder: Path,
+        engine: ZeroEngine,
+        *,
+        model: ModelConfig,
+        tokenizer_files: Mapping[str, bytes],
+        retention: Retention = KEEP_ALL,
+        copies: bool = False,
+        ranks_here: int = 1,
+    ) -> None:
+        """``copies`` lets training go on while a checkpoint is written, where the machine has memory for the copies of
+        its ``ranks_here``."""
+        self._folder, self._engine = run_folder, engine
+        self._model, self._tokenizer_files = model, tokenizer_files
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="saver", initializer=_let_training_go_first)
+        self._copies = Copies(engine, self._thread, wanted=copies, ranks_here=ranks_here)
+        self._kept = _Kept(run_folder, retention, self._thread)
+        self._save: _Save | None = None
+
+    def save(self, *, step: int, training: Mapping[str, Any], loss: float | None = None, wait: bool = False) -> None:
+        """Begin to save the state after ``step`` optimiser steps, whose loss was ``loss``. Collective.
+
+        An earlier save is finished first. With ``wait``, or without memory for a copy, this one is too. CheckpointError
+        on every rank when any of them cannot write, here or in a later call; older checkpoints stay.
+        """
+        self._settle()
+        began, target = time.perf_counter(), folder_of(self._folder, step)
+        pieces = self._engine.owned_pieces()
+        copy = self._begin(target, wait)
+        rank, partial = dist.get_rank(), hidden_folder(target)
+        with closing(self._engine.owned_ranges()) as ranges:
+            values = (one.values for one in ranges)
+            if copy is None:
+                # Not the thread: what ZeRO holds is read as the thread that trains reads it.
+                work = _done(lambda: write_rank_file(partial, rank, pieces, values))
+            else:
+                held = copy.fill(pieces, values)
+                work = self._thread.submit(write_rank_file, partial, rank, pieces, held)
+        # Seconds of the copy alone: the rest is not waited for.
+        copy_seconds = None
+        if copy is not None:
+            copy_seconds = time.perf_counter() - began
+        contents = Contents.of(self._engine, step, self._model, training, self._tokenizer_files)
+        self._save = _Save(target, contents, loss, copy_seconds, work, began=began)
+        # The weights that are saved have been validated.
+        if training.get(VALIDATION_LOSS) is not None:
+            self._save.see(Proof("validation", step, training[VALIDATION_LOSS]))
+        if copy is None:
+            self._settle()
+
+    def after_step(self, step: int, loss: float) -> None:
+        """Go on with a save under way as far as all ranks have come, after a step of this loss. Collective.
+
+        CheckpointError on every rank when any of them could not write.
+        """
+        # Not before the first step, whose own memory comes first.
+        self._copies.reserve()
+        proof = Proof("step", step, loss)
+        self._kept.see(proof)
+        if self._save is not None:
+            self._save.see(proof)
+        self._poll()
+
+    def finish(self) -> None:
+        """Wait until a save under way is committed and older ones are gone. Collective; errors as in ``after_step``."""
+        self._settle()
+        self._kept.wait()
+
+    def _settle(self) -> None:
+        """Wait until a save under way is committed."""
+        while self._save is not None:
+            work = self._save.work
+            if work is not None and not work.done():
+                if not self._save.is_committing:
+                    log.info("Waiting for checkpoint %s to be written.", self._save.target.name)
+                wait([work])
+            self._poll()
+
+    def _begin(self, target: Path, waits: bool) -> HostCopy | None:
+        """Make the hidden folder, and agree whether all ranks copy; None where they write at once. Collective."""
+        copy, problem = None, None
+        if not waits:
+            copy = self._copies.get()
+        if dist.get_rank() == 0:
+            try:
+                make_empty(hidden_folder(target))
+            except OSError as error:
+                problem = str(explained(error, target))
+        # One exchange for both: whether there is a folder to write to, and whether all ranks go on meanwhile.
+        answers = gather_objects((problem, copy is not None))
+        if answers[0][0] is not None:
+            raise CheckpointError(answers[0][0])
+        if all(has_copy for _, has_copy in answers):
+            return copy
+        if self._copies.wanted and not waits:
+            self._copies.give_up()
+            log.warning("No memory is free for copies of checkpoints: training waits while they are written.")
+        return None
+
+    def _poll(self) -> None:
+        """Take the save under way to its next stage, if no rank is at work any more. Collective."""
+        save = self._save
+        if save is None:
+            return
+        is_done = save.work is None or save.work.done()
+        is_well = save.work is None or not is_done or save.work.exception() is None
+        all_done, all_well = least_of_ranks([int(is_done), int(is_well)])
+        if all_done or not all_well:
+            self._go_on(save)
+
+    def _go_on(self, save: _Save) -> None:
+        """The next stage: rank 0 commits, or the checkpoint is there. Collective."""
+        result, problem = None, None
+        try:
+            if save.work is not None:
+                result = save.work.result()
+        except (OSError, CheckpointError) as error:
+            problem = explained(error, save.target)
+        try:
+            agree_or_raise(problem)
+        except CheckpointError:
+            self._save = None
+            # No rank is at work any more.
+            if dist.get_rank() == 0:
+                shutil.rmtree(hidden_folder(save.target), ignore_errors=True)
+            raise
+        if save.is_committing:
+            self._save = None
+            self._tell(save, result)
+            return
+        files = gather_on_rank_0(result)
+        save.is_committing, save.work = True, None
+        if dist.get_rank() == 0:
+            save.work = self._thread.submit(commit, save.target, files, save.contents)
+
+    def _tell(self, save: _Save, manifest_hash: str | None) -> None:
+        """Say that a checkpoint is committed; rank 0 proves it if it can be, and lets older ones go."""
+        log.info("%s", save.told())
+        # Of rank 0 alone: the others have no part in a commit.
+        if manifest_hash is not None:
+            self._kept.add(save.target, manifest_hash, save.loss, save.proof)
+
+
+class _Kept:
+    """What becomes of committed checkpoints: the newest is proved, older ones go. Rank 0's thread does it."""
+
+    def __init__(self, run_folder: Path, retention: Retention, thread: ThreadPoolExecutor) -> None:
+        self._folder, self._retention, self._thread = run_folder, retention, thread
+        self._unproved: tuple[Path, str, float | None] | None = None
+        """The newest checkpoint as long as nothing proves it, with its manifest's hash and its step's loss."""
+        self._chores: list[Future[None]] = []
+
+    def add(self, target: Path, manifest_hash: str, loss: float | None, proof: Proof | None) -> None:
+        """Take in a checkpoint that is on the disk."""
+        self._unproved = target, manifest_hash, loss
+        self._chores = [one for one in self._chores if not one.done()]
+        if proof is not None:
+            self._prove(target, manifest_hash, proof)
+        else:
+            self._chores.append(self._thread.submit(prune, self._folder, self._retention))
+
+    def see(self, proof: Proof) -> None:
+        """A later step has a loss: it may prove the newest one."""
+        if self._unproved is None:
+            return
+        target, manifest_hash, loss = self._unproved
+        if loss is not None and is_in_range(proof.loss, loss):
+            self._prove(target, manifest_hash, proof)
+
+    def wait(self) -> None:
+        """Return when nothing is left to do."""
+        wait(self._chores)
+        self._chores.clear()
+
+    def _prove(self, target: Path, manifest_hash: str, proof: Proof) -> None:
+        """Write what proves a checkpoint, and let go what stayed for the lack of it."""
+        self._unproved = None
+
+        def write() -> None:
+            try:
+                write_proof(target, manifest_hash, proof)
+            except CheckpointError as error:
+                # It is whole all the same.
+                log.warning("%s could not be marked as proved: %s", target, error)
+            prune(self._folder, self._retention)
+
+        self._chores.append(self._thread.submit(write))
+
+
+def save_checkpoint(
+    run_folder: Path,
+    engine: ZeroEngine,
+    *,
+    step: int,
+    model: ModelConfig,
+    training: Mapping[str, Any],
+    tokenizer_files: Mapping[str, bytes],
+) -> Path:
+    """Commit the state after ``step`` optimiser steps and return its folder, of no run that goes on. Collective."""
+    Saver(run_folder, engine, model=model, tokenizer_files=tokenizer_files).save(
+        step=step, training=training, wait=True
+    )
+    return folder_of(run_folder, step)
+
+
+def _done(work: Callable[[], WrittenFile]) -> Future[WrittenFile]:
+    """What ``work`` came to. What a disk refuses waits in it until all ranks have tried: a rank that raised here would
+    leave the others in the next collective."""
+    future: Future[WrittenFile] = Future()
+    try:
+        future.set_result(work())
+    except (OSError, CheckpointError) as error:
+        future.set_exception(error)
+    return future
+
+
+def _let_training_go_first() -> None:
+    """Lower the priority of this thread, where a system has one for each thread."""
+    with suppress(OSError, AttributeError):
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICENESS)
