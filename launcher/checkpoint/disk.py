@@ -68,6 +68,7 @@ class HashedWriter:
         if self._direct:
             padded = -(-count // ALIGNMENT) * ALIGNMENT
         self._writes[self._turn] = self._workers.submit(self._write_block, block[:padded], self._size)
+        # While it is on its way: both read the block.
         self._digest.update(block[:count])
         self._size += count
         self._turn, self._filled = (self._turn + 1) % BLOCKS, 0
@@ -121,6 +122,7 @@ def read_back(path: Path) -> str:
                 block = memoryview(blocks[n % BLOCKS])
                 count = reads[n % BLOCKS].result()
                 digest.update(block[:count])
+                # The block is free again: the next part that has no place yet goes there.
                 following = start + BLOCKS * BLOCK_BYTES
                 if following < size:
                     reads[n % BLOCKS] = workers.submit(_read_block, fd, block, following, size)
@@ -134,6 +136,7 @@ def _read_block(fd: int, block: memoryview, start: int, size: int) -> int:
     wanted = min(len(block), size - start)
     done = 0
     while done < wanted:
+        # The whole block, also behind the end: direct I/O wants whole sectors.
         count = os.preadv(fd, [block[done:]], start + done)
         if not count:
             raise OSError(errno.EIO, f"the file ends at byte {start + done}")

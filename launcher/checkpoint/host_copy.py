@@ -78,6 +78,7 @@ class Copies:
         self.reserve()
         if self._taken is None:
             return None
+        # A save is due before the memory is there: it is quicker to wait for it than to write.
         try:
             return self._taken.result()
         except (RuntimeError, MemoryError, OSError):

@@ -63,6 +63,7 @@ class Retention:
     def reasons(self, candidates: Sequence[Candidate]) -> dict[int, str]:
         """The steps that stay, each with why."""
         by_step = sorted(candidates, key=lambda one: one.step)
+        # Whatever else is asked for.
         if not self.last:
             return {one.step: "all" for one in by_step}
         found = {one.step: f"last {self.last}" for one in by_step[-self.last :]}

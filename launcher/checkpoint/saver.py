@@ -154,6 +154,7 @@ class Saver:
         while self._save is not None:
             work = self._save.work
             if work is not None and not work.done():
+                # Said once, and not of a commit, which takes no time that one would notice.
                 if not self._save.is_committing:
                     log.info("Waiting for checkpoint %s to be written.", self._save.target.name)
                 wait([work])
@@ -211,6 +212,7 @@ class Saver:
             self._save = None
             self._tell(save, result)
             return
+        # Every byte of every rank is on the disk.
         files = gather_on_rank_0(result)
         save.is_committing, save.work = True, None
         if dist.get_rank() == 0:
@@ -237,6 +239,7 @@ class _Kept:
         """Take in a checkpoint that is on the disk."""
         self._unproved = target, manifest_hash, loss
         self._chores = [one for one in self._chores if not one.done()]
+        # A step or a validation came before the commit was known.
         if proof is not None:
             self._prove(target, manifest_hash, proof)
         else:

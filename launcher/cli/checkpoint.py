@@ -4,44 +4,58 @@ from __future__ import annotations
 
 from pathlib import Path
 from textwrap import indent
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 from tyro.conf import Positional, arg
 
 from launcher.cli.console import Json, human_bytes, note, progress, say, say_json, table
 from launcher.cli.one_of import one_of
 from launcher.cluster.exit import DONE, FAILED
-from launcher.wording import plural
+from launcher.wording import plural, short_duration
 from longctx.errors import CheckpointError, ConfigError, LongCtxError
 
-_COLUMNS = {"step": "step", "bytes": "size", "ranks": "ranks", "dtype": "dtype", "folder": "folder"}
+if TYPE_CHECKING:  # torch takes a second to import, which a help text is not to wait for
+    from launcher.checkpoint.health import Summary
+
+_UNKNOWN = "–"
+_COLUMNS = ("step", "size", "age", "health", "stays", "ranks", "dtype", "folder")
 
 
-def list_checkpoints(run: Annotated[Positional[Path], arg(metavar="RUN")], *, json: Json = False) -> None:
-    """List the committed checkpoints of a run, oldest first.
+def list_checkpoints(
+    run: Annotated[Positional[Path], arg(metavar="RUN")], *, check: bool = False, json: Json = False
+) -> int:
+    """List the committed checkpoints of a run, oldest first: sizes, ages, health, and why each stays.
 
-    Only manifests are read; `checkpoint verify` reads the files.
+    Only manifests and the sizes of files are read; `checkpoint verify` reads all and names what is damaged.
 
     Args:
         run: Run folder.
+        check: Read every byte and compare hashes; the exit code is 1 when a file is damaged.
     """
-    rows = [_summary(folder) for folder in _checkpoints_of(run)]
+    from launcher.checkpoint.health import DAMAGED, staying, summaries
+
+    # A folder that is no run is an error, not an empty table.
+    _checkpoints_of(run)
+    rows, stay = summaries(run, check=check), staying(run)
     if json:
-        say_json(rows)
-        return
-    if not rows:
+        say_json([_described(row, stay) for row in rows])
+    elif not rows:
         say(f"{run} holds no committed checkpoint yet.")
-        return
-    say(table(list(_COLUMNS.values()), [[_cell(key, row[key]) for key in _COLUMNS] for row in rows]))
-    for row in rows:
-        if row["problem"]:
-            note(f"warning: {row['problem']}")
+    else:
+        say(table(_COLUMNS, [_cells(row, stay) for row in rows]))
+        for row in rows:
+            if row.problem:
+                note(f"warning: {row.folder.name}: {row.problem}")
+    if check and any(row.health == DAMAGED for row in rows):
+        return FAILED
+    return DONE
 
 
 def verify(folder: Annotated[Positional[Path], arg(metavar="DIR")], *, json: Json = False) -> int:
     """Read every byte of checkpoints and name every damaged file.
 
-    Sizes, hashes and tensors are compared with the manifest. The exit code is 1 when a file is damaged.
+    Sizes, hashes and tensors are compared with the manifest, and a file that it does not list is named. The exit code
+    is 1 when there is any such file.
 
     Args:
         folder: Checkpoint, or run folder: all of its checkpoints.
@@ -103,19 +117,22 @@ def prune(
     for name, value, least in limits:
         if value < least:
             raise ConfigError(f"{name} {value} must be at least {least}.")
-    rows = [_summary(folder) for folder in _checkpoints_of(run)]
+    found = _checkpoints_of(run)
     retention = Retention(last=keep_last, every=keep_every, best=keep_best)
-    kept = set(retention.reasons([Candidate.of(Path(row["folder"])) for row in rows]))
-    readable = [row["step"] for row in rows if row["problem"] is None]
+    candidates = [Candidate.of(folder) for folder in found]
+    kept = set(retention.reasons(candidates))
+    readable = [one.step for one in candidates if _is_readable(one.folder)]
     if readable and not kept & set(readable):
+        # How many of the newest have it among them.
+        enough = sum(one.step >= readable[-1] for one in candidates)
         raise CheckpointError(
             f"of the checkpoints that would be kept none has a manifest that can be read; step {readable[-1]} has.\n"
-            f"Remove the damaged folders by hand, or try --keep-last {_last_with(rows, readable[-1])}."
+            f"Remove the damaged folders by hand, or try --keep-last {enough}."
         )
-    found = [(Path(row["folder"]), "") for row in rows if row["step"] not in kept]
-    found += [(leftover.path, leftover.what) for leftover in leftovers(run, is_running=True)]
+    going = [(one.folder, "") for one in candidates if one.step not in kept]
+    going += [(leftover.path, leftover.what) for leftover in leftovers(run, is_running=True)]
     removed = []
-    for path, why in found:
+    for path, why in going:
         size = sum(file.stat().st_size for file in path.rglob("*") if file.is_file())
         if not dry_run:
             remove_checkpoint(path)
@@ -150,9 +167,15 @@ def export(
     convert(source, output, to="hf", dtype=dtype)
 
 
-def _last_with(rows: list[dict[str, Any]], step: int) -> int:
-    """How many of the newest checkpoints have that of a step among them."""
-    return sum(row["step"] >= step for row in rows)
+def _is_readable(folder: Path) -> bool:
+    """Whether the manifest of a checkpoint is whole."""
+    from longctx.checkpoint_format import CheckpointReader
+
+    try:
+        CheckpointReader(folder)
+    except LongCtxError:
+        return False
+    return True
 
 
 def _checkpoints_of(run: Path) -> list[Path]:
@@ -170,30 +193,33 @@ def _checkpoints_of(run: Path) -> list[Path]:
     return checkpoint_format.list_checkpoints(run)
 
 
-def _summary(folder: Path) -> dict[str, Any]:
-    """What the manifest says; where it is damaged, what is wrong with it."""
-    from longctx.checkpoint_format import CheckpointReader
+def _described(row: Summary, stay: dict[int, str] | None) -> dict[str, Any]:
+    """A checkpoint as JSON."""
+    kept = None
+    if stay is not None:
+        kept = stay.get(row.step, "")
+    return {
+        "step": row.step,
+        "folder": str(row.folder),
+        "bytes": row.num_bytes,
+        "age_seconds": round(row.age_seconds, 1),
+        "health": row.health,
+        "stays": kept,
+        "ranks": row.ranks,
+        "dtype": row.dtype,
+        "problem": row.problem,
+    }
 
-    # From the folder's name, which is there even when the manifest cannot be read.
-    step = int(folder.name.removeprefix("step_"))
-    try:
-        manifest = CheckpointReader(folder).manifest
-    except LongCtxError as error:
-        read = {"bytes": None, "ranks": None, "dtype": None, "problem": str(error)}
-    else:
-        size = sum(entry["bytes"] for entry in manifest["files"].values())
-        ranks = manifest["training"].get("world_size")
-        read = {"bytes": size, "ranks": ranks, "dtype": manifest["dtype"], "problem": None}
-    return {"step": step, "folder": str(folder), **read}
 
-
-def _cell(key: str, value: Any) -> str:
-    """A value of ``_summary`` as text; a dash where the manifest is damaged."""
-    if value is None:
-        return "–"
-    if key == "bytes":
-        return human_bytes(value)
-    return str(value)
+def _cells(row: Summary, stay: dict[int, str] | None) -> list[str]:
+    """A checkpoint as a line of the table; a dash where something is not known."""
+    size = kept = _UNKNOWN
+    if row.num_bytes is not None:
+        size = human_bytes(row.num_bytes)
+    if stay is not None:
+        kept = stay.get(row.step, "no")
+    ranks, dtype = (str(value or _UNKNOWN) for value in (row.ranks, row.dtype))
+    return [str(row.step), size, short_duration(row.age_seconds), row.health, kept, ranks, dtype, str(row.folder)]
 
 
 def _problems(folder: Path) -> list[str]:
@@ -207,7 +233,7 @@ def _problems(folder: Path) -> list[str]:
     except LongCtxError as error:
         return [str(error)]
     files = reader.manifest["files"]
-    problems, done = [], 0
+    problems, done = [f"{name} is not in the manifest: remove it" for name in reader.unlisted()], 0
     with progress(f"reading {folder}", total=sum(entry["bytes"] for entry in files.values())) as update:
         for name, entry in files.items():
             problems += reader.verify([name])

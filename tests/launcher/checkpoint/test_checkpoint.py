@@ -315,13 +315,14 @@ def test_a_killed_run_is_left_with_a_good_checkpoint(killed, name):
     assert CheckpointReader(newest).verify() == []
     assert find_resume(folder, "newest-good") == newest
     hidden = [path.name for path in (folder / CHECKPOINTS).glob(".*")]
+    # A chore of the second save may be done when the third one is under way.
+    before, after = ("step_000002", [".step_000004.partial"]), ("step_000004", [])
+    allowed = [before, after, ("step_000004", [".step_000006.partial"])]
     if name in BEFORE_THE_RENAME:
-        assert (newest.name, hidden) == ("step_000002", [".step_000004.partial"])
+        allowed = [before]
     elif name in AFTER_THE_RENAME:
-        assert (newest.name, hidden) == ("step_000004", [])
-    else:
-        # The second save is under way, or done.
-        assert (newest.name, hidden) in [("step_000002", [".step_000004.partial"]), ("step_000004", [])]
+        allowed.remove(before)
+    assert (newest.name, hidden) in allowed
 
 
 @pytest.mark.parametrize("name", EVERY_KILL)

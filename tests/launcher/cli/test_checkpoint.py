@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from launcher.checkpoint import remove
+from launcher.checkpoint.proof import Proof, write_proof
 from longctx.checkpoint_format import MANIFEST, canonical_hash, list_checkpoints
 from tests.launcher.cli.calls import call, flip_a_byte
 
@@ -25,6 +26,8 @@ def test_list_is_by_step(capsys, run):
     assert rows[1]["folder"] == str(run / "checkpoints/step_000100")
     assert rows[0]["bytes"] > 100_000
     assert rows[0]["problem"] is None
+    assert (rows[0]["health"], rows[0]["stays"]) == ("whole", None)
+    assert 0 <= rows[0]["age_seconds"] < 3600
 
 
 def test_list_of_a_run_without_any(capsys, tmp_path):
@@ -44,6 +47,34 @@ def test_list_goes_on_past_a_damaged_manifest(capsys, damaged_run):
     assert code == 0
     assert "step_000100" in out
     assert "step_000020" in err
+
+
+def test_list_says_what_is_proved_what_is_damaged_and_what_stays(capsys, damaged_run):
+    (damaged_run / "config.toml").write_text("[checkpoint]\nkeep_last = 1\n")
+    first, last = (damaged_run / f"checkpoints/step_{step:06d}" for step in (20, 100))
+    write_proof(first, json.loads((first / "manifest.json").read_text())["hash"], Proof("step", 21, 2.0))
+    code, out, _ = call(capsys, "checkpoint", "list", damaged_run, "--check")
+    assert code == 0
+    assert "proved  newest proved" in out
+    assert "whole   last 1" in out
+    flip_a_byte(last / "master.safetensors")
+    code, out, _ = call(capsys, "checkpoint", "list", damaged_run, "--json")
+    assert (code, [row["health"] for row in json.loads(out)]) == (0, ["proved", "whole"]), "by size"
+    code, out, err = call(capsys, "checkpoint", "list", damaged_run, "--check")
+    assert code == 1
+    assert "damaged" in out
+    assert "step_000100: master.safetensors is damaged" in err
+    (last / "master.safetensors").unlink()
+    code, out, _ = call(capsys, "checkpoint", "list", damaged_run, "--json")
+    assert json.loads(out)[1]["problem"] == "master.safetensors is missing"
+
+
+def test_verify_names_a_file_that_nobody_listed(capsys, damaged_run):
+    (damaged_run / "checkpoints/step_000020/notes.txt").write_text("{}")
+    code, out, _ = call(capsys, "checkpoint", "verify", damaged_run)
+    assert code == 1
+    assert "notes.txt is not in the manifest" in out
+    assert "step_000100 is whole" in out
 
 
 def test_verify_names_every_damaged_file(capsys, damaged_run):

@@ -1,0 +1,106 @@
+"""What the checkpoints of a run are: steps, sizes, ages, whether they are whole and proved, which ones stay."""
+
+from __future__ import annotations
+
+import time
+import tomllib
+from dataclasses import dataclass
+from pathlib import Path
+
+from launcher.checkpoint.folder import problems_of
+from launcher.checkpoint.proof import is_proved
+from launcher.checkpoint.retention import Candidate, Retention
+from launcher.config.sections import CheckpointSection
+from longctx.checkpoint_format import MANIFEST, CheckpointReader, list_checkpoints
+from longctx.errors import LongCtxError
+
+CONFIG_FILE = "config.toml"
+"""Of a run folder."""
+PROVED, WHOLE, DAMAGED = "proved", "whole", "damaged"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Summary:
+    """One checkpoint."""
+
+    step: int
+    folder: Path
+    age_seconds: float
+    """Since it was committed."""
+    health: str
+    """``proved``, ``whole`` by the size of its files (or their hashes, where these were asked for) or ``damaged``."""
+    num_bytes: int | None = None
+    """None, as ranks and dtype, where the manifest cannot be read."""
+    ranks: int | None = None
+    """None of an imported one too."""
+    dtype: str | None = None
+    problem: str | None = None
+    """What is damaged."""
+
+
+def summaries(run: Path, *, check: bool) -> list[Summary]:
+    """The committed checkpoints of a run, oldest first; every byte of them is read to ``check`` their hashes."""
+    return [_summary(folder, check=check) for folder in list_checkpoints(run)]
+
+
+def staying(run: Path) -> dict[int, str] | None:
+    """The steps that the run's own rule keeps, each with why; None where it has no config that says."""
+    retention = _retention_of(run)
+    if retention is None:
+        return None
+    return retention.reasons([Candidate.of(folder) for folder in list_checkpoints(run)])
+
+
+def _summary(folder: Path, *, check: bool) -> Summary:
+    # From the folder's name, which is there even when the manifest cannot be read.
+    step = int(folder.name.removeprefix("step_"))
+    age = time.time() - (folder / MANIFEST).stat().st_mtime
+    try:
+        reader = CheckpointReader(folder)
+    except LongCtxError as error:
+        return Summary(step=step, folder=folder, age_seconds=age, health=DAMAGED, problem=str(error))
+    # From cheap to expensive.
+    problems = _wrong_sizes(reader)
+    if check and not problems:
+        problems = problems_of(folder)
+    # A proof is of what was saved: it says nothing of files that were damaged since.
+    health = WHOLE
+    if problems:
+        health = DAMAGED
+    elif is_proved(folder, reader.manifest["hash"]):
+        health = PROVED
+    return Summary(
+        step=step,
+        folder=folder,
+        age_seconds=age,
+        health=health,
+        num_bytes=sum(entry["bytes"] for entry in reader.manifest["files"].values()),
+        ranks=reader.manifest["training"].get("world_size"),
+        dtype=reader.manifest["dtype"],
+        problem="; ".join(problems) or None,
+    )
+
+
+def _wrong_sizes(reader: CheckpointReader) -> list[str]:
+    """Files that are not there, or not as long as the manifest says: what costs no reading."""
+    problems = []
+    for name, entry in reader.manifest["files"].items():
+        path = reader.folder / name
+        if not path.is_file():
+            problems.append(f"{name} is missing")
+        elif path.stat().st_size != entry["bytes"]:
+            problems.append(f"{name} has {path.stat().st_size} bytes, the manifest says {entry['bytes']}")
+    return problems
+
+
+def _retention_of(run: Path) -> Retention | None:
+    """The rule in a run's ``config.toml``; what a release did not know is at its default."""
+    try:
+        section = tomllib.loads((run / CONFIG_FILE).read_text()).get("checkpoint", {})
+        defaults = CheckpointSection()
+        values = [section.get(key, getattr(defaults, key)) for key in ("keep_last", "keep_every", "keep_best")]
+    except (OSError, ValueError, AttributeError):
+        return None
+    if not all(isinstance(value, int) for value in values):
+        return None
+    return Retention(last=values[0], every=values[1], best=values[2])
