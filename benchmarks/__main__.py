@@ -39,6 +39,7 @@ NAMES = (
     "start",
     "start_memory",
     "data_plan",
+    "saving",
     "delivery",
     "build",
 )

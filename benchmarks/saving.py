@@ -1,0 +1,307 @@
+"""Saving and loading checkpoints: how long training waits, what its next steps cost, and a file of 1 GiB beside peers.
+
+    python -m benchmarks.saving [--quick]
+
+First a run of 83 million parameters on two ranks: how long a save blocks beside one that is waited for, CPU seconds of
+the main thread in steps while a checkpoint is written beside steps while none is, and the memory that a save takes.
+Then one process writes and reads 1 GiB of float32: every contender syncs files and folder, and fills existing tensors
+from files that are not in the page cache; ours hashes what it writes, and checks the hashes before it fills anything.
+Figures are the smallest of rounds that take turns. Saved in ``benchmarks/results/KIND/saving.json``; exit code 1 when a
+figure is outside its bound.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import io
+import logging
+import os
+import shutil
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed.checkpoint as dcp
+from safetensors import safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
+
+from benchmarks.bounds import Bound, conclude, parse
+from benchmarks.ranks import run_ranks
+from benchmarks.start import make_shards
+from benchmarks.start_memory import PeakMemory, load_config
+from launcher.checkpoint.disk import read_back
+from launcher.checkpoint.pieces import write_pieces
+from launcher.checkpoint.save import Contents, WrittenFile, commit, folder_of, hidden_folder, make_empty, piece_key
+from longctx.checkpoint_format import ROLES, CheckpointReader
+from longctx.config import ModelConfig
+from longctx.files import sync_path
+from parallel.zero.state import Piece
+
+RANKS = 2
+GIB = 1 << 30
+VALUES = 4 << 20
+"""Of each tensor: 16 MiB."""
+PRELOAD = ("launcher.training.setup", "launcher.checkpoint.saver", "deepspeed.module_inject")
+MODEL = {
+    "model.vocab_size": 32_000,
+    "model.hidden_size": 1024,
+    "model.num_layers": 4,
+    "model.num_heads": 16,
+    "model.num_kv_heads": 16,
+    "model.head_dim": 64,
+    "model.ffn_size": 2752,
+    "train.dtype": "float32",
+    "train.steps": 1000,
+    "checkpoint.every_steps": 10,
+    "checkpoint.keep_last": 1,
+}
+SLOWER, BLOCKS, CPU, COPIES = 1.15, 0.25, 1.05, 1.1
+"""The most: times the quickest peer, of a waited-for save, of a step's CPU seconds, copies of what a rank owns."""
+
+
+# ------------------------------------------------------------------------------------------------ a run that saves
+
+
+def train_and_save(data: Path, output: Path, settings: dict[str, Any], rounds: int) -> dict[str, float]:
+    """Take turns between steps alone, a save that is waited for, and one that is not with the steps beside it."""
+    from launcher.checkpoint.host_copy import copy_bytes
+    from launcher.training.setup import build_run
+    from launcher.training.step import TrainStep
+
+    logging.disable(logging.CRITICAL)
+    with contextlib.redirect_stdout(io.StringIO()):
+        run = build_run(load_config(data, output, settings).resolve(native_bfloat16=True), torch.device("cpu"))
+    take, progress, found = TrainStep(run), run.progress, {"waited": [], "blocked": [], "alone": [], "beside": []}
+
+    def step() -> float:
+        nonlocal progress
+        began = time.thread_time()
+        progress, record = take(progress)
+        run.saver.after_step(record["step"], record["loss"])
+        return time.thread_time() - began
+
+    def save(*, wait: bool) -> float:
+        began = time.perf_counter()
+        run.saver.save(step=progress.step, training={"step": progress.step}, loss=9.0, wait=wait)
+        return time.perf_counter() - began
+
+    progress, _ = take(progress)
+    with PeakMemory() as training:
+        progress, _ = take(progress)
+    # From the first step on that the saver is told of, it has its memory.
+    step()
+    with PeakMemory() as memory:
+        for _ in range(rounds):
+            found["alone"] += [step() for _ in range(2)]
+            found["waited"].append(save(wait=True))
+            found["blocked"].append(save(wait=False))
+            found["beside"] += [step() for _ in range(2)]
+            run.saver.finish()
+    run.feed.close()
+    return {
+        **{name: min(of) for name, of in found.items()},
+        "owned": copy_bytes(run.engine.owned_pieces()),
+        "rise": memory.peak - training.peak,
+    }
+
+
+def measure_run(rounds: int) -> dict[str, Any]:
+    """The figures of the slowest rank."""
+    with tempfile.TemporaryDirectory(prefix="longctx-saving-") as name:
+        data = make_shards(Path(name))
+        found = run_ranks(train_and_save, RANKS, data, Path(name) / "run", MODEL, rounds, preload=PRELOAD)
+    worst = {name: max(rank[name] for rank in found) for name in found[0]}
+    return {
+        **{f"{name}_seconds": round(worst[name], 3) for name in ("waited", "blocked", "alone", "beside")},
+        "owned_gib": round(worst["owned"] / GIB, 3),
+        "rise_gib": round(worst["rise"] / GIB, 3),
+        "blocked_share": round(worst["blocked"] / worst["waited"], 3),
+        "cpu_ratio": round(max(rank["beside"] / rank["alone"] for rank in found), 3),
+        "copies": round(worst["rise"] / worst["owned"], 3),
+    }
+
+
+# ---------------------------------------------------------------------------------------------------- 1 GiB, alone
+
+
+class Contender(NamedTuple):
+    """A way to write tensors into a folder, and to fill tensors from it."""
+
+    save: Callable[[Path, dict[str, Tensor]], None]
+    load: Callable[[Path, dict[str, Tensor]], None]
+
+
+def _pieces(tensors: dict[str, Tensor]) -> list[Piece]:
+    names = {key: key.rsplit("/", 1) for key in tensors}
+    return [Piece(name, role, 0, tensors[key].numel()) for key, (name, role) in names.items()]
+
+
+def save_ours(folder: Path, tensors: dict[str, Tensor], *, reads_back: bool = False) -> None:
+    """A committed checkpoint of one rank, hashed while it is written."""
+    target, pieces = folder_of(folder, 1), _pieces(tensors)
+    make_empty(hidden_folder(target))
+    path = hidden_folder(target) / "rank_00000.safetensors"
+    size, digest = write_pieces(path, pieces, tensors.values())
+    assert not reads_back or read_back(path) == digest
+    where = [
+        (one.name, one.role, {"file": path.name, "key": piece_key(one), "start": 0, "numel": one.numel})
+        for one in pieces
+    ]
+    shapes = {one.name: torch.Size([one.numel]) for one in pieces}
+    contents = Contents(
+        step=1, model=ModelConfig(), shapes=shapes, dtype=torch.float32, training={}, tokenizer_files={}
+    )
+    commit(target, [WrittenFile(path.name, size, digest, where)], contents)
+
+
+def load_ours(folder: Path, tensors: dict[str, Tensor]) -> None:
+    """Check every hash, then fill."""
+    reader = CheckpointReader(folder_of(folder, 1))
+    assert not reader.verify()
+    for key, tensor in tensors.items():
+        name, role = key.rsplit("/", 1)
+        tensor.copy_(reader.read_range(name, role, 0, tensor.numel()))
+    reader.close()
+
+
+def save_torch(folder: Path, tensors: dict[str, Tensor]) -> None:
+    """``torch.save``."""
+    torch.save(tensors, folder / "state.pt")
+    sync_path(folder / "state.pt")
+
+
+def load_torch(folder: Path, tensors: dict[str, Tensor]) -> None:
+    """``torch.load``, mapped into memory: the quicker way."""
+    for key, loaded in torch.load(folder / "state.pt", mmap=True, weights_only=True).items():
+        tensors[key].copy_(loaded)
+
+
+def save_safetensors(folder: Path, tensors: dict[str, Tensor]) -> None:
+    """``safetensors.torch.save_file``."""
+    save_file(tensors, folder / "state.safetensors")
+    sync_path(folder / "state.safetensors")
+
+
+def load_safetensors(folder: Path, tensors: dict[str, Tensor]) -> None:
+    """One tensor after the other."""
+    with safe_open(folder / "state.safetensors", framework="pt") as file:
+        for key, tensor in tensors.items():
+            tensor.copy_(file.get_tensor(key))
+
+
+def save_distributed(folder: Path, tensors: dict[str, Tensor]) -> None:
+    """``torch.distributed.checkpoint``, which syncs its files itself."""
+    dcp.save(dict(tensors), storage_writer=FileSystemWriter(folder, sync_files=True), no_dist=True)
+
+
+def load_distributed(folder: Path, tensors: dict[str, Tensor]) -> None:
+    """Into the tensors themselves."""
+    dcp.load(dict(tensors), storage_reader=FileSystemReader(folder), no_dist=True)
+
+
+def save_deepspeed(folder: Path, tensors: dict[str, Tensor]) -> None:
+    """What DeepSpeed's engine saves by unless it is told otherwise."""
+    from deepspeed.runtime.checkpoint_engine.torch_checkpoint_engine import TorchCheckpointEngine
+
+    with contextlib.redirect_stdout(io.StringIO()):
+        TorchCheckpointEngine().save(tensors, str(folder / "state.pt"))
+    sync_path(folder / "state.pt")
+
+
+def load_deepspeed(folder: Path, tensors: dict[str, Tensor]) -> None:
+    """What its engine loads by."""
+    from deepspeed.runtime.checkpoint_engine.torch_checkpoint_engine import TorchCheckpointEngine
+
+    with contextlib.redirect_stdout(io.StringIO()):
+        loaded = TorchCheckpointEngine().load(str(folder / "state.pt"), map_location="cpu")
+    for key, tensor in tensors.items():
+        tensor.copy_(loaded[key])
+
+
+OURS, READ_BACK = "longctx", "longctx, read back"
+CONTENDERS = {
+    OURS: Contender(save_ours, load_ours),
+    READ_BACK: Contender(lambda folder, tensors: save_ours(folder, tensors, reads_back=True), load_ours),
+    "torch.save": Contender(save_torch, load_torch),
+    "safetensors": Contender(save_safetensors, load_safetensors),
+    "torch.distributed.checkpoint": Contender(save_distributed, load_distributed),
+    "DeepSpeed": Contender(save_deepspeed, load_deepspeed),
+}
+
+
+def forget(folder: Path) -> None:
+    """Have the files of a folder leave the page cache; they are on the disk."""
+    for path in folder.rglob("*"):
+        if path.is_file():
+            handle = os.open(path, os.O_RDONLY)
+            os.posix_fadvise(handle, 0, 0, os.POSIX_FADV_DONTNEED)
+            os.close(handle)
+
+
+def measure_files(rounds: int, num_tensors: int) -> dict[str, Any]:
+    """The least seconds of each contender, to save and to load."""
+    tensors = {f"w{n // 3}/{ROLES[n % 3]}": torch.randn(VALUES) for n in range(num_tensors)}
+    filled = {key: torch.zeros(VALUES) for key in tensors}
+    seconds: dict[str, dict[str, list[float]]] = {name: {"save": [], "load": []} for name in CONTENDERS}
+    for _ in range(rounds):
+        for name, contender in CONTENDERS.items():
+            with tempfile.TemporaryDirectory(prefix="longctx-saving-") as folder_name:
+                folder = Path(folder_name)
+                began = time.perf_counter()
+                contender.save(folder, tensors)
+                sync_path(folder)
+                seconds[name]["save"].append(time.perf_counter() - began)
+                forget(folder)
+                for tensor in filled.values():
+                    tensor.zero_()
+                began = time.perf_counter()
+                contender.load(folder, filled)
+                seconds[name]["load"].append(time.perf_counter() - began)
+                assert all(torch.equal(tensor, filled[key]) for key, tensor in tensors.items()), name
+                shutil.rmtree(folder, ignore_errors=True)
+                folder.mkdir()
+    return {
+        "gib": round(num_tensors * VALUES * 4 / GIB, 3),
+        "seconds": {name: {way: round(min(of), 3) for way, of in found.items()} for name, found in seconds.items()},
+    }
+
+
+def bounds_of(run: dict[str, Any], files: dict[str, Any]) -> list[Bound]:
+    """What the figures may be."""
+    again = ("--unsaved",)
+    bounds = [
+        Bound("seconds that a save blocks over one that is waited for", run["blocked_share"], BLOCKS, again=again),
+        Bound("CPU seconds of a step beside a save over one alone", run["cpu_ratio"], CPU, again=again),
+        Bound("memory that saves take, in copies of what a rank owns", run["copies"], COPIES),
+    ]
+    seconds = files["seconds"]
+    # A load has no bound: ours reads every byte twice, because nothing is filled before all hashes are right.
+    quickest = min(of["save"] for name, of in seconds.items() if name not in (OURS, READ_BACK))
+    ratio = round(seconds[OURS]["save"] / quickest, 3)
+    return [*bounds, Bound("seconds to save over the quickest peer's", ratio, SLOWER, again=again)]
+
+
+def main() -> int:
+    """Print the figures, save them, and fail when one is outside its bound."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    options = parse(parser, "one round each, and files of 192 MiB")
+    rounds, num_tensors = 3, 66
+    if options.quick:
+        rounds, num_tensors = 1, 12
+    files = measure_files(rounds, num_tensors)
+    for name, of in files["seconds"].items():
+        print(f"{files['gib']} GiB by {name}: saved in {of['save']} s, loaded in {of['load']} s", flush=True)
+    run = measure_run(rounds)
+    print(f"a run: {run}", flush=True)
+    return conclude("saving", {"ranks": RANKS, "run": run, "files": files}, bounds_of(run, files), options)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
