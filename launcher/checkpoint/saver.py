@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 
-from launcher.checkpoint.host_copy import Copies, HostCopy
+from launcher.checkpoint.host_copy import Copies, HostCopy, copies_checkpoints
 from launcher.checkpoint.proof import Proof, is_in_range, write_proof
 from launcher.checkpoint.retention import VALIDATION_LOSS, Retention, prune
 from launcher.checkpoint.save import (
@@ -34,6 +34,7 @@ from launcher.checkpoint.save import (
     make_empty,
     write_rank_file,
 )
+from launcher.config.sections import RunConfig
 from longctx.config import ModelConfig
 from longctx.errors import CheckpointError
 from parallel.runtime.process import agree_or_raise, gather_objects, gather_on_rank_0, least_of_ranks
@@ -271,6 +272,27 @@ class _Kept:
             prune(self._folder, self._retention)
 
         self._chores.append(self._thread.submit(write))
+
+
+def run_saver(
+    config: RunConfig,
+    engine: ZeroEngine,
+    model: ModelConfig,
+    tokenizer_files: Mapping[str, bytes],
+    *,
+    step: int,
+    ranks_here: int,
+) -> Saver:
+    """What saves a run that stands at ``step``, as its config says."""
+    return Saver(
+        Path(config.run.output_dir),
+        engine,
+        model=model,
+        tokenizer_files=tokenizer_files,
+        retention=Retention.of(config.checkpoint),
+        copies=copies_checkpoints(config, step),
+        ranks_here=ranks_here,
+    )
 
 
 def save_checkpoint(

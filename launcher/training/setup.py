@@ -21,10 +21,8 @@ from data_pipeline.rows.batches import Share
 from data_pipeline.shards.manifest import VALIDATION_FOLDER
 from data_pipeline.shards.reader import ShardSet
 from data_pipeline.stores.urls import below, locate
-from launcher.checkpoint.host_copy import copies_checkpoints
 from launcher.checkpoint.load import load_checkpoint, load_weights
-from launcher.checkpoint.retention import Retention
-from launcher.checkpoint.saver import Saver
+from launcher.checkpoint.saver import Saver, run_saver
 from launcher.checkpoint.tokenizers import check_same_data, check_same_tokenizer, uncompared_files
 from launcher.config.lockstep import in_lockstep
 from launcher.config.sections import DataSection, RunConfig
@@ -141,15 +139,8 @@ class Run:
     @cached_property
     def saver(self) -> Saver:
         """What saves the run's checkpoints."""
-        return Saver(
-            self.folder,
-            self.engine,
-            model=self.model,
-            tokenizer_files=self.tokenizer_files,
-            retention=Retention.of(self.config.checkpoint),
-            copies=copies_checkpoints(self.config, self.progress.step),
-            ranks_here=self.mesh.ranks_per_node,
-        )
+        step, ranks_here = self.progress.step, self.mesh.ranks_per_node
+        return run_saver(self.config, self.engine, self.model, self.tokenizer_files, step=step, ranks_here=ranks_here)
 
     @property
     def expert_layers(self) -> list[int]:

@@ -115,7 +115,9 @@ class Trainer:
             writer.write(record)
             # All records up to the step of a checkpoint are written before it is committed.
             self.run.saver.after_step(record["step"], record["loss"])
-            self._loss = record["loss"]
+            # One that was left out says nothing of what a loss should be.
+            if "skipped" not in record:
+                self._loss = record["loss"]
         except TrainingError as error:
             if error.record is not None:
                 writer.write(dict(error.record))

@@ -40,7 +40,23 @@ def losses(folder: Path, kind: str) -> dict[int, float]:
     return {row["step"]: row["loss"] for row in read_metrics(folder) if row["kind"] == kind}
 
 
-def check_alike(shards: Path, folder: Path, changed: dict[str, Any], function: Any = train_each) -> None:
+def write_late() -> None:
+    """Let files be written when further steps have been taken."""
+    write = launcher.checkpoint.saver.write_rank_file
+
+    def wait(*args: Any) -> Any:
+        time.sleep(0.3)
+        return write(*args)
+
+    launcher.checkpoint.saver.write_rank_file = wait
+
+
+def train_each_late(shards: Path, runs: dict[Path, dict[str, Any]]) -> None:
+    write_late()
+    train_each(shards, runs)
+
+
+def check_alike(shards: Path, folder: Path, changed: dict[str, Any], function: Any = train_each_late) -> None:
     """Copied and written later, or written at once: the same bytes."""
     run(function, 2, shards, {folder / "copied": changed, folder / "waited": {**changed, "checkpoint.wait": True}})
     copied, waited = files_of(folder / "copied"), files_of(folder / "waited")
@@ -113,14 +129,7 @@ def test_an_error_is_met_a_step_later_by_all_ranks(shards, tmp_path):
 
 
 def save_slowly(shards: Path, output: Path, changed: dict[str, Any]) -> None:
-    """Each file takes longer than a step."""
-    write = launcher.checkpoint.saver.write_rank_file
-
-    def wait(*args: Any) -> Any:
-        time.sleep(0.3)
-        return write(*args)
-
-    launcher.checkpoint.saver.write_rank_file = wait
+    write_late()
     train(shards, output, changed)
 
 
