@@ -20,6 +20,7 @@ from torch import Tensor
 from longctx.architecture.size import count_parameters
 from longctx.checkpoint_manifest import (
     FORMAT,
+    PROVED,
     ROLES,
     VERSION,
     Piece,
@@ -29,6 +30,7 @@ from longctx.checkpoint_manifest import (
     num_values,
     read_manifest,
     read_pieces,
+    read_proof,
     refuse_deepspeed,
 )
 from longctx.config import ModelConfig
@@ -50,8 +52,6 @@ __all__ = [
     "model_config",
 ]
 
-PROVED = "proved.json"
-"""Beside the manifest, and not under its hash: which later loss proved the checkpoint."""
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 _HEADER_BYTES, _ENTRY_BYTES = 2 * 2**20, 1024
@@ -139,11 +139,10 @@ class CheckpointReader:
 
     def verify(self, files: Iterable[str] | None = None) -> list[str]:
         """Problems found by reading the files (default: all): empty when sizes and hashes are as the manifest says."""
-        problems = []
-        names: Iterable[str] = self.manifest["files"]
-        if files is not None:
-            names = files
-        for name in names:
+        problems: list[str] = []
+        if files is None:
+            files, problems = self.manifest["files"], _proof_problem(self.folder)
+        for name in files or ():
             entry = self.manifest["files"][name]
             path = self.folder / name
             if link := _link_problem(self.folder, name):
@@ -232,6 +231,15 @@ def _link_problem(folder: Path, file: str) -> str:
         except CheckpointError as error:
             return str(error)
     return ""
+
+
+def _proof_problem(folder: Path) -> list[str]:
+    """What is wrong with the file that says what proves a checkpoint."""
+    try:
+        read_proof(folder)
+    except CheckpointError as error:
+        return [str(error)]
+    return []
 
 
 def model_config(reader: CheckpointReader) -> ModelConfig:

@@ -17,7 +17,7 @@ import xxhash
 
 from longctx.errors import CheckpointError, DataError
 from longctx.files import MANIFEST, read_manifest_json
-from longctx.untrusted.reading import shown
+from longctx.untrusted.reading import read_json, shown
 from longctx.untrusted.schema import (
     FILE_NAME,
     HASH,
@@ -244,3 +244,28 @@ _MANIFEST: Check = record(
     {"versions": mapping(NAME, NAME)},
     more=True,
 )
+
+
+PROVED = "proved.json"
+"""Beside the manifest, and not under its hash: which later loss proved the checkpoint."""
+_MOST_PROOF_BYTES = 4096
+
+
+def seal_proof(manifest_hash: str, proof: dict[str, Any]) -> bytes:
+    """The content of ``PROVED``: what proves the checkpoint of this manifest, under a hash of its own."""
+    content = {"manifest": manifest_hash, **proof}
+    return json.dumps(content | {"hash": canonical_hash(content)}).encode()
+
+
+def read_proof(folder: Path) -> dict[str, Any] | None:
+    """What proves a checkpoint, None where nothing does; CheckpointError for a file that is not as it was written."""
+    path = folder / PROVED
+    if not path.exists():
+        return None
+    try:
+        content = read_json(path, most_bytes=_MOST_PROOF_BYTES)
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{PROVED} is damaged: {error}. Remove it: the checkpoint is whole without.") from error
+    if not isinstance(content, dict) or content.get("hash") != canonical_hash(content):
+        raise CheckpointError(f"{PROVED} is damaged: its hash does not match. The checkpoint is whole without it.")
+    return content

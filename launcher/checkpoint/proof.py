@@ -5,14 +5,13 @@ A file beside the manifest says so. It is written later than the manifest, so it
 
 from __future__ import annotations
 
-import json
 import math
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from launcher.metrics.record import METRICS_FILE, decode
-from longctx.checkpoint_format import PROVED
+from longctx.checkpoint_manifest import PROVED, read_proof, seal_proof
 from longctx.errors import CheckpointError
 from longctx.files import write_atomically
 
@@ -36,17 +35,16 @@ def is_in_range(loss: float, before: float) -> bool:
 
 def write_proof(folder: Path, manifest_hash: str, proof: Proof) -> None:
     """Write beside a committed checkpoint what proves it; CheckpointError where the disk refuses."""
-    content = json.dumps({"manifest": manifest_hash, **asdict(proof)})
-    write_atomically(folder / PROVED, content.encode(), CheckpointError)
+    write_atomically(folder / PROVED, seal_proof(manifest_hash, asdict(proof)), CheckpointError)
 
 
 def is_proved(folder: Path, manifest_hash: Any) -> bool:
     """Whether the checkpoint of this manifest is proved; a proof that names another manifest is none."""
     try:
-        content = json.loads((folder / PROVED).read_text())
-    except (OSError, ValueError, RecursionError):
+        content = read_proof(folder)
+    except CheckpointError:
         return False
-    return isinstance(content, dict) and manifest_hash is not None and content.get("manifest") == manifest_hash
+    return content is not None and manifest_hash is not None and content.get("manifest") == manifest_hash
 
 
 def broken_step_after(run_folder: Path, step: int, before: float = math.inf) -> int | None:
