@@ -23,6 +23,7 @@ from data_pipeline.shards.reader import ShardSet
 from data_pipeline.stores.urls import below, locate
 from launcher.checkpoint.load import load_checkpoint, load_weights
 from launcher.checkpoint.tokenizers import check_same_data, check_same_tokenizer, uncompared_files
+from launcher.cluster.stopping import Stop
 from launcher.config.lockstep import in_lockstep
 from launcher.config.sections import DataSection, RunConfig
 from launcher.config.side_by_side import padded_documents
@@ -76,6 +77,10 @@ class Progress:
     """How many tokens chose each expert in the last step; None before the first, and in a dense model."""
     history: History = NO_HISTORY
     """What the steps before say of the next one."""
+    stop_asked: bool = False
+    """Whether any rank has been asked to stop: the run ends here."""
+    validation_due: bool = False
+    """Whether the validation after this step was left out, or broken off, because of that."""
 
     def state(self) -> dict[str, Any]:
         """As a checkpoint has it."""
@@ -88,6 +93,7 @@ class Progress:
             "optimizer_steps": self.step - self.history.skipped,
             "expert_load": expert_load,
             "history": self.history.state(),
+            "validation_due": self.validation_due,
         }
 
 
@@ -116,6 +122,8 @@ class Run:
     """What the plan says of a step."""
     exclusions: Record | None
     """What the run leaves out of its data, as an event; None where nothing is and nothing was."""
+    stop: Stop
+    """What asks this rank to end the run."""
 
     @property
     def is_rank_0(self) -> bool:
@@ -166,9 +174,10 @@ class Run:
         return found
 
 
-def build_run(config: RunConfig, device: torch.device) -> Run:
+def build_run(config: RunConfig, device: torch.device, stop: Stop | None = None) -> Run:
     """Check and build everything; every rank alike. The process group must be up.
 
+    Without a ``stop`` nothing asks the run to end before its last step.
     Collective. What a resumed run did after its checkpoint is still in the folder: ``Trainer.train`` sets it aside.
     """
     model, parallel = config.model.config(), config.parallel
@@ -228,6 +237,7 @@ def build_run(config: RunConfig, device: torch.device) -> Run:
         tokenizer_files=tokenizer_files,
         expected=expected,
         exclusions=exclusion_event(_all_folders(loader, validation), origin),
+        stop=stop or Stop(),
     )
 
 
@@ -477,7 +487,8 @@ def _resume(origin: Origin, engine: ZeroEngine, model: ModelConfig) -> Progress:
     if training.get("expert_load"):
         load_LE = torch.tensor(training["expert_load"])
     log.info("Resumed from %s at step %d.", origin.folder, origin.step)
-    return Progress(step=origin.step, expert_load_LE=load_LE, history=History.of(training))
+    due = bool(training.get("validation_due", False))
+    return Progress(step=origin.step, expert_load_LE=load_LE, history=History.of(training), validation_due=due)
 
 
 def _start(origin: Origin, engine: ZeroEngine, model: ModelConfig) -> None:

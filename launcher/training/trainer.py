@@ -21,6 +21,7 @@ from launcher.training.planned import PlanWatch, checked_line
 from launcher.training.sample import Sampler
 from launcher.training.setup import Progress, Run
 from launcher.training.step import TrainStep
+from launcher.training.stopping import Stopping, agree_on_stop
 from launcher.training.validation import validate
 from longctx.checkpoint_format import list_checkpoints
 from longctx.errors import TrainingError
@@ -50,16 +51,22 @@ class Trainer:
         self._compile_watch = CompileWatch(is_on=run.is_rank_0 and run.config.train.compile == "on")
         self._plan_watch = PlanWatch(run.expected)
         self._dead_experts = dead_experts or DeadExpertWatch(run.expert_layers, run.model.num_experts)
+        self._stopping = Stopping(run)
 
-    def train(self) -> None:
-        """Run the remaining steps, validating and saving as the config says, and write the report. Collective."""
+    def train(self) -> str | None:
+        """Run the remaining steps, validating and saving as the config says, and write the report. Collective.
+
+        Returns what the user is to read where the run was asked to stop before its end, and has saved; else None.
+        """
         run, config, last = self.run, self.run.config, self.run.config.last_step
         self._open_folder()
-        if self.progress.step >= last:
+        self.progress = self._stopping.settle(self.progress)
+        if self.progress.step >= last and not self.progress.validation_due:
             log.info(
                 "Nothing to do: the run is at step %d of %d. Raise train.steps to go on.", self.progress.step, last
             )
-            return
+            return None
+        run.stop.begin_steps()
         lines = Lines(
             total_steps=config.train.steps,
             first_step=self.progress.step,
@@ -72,24 +79,30 @@ class Trainer:
             for record in filter(None, (run.expected.record(self.progress.step), run.exclusions)):
                 writer.write(record)
             # The first point of the curve: what the weights can do before this run changes them.
-            if run.origin == "started" and config.validation.rows:
+            if config.validation.rows and (run.origin == "started" or self.progress.validation_due):
                 self._validate(writer)
-            while self.progress.step < last:
+            while self.progress.step < last and not self.progress.stop_asked:
                 self._take_recorded_step(writer)
                 # Validation comes before the save: a checkpoint that exists has all records up to its step.
                 if config.validation.rows and self._is_due(config.validation.every_steps):
                     self._validate(writer)
-                if self._is_due(config.checkpoint.every_steps):
+                if self.progress.stop_asked or self._is_due(config.checkpoint.every_steps):
                     writer.doing("saving a checkpoint")
                     self._save()
+            if self._stopping.ends(self.progress):
+                return self._stopping.end(self.progress, writer, self._save)
             compared = self._plan_watch.record(self.progress.step)
             writer.write(compared)
             log.info("%s", checked_line(compared))
-        self._finish()
+        _finish(run, self.progress.step)
+        return None
 
     def take_step(self) -> Record:
         """Take one optimiser step and return its record; TrainingError when it is not finite. Collective."""
         self.progress, record = self._train_step(self.progress)
+        # The last step is agreed on, too: what follows is waited for.
+        if self.progress.stop_asked or self.progress.step == self.run.config.last_step:
+            self.run.stop.agree()
         self._compile_watch.report(self.progress.step)
         load_LE = self.progress.expert_load_LE
         # The same on every rank, so rank 0 can watch for all. A step that was left out has no load of its own.
@@ -118,7 +131,7 @@ class Trainer:
             raise
 
     def _validate(self, writer: RecordWriter) -> None:
-        """Measure the held-out loss and write its record. Collective."""
+        """Measure the held-out loss and write its record, unless a stop breaks it off. Collective."""
         run = self.run
         writer.doing("validating")
         assert run.validation is not None
@@ -130,7 +143,12 @@ class Trainer:
             vocab_size=run.model.vocab_size,
             bytes_per_token=run.validation.bytes_per_token,
             source_names=run.validation.source_names,
+            stops=lambda: self.progress.stop_asked or agree_on_stop(run.stop),
         )
+        # A stop is not kept waiting: the process that goes on validates first.
+        self.progress = dataclasses.replace(self.progress, stop_asked=record is None, validation_due=record is None)
+        if record is None:
+            return
         if self._sampler is not None:
             record["sample"] = self._sampler.sample()
         writer.write({**record, "step": self.progress.step})
@@ -143,38 +161,45 @@ class Trainer:
     def _save(self) -> None:
         """Commit a checkpoint, then remove the oldest ones."""
         run, started = self.run, time.perf_counter()
-        # All that a resumed run needs besides weights and moments. Nothing in it depends on world size or ZeRO stage:
-        # the two are written for people to read.
-        training: dict[str, Any] = {
-            **self.progress.state(),
-            "loader": run.feed.state_dict(),
-            "world_size": run.mesh.world_size,
-            "zero_stage": run.engine.stage,
-            "model_type": run.model_type,
-            "config": dataclasses.asdict(run.config),
-        }
-        path = self._save_checkpoint(
-            run.folder,
-            run.engine,
-            step=self.progress.step,
-            model=run.model,
-            training=training,
-            tokenizer_files=run.tokenizer_files,
-        )
+        with run.stop.saving:
+            path = self._save_checkpoint(
+                run.folder,
+                run.engine,
+                step=self.progress.step,
+                model=run.model,
+                training=_training_state(run, self.progress),
+                tokenizer_files=run.tokenizer_files,
+            )
         # Only after the new one is committed: whenever the process is killed, a whole checkpoint is there.
         on_rank_0(lambda: prune(run.folder, run.config.checkpoint.keep_last))
-        log.info("Saved %s in %.1f s.", path, time.perf_counter() - started)
+        seconds = time.perf_counter() - started
+        log.info("Saved %s in %.1f s.", path, seconds)
+        self._stopping.saved(seconds)
 
-    def _finish(self) -> None:
-        """Write the report, and log where it and the last checkpoint are."""
-        if not self.run.is_rank_0:
-            return
-        # matplotlib takes a second to import, which the first step would wait for.
-        from launcher.report.page import write_report
 
-        report = write_report(self.run.folder)
-        newest = list_checkpoints(self.run.folder)[-1]
-        log.info("Done: %d steps. Checkpoint %s, report %s.", self.progress.step, newest, report)
+def _training_state(run: Run, progress: Progress) -> dict[str, Any]:
+    """All that a resumed run needs besides weights and moments."""
+    # Nothing in it depends on world size or ZeRO stage: the two are written for people to read.
+    return {
+        **progress.state(),
+        "loader": run.feed.state_dict(),
+        "world_size": run.mesh.world_size,
+        "zero_stage": run.engine.stage,
+        "model_type": run.model_type,
+        "config": dataclasses.asdict(run.config),
+    }
+
+
+def _finish(run: Run, step: int) -> None:
+    """Write the report, and log where it and the last checkpoint are."""
+    if not run.is_rank_0:
+        return
+    # matplotlib takes a second to import, which the first step would wait for.
+    from launcher.report.page import write_report
+
+    report = write_report(run.folder)
+    newest = list_checkpoints(run.folder)[-1]
+    log.info("Done: %d steps. Checkpoint %s, report %s.", step, newest, report)
 
 
 def _rewind_on_rank_0(run: Run, step: int) -> None:

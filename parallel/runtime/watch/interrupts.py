@@ -1,4 +1,4 @@
-"""Hears each Ctrl-C, also while the main thread is in a call that hears no signal."""
+"""Hears each signal that asks for an end, also while the main thread is in a call that hears none."""
 
 from __future__ import annotations
 
@@ -8,13 +8,17 @@ import socket
 import threading
 from collections.abc import Callable
 
+ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
+"""Signals that ask for an end. Of those that a process has no handler for, the system ends it before any is told."""
+
 
 class Interrupts:
-    """Tells from a thread of its own how many times the user has pressed Ctrl-C."""
+    """Tells from a thread of its own which signal has come, and how many times."""
 
-    def __init__(self, tell: Callable[[int], None]) -> None:
+    def __init__(self, tell: Callable[[signal.Signals, int], None]) -> None:
         """Listen from now on, where the main thread calls this: others cannot."""
-        self._tell, self._count, self._own = tell, 0, 0
+        self._tell, self._own = tell, 0
+        self._counts: dict[int, int] = dict.fromkeys(ENDING, 0)
         self._before: int | None = None
         if threading.current_thread() is not threading.main_thread():
             return
@@ -39,10 +43,10 @@ class Interrupts:
     def _listen(self) -> None:
         while data := self._read.recv(64):
             for number in data:
-                if number != signal.SIGINT:
+                if number not in self._counts:
                     continue
-                if self._own:
+                if number == signal.SIGINT and self._own:
                     self._own -= 1
                     continue
-                self._count += 1
-                self._tell(self._count)
+                self._counts[number] += 1
+                self._tell(signal.Signals(number), self._counts[number])

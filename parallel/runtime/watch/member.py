@@ -7,6 +7,7 @@ watch gives it a short time to end by itself, and then ends the process.
 from __future__ import annotations
 
 import logging
+import signal
 import socket
 import threading
 import time
@@ -56,7 +57,9 @@ class Member:
         self._telling, self._has_told = threading.Lock(), False
         self._was_interrupted = False
         self._has_reported = False
-        self._interrupts = Interrupts(self._count_interrupts)
+        self.defers_signals = False
+        """Whether the main thread sees to the first signal, which ends nothing by itself then."""
+        self._interrupts = Interrupts(self._hear)
         self._beats = Beats(options)
         self.line = Connection(
             connection,
@@ -84,6 +87,11 @@ class Member:
         """Say that the main thread ends the process: the watch no longer interrupts it, and only sees to the end."""
         with self._taking_over:
             self._main_is_ending = True
+
+    @property
+    def is_ending(self) -> bool:
+        """Whether this process ends: its main thread, or because a rank has failed."""
+        return self._main_is_ending or self.line.first is not None
 
     def may_report(self) -> bool:
         """Whether the caller is the first one to report what all ranks met: main thread and watch may both come to."""
@@ -176,17 +184,34 @@ class Member:
             if failure.rank != self._rank and not self._main_is_ending:
                 self._interrupts.interrupt_main()
 
-    def _count_interrupts(self, count: int) -> None:
-        """After the first Ctrl-C the main thread ends, or the watch where it cannot; the second ends at once."""
-        self._was_interrupted = True
-        if count > 1:
-            end_process(INTERRUPTED)
-        threading.Thread(target=self._end_interrupted, daemon=True).start()
+    def end_for(self, failure: Failure) -> None:
+        """End all ranks for what a thread of this one has found, whatever its main thread is in."""
+        if self.line.announce(failure) == failure and not failure.alike:
+            say(failure.text)
 
-    def _end_interrupted(self) -> None:
+    def _hear(self, number: signal.Signals, count: int) -> None:
+        """After a first signal the main thread ends, or the watch where it cannot; a second Ctrl-C ends at once."""
+        if number == signal.SIGINT:
+            self._was_interrupted = True
+            if count > 1:
+                end_process(INTERRUPTED)
+        if not self.defers_signals:
+            threading.Thread(target=self._end_after, args=(number,), daemon=True).start()
+
+    def _end_after(self, number: signal.Signals) -> None:
         time.sleep(GRACE_SECONDS)
-        if not self._main_is_ending:
-            self.line.announce(Failure(rank=self._rank, code=INTERRUPTED, text=self._interrupted, alike=True))
+        if self._main_is_ending or self.defers_signals:
+            return
+        if number == signal.SIGINT:
+            # A terminal sends it to every rank.
+            self.end_for(Failure(rank=self._rank, code=INTERRUPTED, text=self._interrupted, alike=True))
+        else:
+            self.end_for(Failure(rank=self._rank, code=128 + number, text=ended_by(number)))
+
+
+def ended_by(number: signal.Signals) -> str:
+    """What a user reads after a signal before the first step."""
+    return f"Ended by {number.name} before the first step: there was nothing to save."
 
 
 def text_of(failure: Failure, rank: int) -> str:
