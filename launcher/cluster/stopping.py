@@ -55,9 +55,9 @@ class Reason:
         return cls(kind=kind, what=what, rank=_rank(), host=socket.gethostname(), time=time.time())
 
     def words(self) -> str:
-        """One line: who was asked, when, and by what."""
+        """One line: what asked, where, and when."""
         when = datetime.fromtimestamp(self.time).astimezone().strftime("%Y-%m-%d %H:%M:%S %Z")
-        return f"Rank {self.rank} on {self.host} was asked to at {when}: {self.what}."
+        return f"The reason: {self.what}, heard by rank {self.rank} on {self.host} at {when}."
 
 
 class Stop:

@@ -149,7 +149,8 @@ def _senders(words: Sequence[str]) -> list[Launcher]:
     mark = [word for word in words if word.startswith(_SAME_RUN)]
     for process in psutil.process_iter():
         with contextlib.suppress(psutil.Error):
-            if process.name() != "pdsh":
+            # The program's file is called pdsh.bin where pdsh is a script.
+            if not process.name().startswith("pdsh"):
                 continue
             given = _words(process)
             if not all(word in given for word in mark):
