@@ -21,7 +21,7 @@ from longctx_train import FIRST_PARENT
 from parallel.runtime.parents import Launcher, launchers_above, was_orphaned, watch_launchers
 from parallel.runtime.watch.current import say_when_interrupted, stop_watch, watching
 from parallel.runtime.watch.failure import Failure
-from parallel.runtime.watch.last_words import end_process, say
+from parallel.runtime.watch.last_words import end_process, say, speak_where_typed
 from parallel.runtime.watch.member import Member, ended_by, text_of
 from parallel.runtime.watch.member import log as watch_log
 
@@ -69,7 +69,9 @@ def run_script(
     """
     if was_orphaned(FIRST_PARENT):
         when_orphaned("what started this rank")
-    watch_launchers(launchers_above(), when_orphaned)
+    launchers = launchers_above()
+    speak_where_typed(launchers)
+    watch_launchers(launchers, when_orphaned)
     code = run_to_exit_code(action, interrupted=interrupted)
     if code == DONE:
         stop_watch()

@@ -18,7 +18,7 @@ from typing import Literal
 
 import psutil
 
-from parallel.runtime.parents import Launcher
+from parallel.runtime.parents import Launcher, launchers_above
 from parallel.runtime.watch.current import watching
 from parallel.runtime.watch.failure import FAILED, INTERRUPTED, Failure
 from parallel.runtime.watch.interrupts import ENDING
@@ -72,6 +72,7 @@ class Stop:
         self._began = psutil.Process().create_time()
         self._steps_have_begun, self._interrupts = False, 0
         self._agreed = threading.Event()
+        self._launchers: list[Launcher] = []
         self.saving = threading.Lock()
         """Held while a checkpoint is written: nobody ends the process meanwhile."""
         self.step_seconds = self.save_seconds = 0.0
@@ -96,6 +97,7 @@ class Stop:
         """
         if threading.current_thread() is not threading.main_thread():
             return
+        self._launchers = launchers_above()
         for number in ENDING:
             if signal.getsignal(number) is not signal.SIG_IGN:
                 signal.signal(number, self._hear)
@@ -152,7 +154,14 @@ class Stop:
             # Where ranks are watched over the watch has heard it too, whatever this thread was in.
             if self._interrupts > 1:
                 end_process(INTERRUPTED)
-        self.ask(Reason.here("signal", f"{asked.name} came"))
+        gone = None
+        if asked == signal.SIGTERM:
+            # A supervisor sends it to ranks that have lost their launcher, and may be first to see that.
+            gone = next((launcher for launcher in self._launchers if launcher.is_gone()), None)
+        if gone is not None:
+            self.ask(Reason.here(LAUNCHER, f"{gone} is gone"))
+        else:
+            self.ask(Reason.here("signal", f"{asked.name} came"))
 
 
 def end_for(text: str, code: int = FAILED) -> None:

@@ -26,6 +26,8 @@ _LAUNCHER, _RUNNER = "deepspeed.launcher.launch", "deepspeed.launcher.runner"
 _TORCHRUN = ("torch.distributed.run", "torch.distributed.launch")
 _PROGRAMS = ("deepspeed", "deepspeed.pt", "ds", "torchrun")
 """What a user types."""
+PDSH = "pdsh"
+"""What starts launchers on several machines, over ssh."""
 _SHELLS = ("bash", "sh", "dash", "zsh", "ksh")
 _SAME_RUN = ("--world_info=", "--master_addr=", "--master_port=")
 """Words that DeepSpeed's runner gives pdsh, and pdsh the launcher of each host."""
@@ -75,7 +77,8 @@ def launchers_above() -> list[Launcher]:
             above = _above(launcher.process.parents())
             if above is not None:
                 found.append(above)
-            found += _senders(launcher.words)
+            if above is None or not _is_runner(above.words):
+                found += _senders(launcher.words)
     return found
 
 
@@ -150,12 +153,12 @@ def _senders(words: Sequence[str]) -> list[Launcher]:
     for process in psutil.process_iter():
         with contextlib.suppress(psutil.Error):
             # The program's file is called pdsh.bin where pdsh is a script.
-            if not process.name().startswith("pdsh"):
+            if not process.name().startswith(PDSH):
                 continue
             given = _words(process)
             if not all(word in given for word in mark):
                 continue
-            found = [Launcher(process, "pdsh", given)]
+            found = [Launcher(process, PDSH, given)]
             runner = process.parent()
             if runner is not None and _is_runner(_words(runner)):
                 found.append(Launcher(runner, "deepspeed's runner", _words(runner)))

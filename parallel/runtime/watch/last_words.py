@@ -6,14 +6,41 @@ import contextlib
 import os
 import subprocess
 import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn
 
-from parallel.runtime.parents import launcher_above
+from parallel.runtime.parents import PDSH, Launcher, launcher_above
 
 _LAUNCHER_SECONDS = 15.0
 """How long words wait for the launcher to end. It looks at its ranks once a second."""
 _SPEAKER_SECONDS = 5.0
+
+
+@dataclass(frozen=True)
+class _Terminal:
+    """Where the user has typed the command, with pdsh and ssh between it and this process."""
+
+    stream: int
+    pdsh: int
+
+
+# One in a process, as standard error is.
+_terminal: _Terminal | None = None
+
+
+def speak_where_typed(launchers: Sequence[Launcher]) -> None:
+    """Say last words there, where pdsh on this machine started this rank: it may be gone by then, and ssh with it."""
+    global _terminal
+    pdsh = next((launcher for launcher in launchers if launcher.what == PDSH), None)
+    if pdsh is None or _terminal is not None:
+        return
+    runner = launchers[-1].process.pid
+    # Of another user's process the system refuses it, and of a socket: then words go the usual way.
+    with contextlib.suppress(OSError):
+        stream = os.open(f"/proc/{runner}/fd/2", os.O_WRONLY | os.O_APPEND | os.O_NOCTTY)
+        _terminal = _Terminal(stream, pdsh.process.pid)
 
 
 def say(text: str) -> None:
@@ -48,14 +75,22 @@ def _say_after_launcher(words: str) -> bool:
     """Whether a process was started that says it later."""
     launcher = launcher_above()
     # A stream without a descriptor is a test's.
-    if launcher is None or sys.stderr is not sys.__stderr__:
+    if (launcher is None and _terminal is None) or sys.stderr is not sys.__stderr__:
         return False
     speaker = str(Path(__file__).with_name("speaker.py"))
+    processes, stream = [], None
+    if launcher is not None:
+        processes.append(launcher.process.pid)
+    if _terminal is not None:
+        processes.append(_terminal.pdsh)
+        # Not the stream of this process beside it: ssh waits for all who hold it, and pdsh for ssh.
+        stream = _terminal.stream
     try:
         done = subprocess.run(
-            [sys.executable, "-I", "-S", speaker, str(launcher.process.pid), str(_LAUNCHER_SECONDS)],
+            [sys.executable, "-I", "-S", speaker, str(_LAUNCHER_SECONDS), *map(str, processes)],
             input=words.encode(errors="replace"),
             stdout=subprocess.DEVNULL,
+            stderr=stream,
             timeout=_SPEAKER_SECONDS,
             check=False,
         )

@@ -9,11 +9,13 @@ import sys
 import threading
 import time
 
+import psutil
 import pytest
 
 from launcher.cluster import stopping
 from launcher.cluster.exit import run_to_exit_code
 from launcher.cluster.stopping import Reason, Signalled, Stop
+from parallel.runtime.parents import Launcher
 from tests.helpers import REPOSITORY
 
 SECONDS = 60.0
@@ -43,6 +45,19 @@ def test_a_signal_asks_for_a_stop_once_there_are_steps(heard, number):
     # Launchers send SIGTERM after what they were sent themselves.
     signal.raise_signal(signal.SIGTERM)
     assert stop.reason.what == f"{number.name} came"
+
+
+def test_sigterm_to_a_rank_without_a_launcher_is_no_wish(heard):
+    """A supervisor sends it to those that are left; they are started again."""
+    stop = Stop()
+    stop.listen()
+    stop.begin_steps()
+    dead = subprocess.Popen(["true"])
+    stop._launchers = [Launcher(psutil.Process(dead.pid), "deepspeed's launcher", ())]
+    dead.wait()
+    signal.raise_signal(signal.SIGTERM)
+    assert stop.reason is not None
+    assert (stop.reason.kind, stop.reason.what) == ("launcher", f"deepspeed's launcher (process {dead.pid}) is gone")
 
 
 def test_signals_that_were_turned_off_stay_so(heard):
