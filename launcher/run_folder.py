@@ -22,8 +22,6 @@ if TYPE_CHECKING:  # the report reads this file's names without torch
     from launcher.config.sections import RunConfig
     from parallel.mesh import Mesh
 
-log = logging.getLogger(__name__)
-
 CONFIG_FILE = "config.toml"
 ENVIRONMENT_FILE = "environment.json"
 LOGS = "logs"
@@ -82,7 +80,6 @@ def start_logging(folder: Path, rank: int) -> None:
         logger.setLevel(logging.INFO)
         logger.propagate = False
         logger.handlers = [to_file, to_console]
-    log.info("Every rank's log: %s/rank_N.log", folder / LOGS)
 
 
 def _environment(mesh: Mesh, num_parameters: int) -> dict[str, Any]:
