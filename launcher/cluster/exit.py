@@ -21,8 +21,9 @@ from longctx_train import FIRST_PARENT
 from parallel.runtime.parents import Launcher, launchers_above, was_orphaned, watch_launchers
 from parallel.runtime.watch.current import say_when_interrupted, stop_watch, watching
 from parallel.runtime.watch.failure import Failure
+from parallel.runtime.watch.interrupts import ended_by
 from parallel.runtime.watch.last_words import end_process, say, speak_where_typed
-from parallel.runtime.watch.member import Member, ended_by, text_of
+from parallel.runtime.watch.member import Member, text_of
 from parallel.runtime.watch.member import log as watch_log
 
 log = logging.getLogger(__name__)

@@ -106,7 +106,7 @@ class Stop:
         """From here on there is something to save."""
         self._steps_have_begun = True
         if (member := watching()) is not None:
-            member.defers_signals = True
+            member.signals.deferred = True
 
     def ask(self, reason: Reason) -> None:
         """Ask for a stop; the first reason stays."""

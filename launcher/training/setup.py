@@ -41,10 +41,11 @@ from launcher.training.data_fetch import fetch_data
 from launcher.training.exclusions import exclusion_event, exclusion_lines
 from launcher.training.expert_record import expert_layers
 from launcher.training.feed import StepData, StepFeed
-from launcher.training.history import NO_HISTORY, History
+from launcher.training.history import History
 from launcher.training.model import build_causal_lm, build_layout, shard_batch, share_of
 from launcher.training.origin import Kind, Origin, converted, find_origin, hf_type
 from launcher.training.planned import Expected, check_planned_memory, expect
+from launcher.training.progress import Progress
 from launcher.training.routing_files import RoutingFiles
 from launcher.training.summary import Start, summary, warnings
 from launcher.training.swap_folder import check_swap_folders
@@ -65,36 +66,6 @@ from parallel.zero.optimizer import OptimizerOptions
 from parallel.zero.options import check_device
 
 log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Progress:
-    """Where a run stands between two steps. Each step returns a new one."""
-
-    step: int = 0
-    """Optimiser steps taken."""
-    expert_load_LE: Tensor | None = None
-    """How many tokens chose each expert in the last step; None before the first, and in a dense model."""
-    history: History = NO_HISTORY
-    """What the steps before say of the next one."""
-    stop_asked: bool = False
-    """Whether any rank has been asked to stop: the run ends here."""
-    validation_due: bool = False
-    """Whether the validation after this step was left out, or broken off, because of that."""
-
-    def state(self) -> dict[str, Any]:
-        """As a checkpoint has it."""
-        expert_load = []
-        if self.expert_load_LE is not None:
-            expert_load = self.expert_load_LE.tolist()
-        return {
-            "step": self.step,
-            # Fewer where some were left out. The optimiser corrects its moments' beginning by this number.
-            "optimizer_steps": self.step - self.history.skipped,
-            "expert_load": expert_load,
-            "history": self.history.state(),
-            "validation_due": self.validation_due,
-        }
 
 
 @dataclass(frozen=True, kw_only=True)

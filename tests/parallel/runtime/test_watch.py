@@ -168,7 +168,7 @@ def test_ctrl_c_reaches_ranks_that_hear_no_signal(tmp_path):
 @pytest.mark.slow
 def test_a_first_signal_may_be_the_main_threads_to_see_to(tmp_path):
     """It does so once its step is over; a second Ctrl-C it cannot keep."""
-    defers = "watching().defers_signals = True; meet('defers'); "
+    defers = "watching().signals.deferred = True; meet('defers'); "
     ranks = Ranks(tmp_path, [defers + OTHERS_BLOCK] * RANKS)
     ranks.wait_until_met()
     while len(list(tmp_path.glob("defers_*"))) < RANKS:
