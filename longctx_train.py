@@ -23,6 +23,8 @@ PACKAGES = ("launcher", "parallel", "data_pipeline", "longctx")
 FAILED = 1
 HEAD_START_SECONDS = 5.0
 """How long the other ranks leave the word to rank 0."""
+FIRST_PARENT = os.getppid()
+"""What started this process. Imports take seconds, in which it may end, and another one becomes the parent."""
 
 
 def main() -> None:

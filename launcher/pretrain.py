@@ -22,9 +22,10 @@ from longctx_train import end_if_names_clash
 # Before any package of ours: another's of the same name would end in an ImportError.
 end_if_names_clash()
 
-from launcher.cluster.exit import run_script
+from launcher.cluster.exit import DONE, end_stopped, run_script
 from launcher.cluster.hostfile import check_hostfile
 from launcher.cluster.scheduler import check_tasks
+from launcher.cluster.stopping import Stop
 from launcher.config.check import check_run
 from launcher.config.load import load_run_config
 from launcher.config.side_by_side import settle_context
@@ -34,8 +35,8 @@ from parallel.runtime.device import choose_device
 from parallel.runtime.process import broadcast_object, environment_rank, start_process_group, stop_process_group
 
 
-def main(argv: list[str]) -> None:
-    """Check everything that can be checked, then train."""
+def main(argv: list[str], stop: Stop | None = None) -> int:
+    """Check everything that can be checked, then train; returns the exit code. ``stop`` may have been asked already."""
     # A user's mistakes first, on every rank alike, before any waits for another or allocates.
     rank, world_size = environment_rank()
     config = load_run_config(argv, quiet=rank != 0)
@@ -45,9 +46,13 @@ def main(argv: list[str]) -> None:
     check_run(config, world_size)
     config = settle_context(config, world_size)
     traces = Path(config.run.output_dir) / LOGS
+    stop = stop or Stop()
+    stop.set_limits(max_seconds=config.run.max_seconds, orphan_seconds=config.run.orphan_seconds)
     start_process_group(
         timeout_seconds=config.run.timeout_seconds, meet_seconds=config.run.meet_seconds, device=device, traces=traces
     )
+    # Only now: until ranks have met, a signal ends each of them by itself.
+    stop.listen()
     # DeepSpeed decides on a device when it is imported.
     from launcher.training.setup import build_run
     from launcher.training.trainer import Trainer
@@ -59,10 +64,14 @@ def main(argv: list[str]) -> None:
     native = device.type == "cuda" or has_native_bfloat16()
     native, device_type = broadcast_object((native, device.type))
     config = config.resolve(native_bfloat16=native, device_type=device_type)
-    Trainer(build_run(config, device)).train()
+    stopped = Trainer(build_run(config, device, stop)).train()
     # Only now: after an error NCCL waits here for kernels that wait for this rank.
     stop_process_group()
+    if stopped is None:
+        return DONE
+    return end_stopped(stopped)
 
 
 if __name__ == "__main__":
-    run_script(lambda: main(sys.argv[1:]))
+    asked = Stop()
+    run_script(lambda: main(sys.argv[1:], asked), when_orphaned=asked.lose_launcher)

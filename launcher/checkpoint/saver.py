@@ -100,6 +100,8 @@ class Saver:
         self._copies = Copies(engine, self._thread, wanted=copies, ranks_here=ranks_here)
         self._kept = _Kept(run_folder, retention, self._thread)
         self._save: _Save | None = None
+        self.seconds = 0.0
+        """What the last save took from its beginning to its commit; 0 before the first one."""
 
     def save(self, *, step: int, training: Mapping[str, Any], loss: float | None = None, wait: bool = False) -> None:
         """Begin to save the state after ``step`` optimiser steps, whose loss was ``loss``. Collective.
@@ -221,6 +223,7 @@ class Saver:
 
     def _tell(self, save: _Save, manifest_hash: str | None) -> None:
         """Say that a checkpoint is committed; rank 0 proves it if it can be, and lets older ones go."""
+        self.seconds = time.perf_counter() - save.began
         log.info("%s", save.told())
         # Of rank 0 alone: the others have no part in a commit.
         if manifest_hash is not None:

@@ -15,10 +15,14 @@ import traceback
 from collections.abc import Callable
 from typing import NoReturn
 
+from launcher.cluster.stopping import Signalled, end_for
 from longctx.errors import ConfigError, LongCtxError
+from longctx_train import FIRST_PARENT
+from parallel.runtime.parents import Launcher, launchers_above, was_orphaned, watch_launchers
 from parallel.runtime.watch.current import say_when_interrupted, stop_watch, watching
 from parallel.runtime.watch.failure import Failure
-from parallel.runtime.watch.last_words import end_process, say
+from parallel.runtime.watch.interrupts import ended_by
+from parallel.runtime.watch.last_words import end_process, say, speak_where_typed
 from parallel.runtime.watch.member import Member, text_of
 from parallel.runtime.watch.member import log as watch_log
 
@@ -26,7 +30,8 @@ log = logging.getLogger(__name__)
 # Without a run folder there is no log file: Python would print each error a second time.
 log.addHandler(logging.NullHandler())
 
-DONE, FAILED, WRONG_USAGE, INTERRUPTED = 0, 1, 2, 130
+DONE, FAILED, WRONG_USAGE, STOPPED, INTERRUPTED = 0, 1, 2, 75, 130
+"""STOPPED is what sysexits.h calls a temporary failure: the run was asked to stop, has saved, and can go on."""
 # What gloo, NCCL and the store by which ranks met say when another rank has ended.
 _LOST_PEER = (
     *("Connection closed by peer", "Connection reset by peer", "Broken pipe", "Timed out waiting", "timed out"),
@@ -48,8 +53,26 @@ def is_for_console(record: logging.LogRecord) -> bool:
     return record.name not in (__name__, watch_log.name)
 
 
-def run_script(action: Callable[[], int | None], *, interrupted: str = _GO_ON) -> NoReturn:
-    """Run ``action`` and end this process with its exit code: what every script that runs over ranks does."""
+def end_orphaned(launcher: Launcher | str) -> None:
+    """End the process because its launcher is gone: what a script does that has nothing to save."""
+    end_for(f"ClusterError: {launcher} is gone, so rank {_rank()} ended too.")
+
+
+def run_script(
+    action: Callable[[], int | None],
+    *,
+    interrupted: str = _GO_ON,
+    when_orphaned: Callable[[Launcher | str], None] = end_orphaned,
+) -> NoReturn:
+    """Run ``action`` and end this process with its exit code: what every script that runs over ranks does.
+
+    ``when_orphaned`` is called in a thread once the launcher, or what runs that, is gone.
+    """
+    if was_orphaned(FIRST_PARENT):
+        when_orphaned("what started this rank")
+    launchers = launchers_above()
+    speak_where_typed(launchers)
+    watch_launchers(launchers, when_orphaned)
     code = run_to_exit_code(action, interrupted=interrupted)
     if code == DONE:
         stop_watch()
@@ -59,6 +82,13 @@ def run_script(action: Callable[[], int | None], *, interrupted: str = _GO_ON) -
     if member is not None:
         member.end(code)
     end_process(code)
+
+
+def end_stopped(text: str) -> int:
+    """Say on rank 0 where a run has stopped, as it was asked to; returns the exit code. Ranks have left one another."""
+    if _rank() == 0:
+        _report(text)
+    return STOPPED
 
 
 def run_to_exit_code(action: Callable[[], int | None], *, interrupted: str = _GO_ON) -> int:
@@ -92,6 +122,8 @@ def _failure_of(error: BaseException, interrupted: str) -> Failure:
     if isinstance(error, SystemExit):
         # tyro has printed why.
         return _failure(_code_of(error), "", alike=True)
+    if isinstance(error, Signalled):
+        return _failure(128 + error.number, ended_by(error.number), alike=False)
     if isinstance(error, KeyboardInterrupt):
         # Every rank gets the signal; one message is enough.
         return _failure(INTERRUPTED, interrupted, alike=True)

@@ -143,11 +143,15 @@ def _check_ranges(config: RunConfig) -> None:
         # Not `value < least`, which NaN would pass.
         if not value >= least:
             raise ConfigError(f"{name}={value} must be at least {least}.")
-    for name, value in (
-        ("train.lr", config.train.lr),
-        ("run.timeout_seconds", config.run.timeout_seconds),
-        ("run.meet_seconds", config.run.meet_seconds),
-    ):
+    if not 0 <= config.run.max_seconds < float("inf"):
+        raise ConfigError(f"run.max_seconds={config.run.max_seconds} must be a number of seconds, or 0 for no limit.")
+    positive = {
+        "train.lr": config.train.lr,
+        "run.timeout_seconds": config.run.timeout_seconds,
+        "run.meet_seconds": config.run.meet_seconds,
+        "run.orphan_seconds": config.run.orphan_seconds,
+    }
+    for name, value in positive.items():
         if not 0 < value < float("inf"):
             raise ConfigError(f"{name}={value} must be a positive number.")
     for name in ("beta1", "beta2", "final_lr_ratio", "label_smoothing"):

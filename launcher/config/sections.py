@@ -53,6 +53,11 @@ class RunSection:
     """Seconds that a rank may wait for the others, be silent or stand still before the run ends with an error."""
     meet_seconds: float = 45.0
     """Seconds that ranks wait at the start for the last one to come."""
+    max_seconds: float = 0.0
+    """Seconds from the start of the process after which the run stops with a checkpoint, as on a signal; 0 never. Ends
+    earlier by what a step and the last save took, so that the save is within them."""
+    orphan_seconds: float = 10.0
+    """How long a run whose launcher is gone may take to end its step; then it ends without a save."""
     log_every: int = 1
     """Steps from a line of the log and the console to the next; metrics.jsonl has every step in any case."""
 

@@ -29,6 +29,8 @@ Record = dict[str, Any]
 """One line of ``metrics.jsonl``."""
 
 METRICS_FILE = "metrics.jsonl"
+STOP_EVENT = "stop"
+"""The event of a run that was asked to stop."""
 DISCARDED_FILE = "metrics.discarded.jsonl"
 
 TIMING_KEYS = frozenset(

@@ -18,8 +18,8 @@ from longctx.errors import LongCtxError
 HANDED_ON = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
 """Signals that mean the training, and not who supervises it."""
 _POLL_SECONDS = 0.2
-_LEAVE_SECONDS = 10.0
-"""How long what is left of an attempt has to end by itself, once it was told to."""
+_LEAVE_SECONDS = 120.0
+"""How long what is left of an attempt has to end by itself, once it was told to: ranks save before they do."""
 
 
 @dataclass(frozen=True)

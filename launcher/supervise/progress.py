@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 
-from launcher.metrics.record import METRICS_FILE, decode, settle
+from launcher.metrics.record import METRICS_FILE, STOP_EVENT, Record, decode, settle
 from longctx.checkpoint_format import list_checkpoints
 
 _TAIL_BYTES = 1 << 18
@@ -13,22 +14,32 @@ _TAIL_BYTES = 1 << 18
 
 def last_step(folder: Path) -> int | None:
     """The step of the last training record; None where there is none yet."""
+    return next((record["step"] for record in _newest_first(folder) if record.get("kind") == "train"), None)
+
+
+def last_stop(folder: Path) -> Record | None:
+    """The event of the stop that was asked for, where that is the last thing that the run has recorded."""
+    newest = next(_newest_first(folder), None)
+    if newest is None or newest.get("event") != STOP_EVENT:
+        return None
+    return newest
+
+
+def _newest_first(folder: Path) -> Iterator[Record]:
+    """The last records, from the end; nothing where there is no file yet."""
     try:
         with (folder / METRICS_FILE).open("rb") as file:
             size = file.seek(0, 2)
             file.seek(max(size - _TAIL_BYTES, 0))
             lines = file.read().splitlines()
     except OSError:
-        return None
+        return
     for line in reversed(lines):
         try:
-            record = decode(line)
+            yield decode(line)
         except (ValueError, LookupError, TypeError, AttributeError):
             # A run that was killed leaves half a line, and the tail may begin with one.
             continue
-        if record.get("kind") == "train":
-            return record["step"]
-    return None
 
 
 def newest_checkpoint(folder: Path) -> int | None:

@@ -14,10 +14,11 @@ from launcher.cluster.exit import FAILED, INTERRUPTED
 from launcher.cluster.hostfile import read_hostfile
 from launcher.config.load import load_run_config
 from launcher.config.sections import RunConfig
+from launcher.metrics.record import Record
 from launcher.supervise.attempt import Ending, Stop, attempt
 from launcher.supervise.command import TrainingCommand
 from launcher.supervise.hosts import largest_valid, silent_hosts, write_hostfile
-from launcher.supervise.progress import begin_anew, last_step, newest_checkpoint
+from launcher.supervise.progress import begin_anew, last_step, last_stop, newest_checkpoint
 from launcher.supervise.verdict import AGAIN, Judge, Patience, State
 
 log = logging.getLogger(__name__)
@@ -59,13 +60,14 @@ class Supervised:
                 line = self._line(stop)
                 if line is None:
                     return INTERRUPTED
+                earlier = last_stop(self.folder)
                 ending = attempt(line.words, stop)
                 if ending.left_behind:
                     self.tell(f"longctx run: ended {ending.left_behind} processes that the launcher had left behind.")
                 if stop.signal is not None:
                     # Whoever asked for it knows why it ended.
                     return ending.code
-                verdict = judge.verdict(ending, State(step=last_step(self.folder), saved=self._saved))
+                verdict = judge.verdict(ending, self._state(earlier))
                 if verdict is None:
                     return ending.code
                 self._record(ending, verdict)
@@ -76,6 +78,13 @@ class Supervised:
                 self._announce(ending, seconds)
                 if stop.wait(seconds):
                     return INTERRUPTED
+
+    def _state(self, earlier: Record | None) -> State:
+        """What the folder says; ``earlier`` is the stop that it spoke of before the attempt."""
+        stop, reason = last_stop(self.folder), None
+        if stop is not None and stop != earlier:
+            reason = stop["reason"]
+        return State(step=last_step(self.folder), saved=self._saved, stopped=reason)
 
     @property
     def _saved(self) -> int | None:

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import signal
 from dataclasses import dataclass, field
 
 from launcher.cluster.exit import DONE, INTERRUPTED, WRONG_USAGE
+from launcher.cluster.stopping import LAUNCHER
 from launcher.supervise.attempt import Ending
 
 AGAIN = "again"
 """The verdict of an attempt that another one is to follow."""
+_SIGNALS = {128 + number: number.name for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)}
+"""Exit codes of who has ended by a signal that asks for an end."""
 _MOST_WAIT_SECONDS = 300.0
 
 
@@ -34,6 +38,8 @@ class State:
     """The last one that was recorded; None where there is none yet."""
     saved: int | None
     """That of the newest checkpoint; None without one."""
+    stopped: str | None = None
+    """Why the attempt stopped with a checkpoint before its end; None where it did not."""
 
 
 @dataclass
@@ -66,6 +72,11 @@ class Judge:
             return "exit code 2 is a mistake in the command or its settings: to start it again would not help."
         if ending.code == INTERRUPTED:
             return "somebody interrupted the training (exit code 130): it is not started again."
+        # A launcher that went away was nobody's wish, though its ranks have saved before they ended.
+        if state.stopped is not None and state.stopped != LAUNCHER:
+            return f"the training was asked to stop, and has saved {self.where()}: it is not started again."
+        if ending.code in _SIGNALS:
+            return f"somebody ended the training by {_SIGNALS[ending.code]}: it is not started again."
         if is_the_same:
             return f"two attempts in a row ended {self.where()}: to start it again would not help."
         if self.attempts > self.patience.retries:

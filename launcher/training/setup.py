@@ -24,6 +24,7 @@ from data_pipeline.stores.urls import below, locate
 from launcher.checkpoint.load import load_checkpoint, load_weights
 from launcher.checkpoint.saver import Saver, run_saver
 from launcher.checkpoint.tokenizers import check_same_data, check_same_tokenizer, uncompared_files
+from launcher.cluster.stopping import Stop
 from launcher.config.lockstep import in_lockstep
 from launcher.config.sections import DataSection, RunConfig
 from launcher.config.side_by_side import padded_documents
@@ -33,7 +34,7 @@ from launcher.metrics.tensorboard import check_tensorboard
 from launcher.metrics.throughput import training_flops
 from launcher.plan.memory import check_memory, free_bytes, memory_of_rank
 from launcher.plan.world import World
-from launcher.run_folder import prepare_folder, start_logging
+from launcher.run_folder import LOGS, prepare_folder, start_logging
 from launcher.training.chunks import settle_free_chunks
 from launcher.training.compiling import settle_compile
 from launcher.training.data_check import check_data
@@ -41,10 +42,11 @@ from launcher.training.data_fetch import fetch_data
 from launcher.training.exclusions import exclusion_event, exclusion_lines
 from launcher.training.expert_record import expert_layers
 from launcher.training.feed import StepData, StepFeed
-from launcher.training.history import NO_HISTORY, History
+from launcher.training.history import History
 from launcher.training.model import build_causal_lm, build_layout, shard_batch, share_of
 from launcher.training.origin import Kind, Origin, converted, find_origin, hf_type
 from launcher.training.planned import Expected, check_planned_memory, expect
+from launcher.training.progress import Progress
 from launcher.training.routing_files import RoutingFiles
 from launcher.training.summary import Start, summary, warnings
 from launcher.training.swap_folder import check_swap_folders
@@ -65,31 +67,6 @@ from parallel.zero.optimizer import OptimizerOptions
 from parallel.zero.options import check_device
 
 log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Progress:
-    """Where a run stands between two steps. Each step returns a new one."""
-
-    step: int = 0
-    """Optimiser steps taken."""
-    expert_load_LE: Tensor | None = None
-    """How many tokens chose each expert in the last step; None before the first, and in a dense model."""
-    history: History = NO_HISTORY
-    """What the steps before say of the next one."""
-
-    def state(self) -> dict[str, Any]:
-        """As a checkpoint has it."""
-        expert_load = []
-        if self.expert_load_LE is not None:
-            expert_load = self.expert_load_LE.tolist()
-        return {
-            "step": self.step,
-            # Fewer where some were left out. The optimiser corrects its moments' beginning by this number.
-            "optimizer_steps": self.step - self.history.skipped,
-            "expert_load": expert_load,
-            "history": self.history.state(),
-        }
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -117,6 +94,8 @@ class Run:
     """What the plan says of a step."""
     exclusions: Record | None
     """What the run leaves out of its data, as an event; None where nothing is and nothing was."""
+    stop: Stop
+    """What asks this rank to end the run."""
 
     @property
     def is_rank_0(self) -> bool:
@@ -173,9 +152,10 @@ class Run:
         return found
 
 
-def build_run(config: RunConfig, device: torch.device) -> Run:
+def build_run(config: RunConfig, device: torch.device, stop: Stop | None = None) -> Run:
     """Check and build everything; every rank alike. The process group must be up.
 
+    Without a ``stop`` nothing asks the run to end before its last step.
     Collective. What a resumed run did after its checkpoint is still in the folder: ``Trainer.train`` sets it aside.
     """
     model, parallel = config.model.config(), config.parallel
@@ -184,6 +164,7 @@ def build_run(config: RunConfig, device: torch.device) -> Run:
     on_every_rank(lambda: check_memory(config, model, mesh.world_size, mesh.ranks_per_node, device))
     folder = on_every_rank(lambda: prepare_folder(config))
     start_logging(folder, mesh.rank)
+    log.info("Every rank's log: %s/rank_N.log", folder / LOGS)
     on_every_rank(lambda: check_swap_folders(config, model, mesh.world_size, mesh.ranks_per_node))
     on_every_rank(check_tensorboard)
     if config.zero.offload != "none":
@@ -235,6 +216,7 @@ def build_run(config: RunConfig, device: torch.device) -> Run:
         tokenizer_files=tokenizer_files,
         expected=expected,
         exclusions=exclusion_event(_all_folders(loader, validation), origin),
+        stop=stop or Stop(),
     )
 
 
@@ -484,7 +466,8 @@ def _resume(origin: Origin, engine: ZeroEngine, model: ModelConfig) -> Progress:
     if training.get("expert_load"):
         load_LE = torch.tensor(training["expert_load"])
     log.info("Resumed from %s at step %d.", origin.folder, origin.step)
-    return Progress(step=origin.step, expert_load_LE=load_LE, history=History.of(training))
+    due = bool(training.get("validation_due", False))
+    return Progress(step=origin.step, expert_load_LE=load_LE, history=History.of(training), validation_due=due)
 
 
 def _start(origin: Origin, engine: ZeroEngine, model: ModelConfig) -> None:

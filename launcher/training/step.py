@@ -58,7 +58,7 @@ class TrainStep:
         counts = sum_counts(data.own_counts)
         sums = self.forward_backward(data, counts, progress)
         begin("summing the step")
-        totals = sums.over_ranks(_model_flops(run, data))
+        totals = sums.over_ranks(_model_flops(run, data), stop_asked=run.stop.is_asked())
 
         # 3. Weights and moments change only by a step that is finite and no spike. Another is left out, on all ranks;
         # too many of them in a row end the run here.
@@ -90,7 +90,8 @@ class TrainStep:
         }
         if skipped:
             record["skipped"] = skipped
-        return Progress(step=step, expert_load_LE=load_LE, history=history), record
+        run.stop.step_seconds = record["step_seconds"]
+        return Progress(step=step, expert_load_LE=load_LE, history=history, stop_asked=totals.stop_asked), record
 
     def forward_backward(self, data: StepData, counts: StepCounts, progress: Progress) -> StepSums:
         """Add up the gradients of the step's micro-batches; returns this rank's sums of what they report."""

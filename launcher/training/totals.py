@@ -35,6 +35,8 @@ class StepTotals:
     """Of the routers, each [L]."""
     flops: float
     """Model FLOPs."""
+    stop_asked: bool = False
+    """Whether any rank has been asked to stop."""
 
     @property
     def finite(self) -> bool:
@@ -70,8 +72,11 @@ class StepSums:
         scalars, _, diagnostics = self._sums
         return bool(scalars.isfinite().all()) and not RouterDiagnostics._make(diagnostics).non_finite_tokens.any()
 
-    def over_ranks(self, flops: float) -> StepTotals:
-        """The sums over all ranks; ``flops`` are this rank's. Collective: one for everything that a step reports."""
+    def over_ranks(self, flops: float, *, stop_asked: bool = False) -> StepTotals:
+        """The sums over all ranks; ``flops`` are this rank's, as is whether it was asked to stop.
+
+        Collective: one for everything that a step reports.
+        """
         assert self._sums is not None
         scalars, counts_LE, diagnostics_4L = self._sums
         # float64 holds whole numbers up to 2^53, so counts stay exact.
@@ -79,12 +84,12 @@ class StepSums:
             scalars,
             counts_LE.flatten().double(),
             diagnostics_4L.flatten().double(),
-            scalars.new_full((1,), flops),
+            scalars.new_tensor((flops, stop_asked)),
         ]
         # One small all-reduce a step instead of one for each quantity. On the device, behind the backward pass, whose
         # end the host waits for once: the update may not begin before it has seen that the step is finite.
         flat = sum_over_ranks(torch.cat(parts)).cpu()
-        parts = flat.split([4, counts_LE.numel(), diagnostics_4L.numel(), 1])
+        parts = flat.split([4, counts_LE.numel(), diagnostics_4L.numel(), 2])
         nll, objective, balance, router_z = parts[0].tolist()
         return StepTotals(
             nll=nll,
@@ -93,5 +98,6 @@ class StepSums:
             router_z=router_z,
             counts_LE=parts[1].long().view(counts_LE.shape),
             diagnostics=RouterDiagnostics._make(parts[2].view(diagnostics_4L.shape)),
-            flops=float(parts[3]),
+            flops=float(parts[3][0]),
+            stop_asked=bool(parts[3][1]),
         )

@@ -21,6 +21,7 @@ from launcher.training.planned import PlanWatch, checked_line
 from launcher.training.sample import Sampler
 from launcher.training.setup import Progress, Run
 from launcher.training.step import TrainStep
+from launcher.training.stopping import Stopping, agree_on_stop
 from launcher.training.validation import validate
 from longctx.checkpoint_format import list_checkpoints
 from longctx.errors import TrainingError
@@ -51,16 +52,22 @@ class Trainer:
         self._compile_watch = CompileWatch(is_on=run.is_rank_0 and run.config.train.compile == "on")
         self._plan_watch = PlanWatch(run.expected)
         self._dead_experts = dead_experts or DeadExpertWatch(run.expert_layers, run.model.num_experts)
+        self._stopping = Stopping(run)
 
-    def train(self) -> None:
-        """Run the remaining steps, validating and saving as the config says, and write the report. Collective."""
+    def train(self) -> str | None:
+        """Run the remaining steps, validating and saving as the config says, and write the report. Collective.
+
+        Returns what the user is to read where the run was asked to stop before its end, and has saved; else None.
+        """
         run, config, last = self.run, self.run.config, self.run.config.last_step
         self._open_folder()
-        if self.progress.step >= last:
+        self.progress = self._stopping.settle(self.progress)
+        if self.progress.step >= last and not self.progress.validation_due:
             log.info(
                 "Nothing to do: the run is at step %d of %d. Raise train.steps to go on.", self.progress.step, last
             )
-            return
+            return None
+        run.stop.begin_steps()
         lines = Lines(
             total_steps=config.train.steps,
             first_step=self.progress.step,
@@ -73,24 +80,31 @@ class Trainer:
             for record in filter(None, (run.expected.record(self.progress.step), run.exclusions)):
                 writer.write(record)
             # The first point of the curve: what the weights can do before this run changes them.
-            if run.origin == "started" and config.validation.rows:
+            if config.validation.rows and (run.origin == "started" or self.progress.validation_due):
                 self._validate(writer)
-            while self.progress.step < last:
+            while self.progress.step < last and not self.progress.stop_asked:
                 self._take_recorded_step(writer)
                 # Validation comes before the save: a checkpoint that exists has all records up to its step.
-                if config.validation.rows and self._is_due(config.validation.every_steps):
+                if config.validation.rows and _is_due(self.progress.step, config.validation.every_steps, last):
                     self._validate(writer)
-                if self._is_due(config.checkpoint.every_steps):
+                if self.progress.stop_asked or _is_due(self.progress.step, config.checkpoint.every_steps, last):
                     writer.doing("saving a checkpoint")
                     self._save()
+            if self._stopping.ends(self.progress):
+                run.saver.finish()
+                return self._stopping.end(self.progress, writer, self._save)
             compared = self._plan_watch.record(self.progress.step)
             writer.write(compared)
             log.info("%s", checked_line(compared))
-        self._finish()
+        _finish(run, self.progress.step)
+        return None
 
     def take_step(self) -> Record:
         """Take one optimiser step and return its record; TrainingError when it is not finite. Collective."""
         self.progress, record = self._train_step(self.progress)
+        # The last step is agreed on, too: what follows is waited for.
+        if self.progress.stop_asked or self.progress.step == self.run.config.last_step:
+            self.run.stop.agree()
         self._compile_watch.report(self.progress.step)
         load_LE = self.progress.expert_load_LE
         # The same on every rank, so rank 0 can watch for all. A step that was left out has no load of its own.
@@ -115,16 +129,19 @@ class Trainer:
             writer.write(record)
             # All records up to the step of a checkpoint are written before it is committed.
             self.run.saver.after_step(record["step"], record["loss"])
+            self._stopping.saved(self.run.saver.seconds)
             # One that was left out says nothing of what a loss should be.
             if "skipped" not in record:
                 self._loss = record["loss"]
         except TrainingError as error:
             if error.record is not None:
                 writer.write(dict(error.record))
+            # All ranks end here, and what was to be saved of earlier steps is good.
+            self.run.saver.finish()
             raise
 
     def _validate(self, writer: RecordWriter) -> None:
-        """Measure the held-out loss and write its record. Collective."""
+        """Measure the held-out loss and write its record, unless a stop breaks it off. Collective."""
         run = self.run
         writer.doing("validating")
         assert run.validation is not None
@@ -136,7 +153,12 @@ class Trainer:
             vocab_size=run.model.vocab_size,
             bytes_per_token=run.validation.bytes_per_token,
             source_names=run.validation.source_names,
+            stops=lambda: self.progress.stop_asked or agree_on_stop(run.stop),
         )
+        # A stop is not kept waiting: the process that goes on validates first.
+        self.progress = dataclasses.replace(self.progress, stop_asked=record is None, validation_due=record is None)
+        if record is None:
+            return
         if self._sampler is not None:
             record["sample"] = self._sampler.sample()
         self._validation_losses.clear()
@@ -144,33 +166,23 @@ class Trainer:
             self._validation_losses[self.progress.step] = record["loss"]
         writer.write({**record, "step": self.progress.step})
 
-    def _is_due(self, every: int) -> bool:
-        """Whether something done every so many steps (0: at the end only) is due after this one."""
-        step = self.progress.step
-        return step == self.run.config.last_step or (every > 0 and step % every == 0)
-
     def _save(self) -> None:
-        """Begin to save a checkpoint; that of the last step is waited for. Collective."""
+        """Begin to save a checkpoint; the last one is waited for. Collective."""
         run, step = self.run, self.progress.step
-        run.saver.save(
-            step=step,
-            training=_training_state(run, self.progress, self._validation_losses),
-            loss=self._loss,
-            # There is no other step to take meanwhile.
-            wait=step == run.config.last_step,
-        )
+        with run.stop.saving:
+            run.saver.save(
+                step=step,
+                training=_training_state(run, self.progress, self._validation_losses),
+                loss=self._loss,
+                # There is no other step to take meanwhile.
+                wait=self.progress.stop_asked or step == run.config.last_step,
+            )
+        self._stopping.saved(run.saver.seconds)
 
-    def _finish(self) -> None:
-        """Wait for the checkpoint, write the report, and log where both are. Collective."""
-        self.run.saver.finish()
-        if not self.run.is_rank_0:
-            return
-        # matplotlib takes a second to import, which the first step would wait for.
-        from launcher.report.page import write_report
 
-        report = write_report(self.run.folder)
-        newest = list_checkpoints(self.run.folder)[-1]
-        log.info("Done: %d steps. Checkpoint %s, report %s.", self.progress.step, newest, report)
+def _is_due(step: int, every: int, last: int) -> bool:
+    """Whether something done every so many steps (0: at the end only) is due after this one."""
+    return step == last or (every > 0 and step % every == 0)
 
 
 def _training_state(run: Run, progress: Progress, validation_losses: Mapping[int, float]) -> dict[str, Any]:
@@ -185,6 +197,19 @@ def _training_state(run: Run, progress: Progress, validation_losses: Mapping[int
         VALIDATION_LOSS: validation_losses.get(progress.step),
         "config": dataclasses.asdict(run.config),
     }
+
+
+def _finish(run: Run, step: int) -> None:
+    """Wait for the last checkpoint, write the report, and log where both are. Collective."""
+    run.saver.finish()
+    if not run.is_rank_0:
+        return
+    # matplotlib takes a second to import, which the first step would wait for.
+    from launcher.report.page import write_report
+
+    report = write_report(run.folder)
+    newest = list_checkpoints(run.folder)[-1]
+    log.info("Done: %d steps. Checkpoint %s, report %s.", step, newest, report)
 
 
 def _rewind_on_rank_0(run: Run, step: int) -> None:

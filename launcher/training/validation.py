@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -24,8 +24,11 @@ def validate(
     vocab_size: int,
     bytes_per_token: float | None = None,
     source_names: Sequence[str] = (),
-) -> dict[str, Any]:
+    stops: Callable[[], bool] = lambda: False,
+) -> dict[str, Any] | None:
     """A validation record without its step: loss, unigram entropy, loss by position and by source. Collective.
+
+    None where ``stops``, which all ranks call before each micro-batch and which answers all alike, breaks it off.
 
     ``bytes_per_token`` are the bytes of text that a token of this data stands for, where they are known;
     ``source_names`` are what the numbers of ``Batch.sources`` stand for. ``shards`` are this rank's tokens of each
@@ -39,6 +42,8 @@ def validate(
     targets_by_source = torch.zeros(len(source_names), dtype=torch.int64)
     histogram = torch.zeros(vocab_size, dtype=torch.int64)
     for shard in shards:
+        if stops():
+            return None
         batch = shard.unpack(device)
         # float64 on the CPU: bincount in float32 loses a token's share once a bin holds millions of them.
         nll = model.token_nll(batch).flatten().double().cpu()

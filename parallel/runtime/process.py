@@ -167,6 +167,15 @@ def on_rank_0(action: Callable[[], T]) -> T:
     return broadcast_object(result)
 
 
+def any_rank(value: bool) -> bool:
+    """Whether it holds on any rank; ranks may be hours late. Collective."""
+    if not dist.is_initialized():
+        return value
+    found = torch.tensor([int(value)])
+    dist.all_reduce(found, op=dist.ReduceOp.MAX, group=control_group())
+    return bool(found)
+
+
 def gather_objects(value: Any) -> list[Any]:
     """Every rank's value, on every rank; ranks may be hours late. Collective."""
     if not dist.is_initialized():

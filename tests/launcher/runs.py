@@ -149,13 +149,19 @@ class Launch:
         environment: Mapping[str, str] | None = None,
         master_address: str = "127.0.0.1",
         script: str = "launcher/pretrain.py",
+        starter: Sequence[str] = (),
     ) -> None:
-        """``hostfile`` starts the ranks that it names, on any machine; without one there are two ranks here."""
+        """``hostfile`` starts the ranks that it names, on any machine; without one there are two ranks here.
+
+        ``starter`` are the words of another launcher, up to the script.
+        """
         self.arguments = list(arguments)
         launcher = ["--num_gpus", "2"]
         if hostfile is not None:
             launcher = ["--hostfile", str(hostfile), "--no_ssh_check", "--master_addr", master_address]
         command = [str(Path(sys.executable).parent / "deepspeed"), *launcher, "--master_port", str(free_port())]
+        if starter:
+            command = list(starter)
         path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
         self._started = time.monotonic()
         self._process = subprocess.Popen(
@@ -183,6 +189,22 @@ class Launch:
                     found[int(process.environ()["RANK"])] = process
         return found
 
+    def runner(self) -> psutil.Process:
+        """The process that a user starts."""
+        return psutil.Process(self._process.pid)
+
+    def launchers(self) -> list[psutil.Process]:
+        """Those that it starts on this machine, each with ranks of its own."""
+        return [process for process in self.family() if "deepspeed.launcher.launch" in _words_of(process)]
+
+    def family(self) -> list[psutil.Process]:
+        """All processes of the run, also those that a server started for another host."""
+        mark, found = str(self.folder), [self.runner()]
+        for process in psutil.process_iter():
+            if process.pid != self._process.pid and mark in _words_of(process):
+                found.append(process)
+        return found
+
     def wait_until(self, condition: Callable[[], bool], timeout: float = 60.0) -> None:
         """Return once the condition holds; the launch must be alive until then."""
         deadline = time.monotonic() + timeout
@@ -202,6 +224,13 @@ class Launch:
             raise AssertionError(f"still running after {timeout} s:\n{self._process.communicate()[0]}") from None
         seconds = time.monotonic() - self._started
         return Ended(self._process.returncode, text, seconds, _alive(family, str(self.folder)), self.folder)
+
+
+def _words_of(process: psutil.Process) -> list[str]:
+    try:
+        return process.cmdline()
+    except psutil.Error:
+        return []
 
 
 def _alive(family: list[psutil.Process], mark: str) -> list[str]:

@@ -1,4 +1,4 @@
-"""Hears each Ctrl-C, also while the main thread is in a call that hears no signal."""
+"""Hears each signal that asks for an end, also while the main thread is in a call that hears none."""
 
 from __future__ import annotations
 
@@ -6,15 +6,23 @@ import _thread
 import signal
 import socket
 import threading
+import time
 from collections.abc import Callable
+
+from parallel.runtime.watch.failure import INTERRUPTED, Failure
+from parallel.runtime.watch.last_words import end_process
+
+ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
+"""Signals that ask for an end. Of those that a process has no handler for, the system ends it before any is told."""
 
 
 class Interrupts:
-    """Tells from a thread of its own how many times the user has pressed Ctrl-C."""
+    """Tells from a thread of its own which signal has come, and how many times."""
 
-    def __init__(self, tell: Callable[[int], None]) -> None:
+    def __init__(self, tell: Callable[[signal.Signals, int], None]) -> None:
         """Listen from now on, where the main thread calls this: others cannot."""
-        self._tell, self._count, self._own = tell, 0, 0
+        self._tell, self._own = tell, 0
+        self._counts: dict[int, int] = dict.fromkeys(ENDING, 0)
         self._before: int | None = None
         if threading.current_thread() is not threading.main_thread():
             return
@@ -39,10 +47,49 @@ class Interrupts:
     def _listen(self) -> None:
         while data := self._read.recv(64):
             for number in data:
-                if number != signal.SIGINT:
+                if number not in self._counts:
                     continue
-                if self._own:
+                if number == signal.SIGINT and self._own:
                     self._own -= 1
                     continue
-                self._count += 1
-                self._tell(self._count)
+                self._counts[number] += 1
+                self._tell(signal.Signals(number), self._counts[number])
+
+
+class EndingSignals(Interrupts):
+    """What signals come to: the first one an end after a time of grace, unless the main thread sees to it."""
+
+    def __init__(self, end: Callable[[signal.Signals], None], *, grace_seconds: float) -> None:
+        """``end`` is called in a thread of its own, when the main thread has had so many seconds to end by itself."""
+        self._end, self._grace_seconds = end, grace_seconds
+        self.was_interrupted = False
+        """Whether there was a Ctrl-C."""
+        self.deferred = False
+        """Whether the main thread sees to the first signal, which ends nothing by itself then."""
+        super().__init__(self._hear)
+
+    def _hear(self, number: signal.Signals, count: int) -> None:
+        if number == signal.SIGINT:
+            self.was_interrupted = True
+            if count > 1:
+                end_process(INTERRUPTED)
+        if not self.deferred:
+            threading.Thread(target=self._end_late, args=(number,), daemon=True).start()
+
+    def _end_late(self, number: signal.Signals) -> None:
+        time.sleep(self._grace_seconds)
+        if not self.deferred:
+            self._end(number)
+
+
+def ended_by(number: signal.Signals) -> str:
+    """What a user reads after a signal before the first step."""
+    return f"Ended by {number.name} before the first step: there was nothing to save."
+
+
+def failure_of(number: signal.Signals, *, rank: int, interrupted: str) -> Failure:
+    """What ends all ranks after a signal to one of them; ``interrupted`` is said after Ctrl-C."""
+    if number == signal.SIGINT:
+        # A terminal sends it to every rank.
+        return Failure(rank=rank, code=INTERRUPTED, text=interrupted, alike=True)
+    return Failure(rank=rank, code=128 + number, text=ended_by(number))

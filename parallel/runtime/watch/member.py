@@ -7,6 +7,7 @@ watch gives it a short time to end by itself, and then ends the process.
 from __future__ import annotations
 
 import logging
+import signal
 import socket
 import threading
 import time
@@ -17,7 +18,7 @@ from parallel.runtime.watch.beats import Beats
 from parallel.runtime.watch.connection import Connection
 from parallel.runtime.watch.failure import FIRST_ALIVE, INTERRUPTED, Failure
 from parallel.runtime.watch.hub import Hub
-from parallel.runtime.watch.interrupts import Interrupts
+from parallel.runtime.watch.interrupts import EndingSignals, failure_of
 from parallel.runtime.watch.last_words import end_process, say
 from parallel.runtime.watch.options import WatchOptions
 from parallel.runtime.watch.processes import is_first, kill, rouse, stopped_before_meeting
@@ -51,12 +52,10 @@ class Member:
     ) -> None:
         """``interrupted`` is said after Ctrl-C."""
         self._rank, self._hub, self._options = options.rank, hub, options
-        self._interrupted, self._last_act = interrupted, options.last_act
+        self._interrupted, self._last_act, self._has_reported = interrupted, options.last_act, False
         self._taking_over, self._main_is_ending = threading.Lock(), False
         self._telling, self._has_told = threading.Lock(), False
-        self._was_interrupted = False
-        self._has_reported = False
-        self._interrupts = Interrupts(self._count_interrupts)
+        self.signals = EndingSignals(self._end_for_signal, grace_seconds=GRACE_SECONDS)
         self._beats = Beats(options)
         self.line = Connection(
             connection,
@@ -85,6 +84,11 @@ class Member:
         with self._taking_over:
             self._main_is_ending = True
 
+    @property
+    def is_ending(self) -> bool:
+        """Whether this process ends: its main thread, or because a rank has failed."""
+        return self._main_is_ending or self.line.first is not None
+
     def may_report(self) -> bool:
         """Whether the caller is the first one to report what all ranks met: main thread and watch may both come to."""
         with self._taking_over:
@@ -110,7 +114,7 @@ class Member:
 
     def leave(self) -> None:
         """End the watch: this rank is done."""
-        self._interrupts.stop()
+        self.signals.stop()
         self._beats.stop()
         self.line.leave()
         if self._hub is not None:
@@ -144,12 +148,12 @@ class Member:
             self._has_told = True
             log.error("%s, and this rank stops:\n%s", failure.source(), failure.text)
             # After Ctrl-C every rank ends; a second one ends each without a word, one a little before another.
-            if not self._was_interrupted and self._speaks(failure):
+            if not self.signals.was_interrupted and self._speaks(failure):
                 say(failure.text)
 
     def _code_of(self, failure: Failure) -> int:
         """The exit code of this rank."""
-        if failure.silent and self._was_interrupted:
+        if failure.silent and self.signals.was_interrupted:
             return INTERRUPTED
         return failure.code
 
@@ -174,19 +178,16 @@ class Member:
         """Let the main thread leave what it is in, where Python code runs: progress bars and files are closed."""
         with self._taking_over:
             if failure.rank != self._rank and not self._main_is_ending:
-                self._interrupts.interrupt_main()
+                self.signals.interrupt_main()
 
-    def _count_interrupts(self, count: int) -> None:
-        """After the first Ctrl-C the main thread ends, or the watch where it cannot; the second ends at once."""
-        self._was_interrupted = True
-        if count > 1:
-            end_process(INTERRUPTED)
-        threading.Thread(target=self._end_interrupted, daemon=True).start()
+    def end_for(self, failure: Failure) -> None:
+        """End all ranks for what a thread of this one has found, whatever its main thread is in."""
+        if self.line.announce(failure) == failure and not failure.alike:
+            say(failure.text)
 
-    def _end_interrupted(self) -> None:
-        time.sleep(GRACE_SECONDS)
+    def _end_for_signal(self, number: signal.Signals) -> None:
         if not self._main_is_ending:
-            self.line.announce(Failure(rank=self._rank, code=INTERRUPTED, text=self._interrupted, alike=True))
+            self.end_for(failure_of(number, rank=self._rank, interrupted=self._interrupted))
 
 
 def text_of(failure: Failure, rank: int) -> str:

@@ -32,6 +32,16 @@ def test_it_goes_on_from_the_newest_good_checkpoint_until_the_run_is_done(capsys
     assert "Going on from the newest good checkpoint" in err
 
 
+def test_ranks_that_have_lost_their_launcher_are_started_again(capsys, tmp_path: Path):
+    """They have saved; what an earlier attempt has said of a stop is not the next one's word."""
+    acts = (Act(steps=(1, 2), saves=(2,), stop="launcher", code=75), Act(code=1), Act(steps=range(3, 11), code=0))
+    trainer = Trainer(tmp_path, *acts)
+    code, _, err = call(capsys, "run", *NOW, "--", *trainer.words())
+    assert code == 1, "the second attempt came no further"
+    assert "two attempts in a row ended behind step 2" in err
+    assert len(trainer.calls()) == 2
+
+
 def test_without_a_checkpoint_it_begins_anew(capsys, tmp_path: Path):
     trainer = Trainer(tmp_path, Act(steps=(1,)), Act(steps=range(1, 11), code=0))
     code, _, err = call(capsys, "run", *NOW, "--", *trainer.words())
@@ -58,6 +68,13 @@ def test_one_line_begins_a_run_and_goes_on_with_it(capsys, tmp_path: Path):
         ((Act(code=130),), 130, "somebody interrupted"),
         ((Act(), Act()), 1, "two attempts in a row ended before its first step"),
         ((Act(steps=(1, 2), saves=(1,)), Act(steps=(2,))), 1, "two attempts in a row ended behind step 2 of 10"),
+        (
+            (Act(steps=(1, 2), saves=(2,), stop="signal", code=75),),
+            75,
+            "was asked to stop, and has saved behind step 2",
+        ),
+        ((Act(steps=(1, 2), saves=(2,), stop="max_seconds", code=1),), 1, "was asked to stop, and has saved"),
+        ((Act(code=143),), 143, "somebody ended the training by SIGTERM"),
         # What a launcher says whose own launcher was killed.
         ((Act(steps=(1,), code=0), Act(steps=(1,), code=0)), 1, "two attempts in a row ended behind step 1"),
         (

@@ -29,6 +29,9 @@ for step in plan["saves"]:
     save = folder / "checkpoints" / f"step_{step:06d}"
     save.mkdir(parents=True)
     (save / "manifest.json").write_text("{}")
+if plan["stop"]:
+    with (folder / "metrics.jsonl").open("a") as file:
+        file.write(json.dumps({"kind": "event", "event": "stop", "step": step, "reason": plan["stop"]}) + "\\n")
 if plan["rank"]:
     rank = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
     (place / "rank").write_text(str(rank.pid))
@@ -52,6 +55,8 @@ class Act:
     """Those that it leaves a checkpoint of."""
     code: int = 1
     """Its exit code; a negative one is a signal that kills it."""
+    stop: str = ""
+    """The reason of a stop that it records."""
     rank: bool = False
     """Whether it leaves a process behind."""
     hangs: bool = False

@@ -165,6 +165,22 @@ def test_ctrl_c_reaches_ranks_that_hear_no_signal(tmp_path):
     assert "interrupted" not in "".join(ended.said[1:])
 
 
+@pytest.mark.slow
+def test_a_first_signal_may_be_the_main_threads_to_see_to(tmp_path):
+    """It does so once its step is over; a second Ctrl-C it cannot keep."""
+    defers = "watching().signals.deferred = True; meet('defers'); "
+    ranks = Ranks(tmp_path, [defers + OTHERS_BLOCK] * RANKS)
+    ranks.wait_until_met()
+    while len(list(tmp_path.glob("defers_*"))) < RANKS:
+        time.sleep(0.01)
+    interrupt(ranks)
+    time.sleep(2.5)  # longer than its time of grace
+    assert [process.poll() for process in ranks.processes] == [None] * RANKS
+    interrupt(ranks)
+    ended = ranks.wait()
+    assert (ended.codes, ended.said) == ([130] * RANKS, [""] * RANKS)
+
+
 def test_a_death_after_ctrl_c_is_an_interruption(tmp_path):
     """A second Ctrl-C ends each rank without a word, and one of them is the first."""
     ranks = Ranks(tmp_path, [OTHERS_BLOCK] * RANKS)

@@ -1,0 +1,180 @@
+"""``Stop``: what asks a run to end before its last step, and what ends it where nobody can save any more.
+
+A signal, a limit of time, or a launcher that is gone only leaves word here. The run looks after each step, on all ranks
+together (``launcher/training/stopping.py``).
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import threading
+import time
+from dataclasses import dataclass
+from datetime import datetime
+from types import FrameType
+from typing import Literal
+
+import psutil
+
+from parallel.runtime.parents import Launcher, launchers_above
+from parallel.runtime.watch.current import watching
+from parallel.runtime.watch.failure import FAILED, INTERRUPTED, Failure
+from parallel.runtime.watch.interrupts import ENDING
+from parallel.runtime.watch.last_words import end_process, say
+
+Kind = Literal["signal", "max_seconds", "launcher"]
+LAUNCHER: Kind = "launcher"
+"""The reason that nobody has asked for."""
+
+
+class Signalled(KeyboardInterrupt):
+    """A signal before the first step: it ends what is under way as Ctrl-C does."""
+
+    def __init__(self, number: signal.Signals) -> None:
+        super().__init__(number.name)
+        self.number = number
+
+
+@dataclass(frozen=True, kw_only=True)
+class Reason:
+    """Why a run is to stop."""
+
+    kind: Kind
+    what: str
+    """In words that end a sentence."""
+    rank: int
+    host: str
+    time: float
+    """Seconds since 1970."""
+
+    @classmethod
+    def here(cls, kind: Kind, what: str) -> Reason:
+        """One of this rank, now."""
+        return cls(kind=kind, what=what, rank=_rank(), host=socket.gethostname(), time=time.time())
+
+    def words(self) -> str:
+        """One line: what asked, where, and when."""
+        when = datetime.fromtimestamp(self.time).astimezone().strftime("%Y-%m-%d %H:%M:%S %Z")
+        return f"The reason: {self.what}, heard by rank {self.rank} on {self.host} at {when}."
+
+
+class Stop:
+    """Whether this process has been asked to stop, and why."""
+
+    def __init__(self, *, max_seconds: float = 0.0, orphan_seconds: float = 10.0) -> None:
+        """``max_seconds`` count from the start of the process, 0 for no limit.
+
+        ``orphan_seconds`` has a run whose launcher is gone until it begins to save.
+        """
+        self._max_seconds, self._orphan_seconds = max_seconds, orphan_seconds
+        self._began = psutil.Process().create_time()
+        self._steps_have_begun, self._interrupts = False, 0
+        self._agreed = threading.Event()
+        self._launchers: list[Launcher] = []
+        self.saving = threading.Lock()
+        """Held while a checkpoint is written: nobody ends the process meanwhile."""
+        self.step_seconds = self.save_seconds = 0.0
+        """What the last ones took."""
+        self.reason: Reason | None = None
+        """The first one; None as long as nobody asks."""
+
+    @property
+    def reserve_seconds(self) -> float:
+        """What is left aside of a limit of time: it is looked at once a step."""
+        return self.step_seconds + self.save_seconds
+
+    def set_limits(self, *, max_seconds: float, orphan_seconds: float) -> None:
+        """The same as the constructor's: a process looks after its launcher before it knows its settings."""
+        self._max_seconds, self._orphan_seconds = max_seconds, orphan_seconds
+
+    def listen(self) -> None:
+        """Hear signals from now on. The main thread calls this, once ranks are watched over.
+
+        Before the first step they end what is under way; from ``begin_steps`` on they ask for a stop. Those that the
+        process was started without (by nohup, or by a shell's &) stay off.
+        """
+        if threading.current_thread() is not threading.main_thread():
+            return
+        self._launchers = launchers_above()
+        for number in ENDING:
+            if signal.getsignal(number) is not signal.SIG_IGN:
+                signal.signal(number, self._hear)
+
+    def begin_steps(self) -> None:
+        """From here on there is something to save."""
+        self._steps_have_begun = True
+        if (member := watching()) is not None:
+            member.signals.deferred = True
+
+    def ask(self, reason: Reason) -> None:
+        """Ask for a stop; the first reason stays."""
+        if self.reason is None:
+            self.reason = reason
+
+    def is_asked(self) -> bool:
+        """Whether this rank wants to stop."""
+        if self._max_seconds and time.time() - self._began + self.reserve_seconds > self._max_seconds:
+            self.ask(Reason.here("max_seconds", f"run.max_seconds={self._max_seconds:g} is nearly over"))
+        return self.reason is not None
+
+    def agree(self) -> None:
+        """All ranks have agreed on the stop: what they do now is waited for."""
+        self._agreed.set()
+
+    def lose_launcher(self, launcher: Launcher | str) -> None:
+        """Ask for a stop because a launcher is gone; end the process where none is possible in time. In a thread."""
+        lost = f"{launcher} is gone"
+        self.ask(Reason.here(LAUNCHER, lost))
+        how = "before the first step: there was nothing to save"
+        if self._steps_have_begun:
+            if self._agreed.wait(self._orphan_seconds):
+                return
+            how = (
+                f"without a save: its step took longer than run.orphan_seconds={self._orphan_seconds:g}.\n"
+                "Go on from the newest checkpoint with --run.resume latest"
+            )
+        with self.saving:
+            end_for(f"{lost[0].upper()}{lost[1:]}, so rank {_rank()} on {socket.gethostname()} ended {how}.")
+
+    def _hear(self, number: int, frame: FrameType | None) -> None:
+        asked, member = signal.Signals(number), watching()
+        if member is not None and member.is_ending:
+            # The launcher ends the ranks that are left. Of SIGINT the watch makes use, to stop this thread.
+            if asked == signal.SIGINT:
+                raise KeyboardInterrupt
+            return
+        if not self._steps_have_begun:
+            if asked == signal.SIGINT:
+                raise KeyboardInterrupt
+            raise Signalled(asked)
+        if asked == signal.SIGINT:
+            self._interrupts += 1
+            # Where ranks are watched over the watch has heard it too, whatever this thread was in.
+            if self._interrupts > 1:
+                end_process(INTERRUPTED)
+        gone = None
+        if asked == signal.SIGTERM:
+            # A supervisor sends it to ranks that have lost their launcher, and may be first to see that.
+            gone = next((launcher for launcher in self._launchers if launcher.is_gone()), None)
+        if gone is not None:
+            self.ask(Reason.here(LAUNCHER, f"{gone} is gone"))
+        else:
+            self.ask(Reason.here("signal", f"{asked.name} came"))
+
+
+def end_for(text: str, code: int = FAILED) -> None:
+    """End this process, and all ranks, from a thread: the main one may be in a call that never returns."""
+    member = watching()
+    if member is None:
+        say(text)
+        end_process(code)
+    member.end_for(Failure(rank=_rank(), code=code, text=text))
+    # The watch ends this process; it does not where the connection to the hub is lost as well.
+    time.sleep(4.0)
+    end_process(code)
+
+
+def _rank() -> int:
+    return int(os.environ.get("RANK", "0"))

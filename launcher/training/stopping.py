@@ -1,0 +1,125 @@
+"""How all ranks of a run stop together: agreed in the sums of a step, saved once, told with what to type.
+
+Each rank adds to a step's sums whether it has been asked (``StepTotals.stop_asked``): all know at the same step, and no
+collective is added. Validation asks once a micro-batch.
+"""
+
+from __future__ import annotations
+
+import logging
+import shlex
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path, PurePath
+
+from launcher.cluster.stopping import Reason, Stop
+from launcher.config.flags import take_flag
+from launcher.metrics.record import STOP_EVENT, Record, read_metrics
+from launcher.metrics.writer import RecordWriter
+from launcher.run_folder import LOGS
+from launcher.training.setup import Progress, Run
+from longctx.checkpoint_format import list_checkpoints
+from parallel.runtime.parents import is_launcher_word, launchers_above
+from parallel.runtime.process import any_rank, gather_objects, on_rank_0
+
+log = logging.getLogger(__name__)
+
+LAUNCHER_SECONDS = 30.0
+"""DeepSpeed's launcher and torchrun, asked to end, kill ranks that are still there after so many seconds."""
+
+
+def agree_on_stop(stop: Stop) -> bool:
+    """Whether any rank has been asked to stop; then all of them stop. Collective."""
+    asked = any_rank(stop.is_asked())
+    if asked:
+        stop.agree()
+    return asked
+
+
+class Stopping:
+    """A run's way from the agreed step to its last word."""
+
+    def __init__(self, run: Run) -> None:
+        self._run, self._has_warned = run, False
+        # Now: the launcher may be what is gone.
+        self._command = started_by() or [sys.executable, *sys.argv]
+
+    def settle(self, progress: Progress) -> Progress:
+        """Where a resumed run stands: a validation that a stop had left out may be made up for. Collective."""
+        if not progress.validation_due:
+            return progress
+        was_done = on_rank_0(lambda: _was_validated(self._run.folder, progress.step))
+        return replace(progress, validation_due=not was_done)
+
+    def saved(self, seconds: float) -> None:
+        """Take in how long the last save took; warn once where a launcher would not wait for one."""
+        self._run.stop.save_seconds = seconds
+        needed = self._run.stop.reserve_seconds
+        if needed > LAUNCHER_SECONDS and not self._has_warned and self._run.is_rank_0:
+            self._has_warned = True
+            log.warning(
+                "A step and a save take %.0f s here, but a launcher that is asked to end (SIGTERM, Ctrl-C) kills its "
+                "ranks after %.0f s. Send SIGUSR1 to one rank in place of that, or set run.max_seconds.",
+                needed,
+                LAUNCHER_SECONDS,
+            )
+
+    def ends(self, progress: Progress) -> bool:
+        """Whether the run ends here with something left to do."""
+        return progress.stop_asked and (progress.step < self._run.config.last_step or progress.validation_due)
+
+    def end(self, progress: Progress, writer: RecordWriter, save: Callable[[], None]) -> str:
+        """Record the stop behind the step that was saved, and return what the user is to read. Collective."""
+        run, step = self._run, progress.step
+        if not on_rank_0(lambda: bool(list_checkpoints(run.folder))):
+            # Asked before the first step: a folder without a checkpoint could not be gone on with.
+            save()
+        reasons: list[Reason | None] = gather_objects(run.stop.reason)
+        first = min((reason for reason in reasons if reason is not None), key=lambda reason: reason.time)
+        writer.write(_event(first, step))
+        # What takes one rank longer than another comes before they leave.
+        run.feed.close()
+        # Together: a launcher ends the others as soon as one has left with an error.
+        gather_objects(None)
+        newest = list_checkpoints(run.folder)[-1]
+        return (
+            f"Stopped behind step {step} of {run.config.last_step}, and saved {newest}.\n"
+            f"{first.words()}\n"
+            f"Every rank's log: {run.folder / LOGS}/rank_N.log\n"
+            f"Go on with: {going_on(self._command)}"
+        )
+
+
+def _event(reason: Reason, step: int) -> Record:
+    """The stop as a record."""
+    return {
+        "kind": "event",
+        "event": STOP_EVENT,
+        "step": step,
+        "reason": reason.kind,
+        "what": reason.what,
+        "rank": reason.rank,
+        "host": reason.host,
+        "seconds": round(time.time() - reason.time, 3),
+    }
+
+
+def _was_validated(folder: Path, step: int) -> bool:
+    return any(record["kind"] == "validation" and record["step"] == step for record in read_metrics(folder))
+
+
+def going_on(command: Sequence[str]) -> str:
+    """A run's command line as it is typed to go on with it."""
+    words, _ = take_flag(list(command), "--run.resume")
+    return shlex.join([*words, "--run.resume", "latest"])
+
+
+def started_by() -> list[str] | None:
+    """The command line that a user started this rank with; None where that is not to be seen from here."""
+    for launcher in reversed(launchers_above()):
+        for number, word in enumerate(launcher.words[:4]):
+            if is_launcher_word(word):
+                return [PurePath(word).name, *launcher.words[number + 1 :]]
+    return None

@@ -1,0 +1,184 @@
+"""The launchers above this process: found by their command lines, watched until one of them is gone.
+
+A rank whose launcher was killed would train on with nobody to end it. Only launchers of ranks are looked for
+(DeepSpeed's and PyTorch's): a shell, a supervisor or a session may end while what it started goes on.
+
+A process handle (``pidfd_open``) says within milliseconds that a process has ended, whoever its parent is: the runner
+above the launcher is seen as well. The kernel's parent-death signal would say it of the parent alone.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import PurePath
+
+import psutil
+
+_POLL_SECONDS = 1.0
+"""Between two looks, where the system has no process handles."""
+_LAUNCHER, _RUNNER = "deepspeed.launcher.launch", "deepspeed.launcher.runner"
+_TORCHRUN = ("torch.distributed.run", "torch.distributed.launch")
+_PROGRAMS = ("deepspeed", "deepspeed.pt", "ds", "torchrun")
+"""What a user types."""
+PDSH = "pdsh"
+"""What starts launchers on several machines, over ssh."""
+_SHELLS = ("bash", "sh", "dash", "zsh", "ksh")
+_SAME_RUN = ("--world_info=", "--master_addr=", "--master_port=")
+"""Words that DeepSpeed's runner gives pdsh, and pdsh the launcher of each host."""
+_WRAPPERS = 3
+"""Processes that may stand between a launcher and its rank, such as numactl or a shell script."""
+
+
+@dataclass(frozen=True)
+class Launcher:
+    """A process that this one was started by, directly or not."""
+
+    process: psutil.Process
+    what: str
+    """As a user reads it."""
+    words: tuple[str, ...]
+    """Its command line."""
+
+    def __str__(self) -> str:
+        return f"{self.what} (process {self.process.pid})"
+
+    def is_gone(self) -> bool:
+        """Whether it has ended, be it that nobody has asked for its exit code yet."""
+        try:
+            return not self.process.is_running() or self.process.status() == psutil.STATUS_ZOMBIE
+        except psutil.Error:
+            return True
+
+
+def launcher_above() -> Launcher | None:
+    """The process that started this one as a rank; None where a user did so, or where it is gone."""
+    with contextlib.suppress(psutil.Error):
+        for process in psutil.Process().parents()[: _WRAPPERS + 1]:
+            launcher = _as_launcher(process)
+            if launcher is not None:
+                return launcher
+    return None
+
+
+def launchers_above() -> list[Launcher]:
+    """All that this rank needs to go on: its launcher, and what runs that. Empty where a user started this process."""
+    launcher = launcher_above()
+    if launcher is None:
+        return []
+    found = [launcher]
+    if _LAUNCHER in launcher.words:
+        with contextlib.suppress(psutil.Error):
+            above = _above(launcher.process.parents())
+            if above is not None:
+                found.append(above)
+            if above is None or not _is_runner(above.words):
+                found += _senders(launcher.words)
+    return found
+
+
+def was_orphaned(first_parent: int) -> bool:
+    """Whether the launcher was gone before it could be found; ``first_parent`` was the parent as this process began."""
+    now = os.getppid()
+    is_rank = "RANK" in os.environ and ("CROSS_SIZE" in os.environ or "TORCHELASTIC_RUN_ID" in os.environ)
+    # Of a rank that a user starts by hand neither changes.
+    return is_rank and launcher_above() is None and (now != first_parent or now == 1)
+
+
+def watch_launchers(launchers: Sequence[Launcher], on_gone: Callable[[Launcher], None]) -> None:
+    """Call ``on_gone`` once, in a thread of its own, when the first of them has ended."""
+    if launchers:
+        threading.Thread(target=_watch, args=(launchers, on_gone), name="launchers", daemon=True).start()
+
+
+def _watch(launchers: Sequence[Launcher], on_gone: Callable[[Launcher], None]) -> None:
+    handles = {}
+    for launcher in launchers:
+        # Older kernels, other systems and strict containers have none: these are looked at again and again.
+        with contextlib.suppress(OSError, AttributeError):
+            handles[os.pidfd_open(launcher.process.pid)] = launcher
+    gone = None
+    while gone is None:
+        # A number may have been given to another process before the handle was opened: so all are looked at first.
+        gone = next((launcher for launcher in launchers if launcher.is_gone()), None)
+        if gone is None and len(handles) == len(launchers):
+            _wait(list(handles))
+        elif gone is None:
+            time.sleep(_POLL_SECONDS)
+    for handle in handles:
+        os.close(handle)
+    on_gone(gone)
+
+
+def _wait(handles: Sequence[int]) -> None:
+    """Return when one of these processes has ended."""
+    poll = select.poll()
+    for handle in handles:
+        poll.register(handle, select.POLLIN)
+    poll.poll()
+
+
+def _as_launcher(process: psutil.Process) -> Launcher | None:
+    words = _words(process)
+    if _LAUNCHER in words:
+        return Launcher(process, "deepspeed's launcher", words)
+    # Only the program and what Python is told to run: a run's arguments may have any words.
+    if any(word in _TORCHRUN or PurePath(word).name == "torchrun" for word in words[:4]):
+        return Launcher(process, "torchrun", words)
+    return None
+
+
+def _above(chain: Sequence[psutil.Process]) -> Launcher | None:
+    """What runs DeepSpeed's launcher: the runner of this machine, or the ssh connection that another one made."""
+    for process in chain:
+        words, name = _words(process), process.name()
+        if _is_runner(words):
+            return Launcher(process, "deepspeed's runner", words)
+        if name.startswith("sshd"):
+            return Launcher(process, "the ssh connection of deepspeed's launcher", words)
+        # ssh has a shell run its command. A shell in which somebody types may end before what it has started.
+        if name not in _SHELLS or "-c" not in words or not any(_LAUNCHER in word for word in words):
+            return None
+    return None
+
+
+def _senders(words: Sequence[str]) -> list[Launcher]:
+    """pdsh that started this launcher over ssh, and the runner above it, where they are on this machine."""
+    mark = [word for word in words if word.startswith(_SAME_RUN)]
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.Error):
+            # The program's file is called pdsh.bin where pdsh is a script.
+            if not process.name().startswith(PDSH):
+                continue
+            given = _words(process)
+            if not all(word in given for word in mark):
+                continue
+            found = [Launcher(process, PDSH, given)]
+            runner = process.parent()
+            if runner is not None and _is_runner(_words(runner)):
+                found.append(Launcher(runner, "deepspeed's runner", _words(runner)))
+            return found
+    return []
+
+
+def is_launcher_word(word: str) -> bool:
+    """Whether this is the program in a command line that a user types to start ranks."""
+    return PurePath(word).name in _PROGRAMS
+
+
+def _is_runner(words: Sequence[str]) -> bool:
+    """Whether these words start ranks by DeepSpeed."""
+    return any(word == _RUNNER or PurePath(word).name in _PROGRAMS[:3] for word in words[:4])
+
+
+def _words(process: psutil.Process) -> tuple[str, ...]:
+    """A command line; empty where the system does not say it, or the process has ended."""
+    try:
+        return tuple(process.cmdline())
+    except psutil.Error:
+        return ()

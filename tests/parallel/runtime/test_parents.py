@@ -1,0 +1,144 @@
+"""Who started a rank, how it learns that they are gone, and that it speaks after they have."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from parallel.runtime import parents
+from parallel.runtime.parents import launcher_above, launchers_above, was_orphaned
+from tests.helpers import REPOSITORY
+
+SECONDS = 60.0
+_RUNNER = """
+import subprocess, sys
+subprocess.run([sys.executable, "-c", sys.argv[1], "deepspeed.launcher.launch", *sys.argv[2:]])
+"""
+_LAUNCHER = """
+import subprocess, sys
+subprocess.run([sys.executable, "-c", *sys.argv[2:]])
+print("the launcher's words", file=sys.stderr, flush=True)
+"""
+_RANK = """
+import sys, threading
+from pathlib import Path
+{start}
+from parallel.runtime.parents import launchers_above, watch_launchers
+here = Path(sys.argv[1])
+found, gone = launchers_above(), threading.Event()
+def tell(launcher):
+    (here / "gone").write_text(launcher.what)
+    gone.set()
+watch_launchers(found, tell)
+(here / "partial").write_text("\\n".join(str(launcher.process.pid) for launcher in found))
+(here / "partial").rename(here / "found")
+gone.wait(100.0)
+"""
+_SAYING = "from parallel.runtime.watch.last_words import say; say('a last word')"
+
+
+def tree(folder: Path, rank: str) -> subprocess.Popen:
+    """A process that passes for DeepSpeed's runner, with a launcher and a rank below it."""
+    (folder / "deepspeed").write_text(_RUNNER)
+    return subprocess.Popen(
+        [sys.executable, str(folder / "deepspeed"), _LAUNCHER, rank, str(folder)],
+        env={**os.environ, "PYTHONPATH": str(REPOSITORY)},
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def wait_for(path: Path) -> str:
+    deadline = time.monotonic() + SECONDS
+    while not path.exists() or not path.read_text():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    return path.read_text()
+
+
+@pytest.mark.parametrize(
+    ("victim", "said", "start"),
+    [
+        (0, "deepspeed's launcher", ""),
+        (1, "deepspeed's runner", ""),
+        # A system that has no process handles.
+        (1, "deepspeed's runner", "import os; del os.pidfd_open"),
+    ],
+)
+def test_a_rank_learns_who_is_gone(tmp_path, victim, said, start):
+    runner = tree(tmp_path, _RANK.format(start=start))
+    family = []
+    try:
+        pids = [int(line) for line in wait_for(tmp_path / "found").splitlines()]
+        family = [psutil.Process(runner.pid), *psutil.Process(runner.pid).children(recursive=True)]
+        assert pids == [family[1].pid, runner.pid]
+        began = time.monotonic()
+        psutil.Process(pids[victim]).kill()
+        assert wait_for(tmp_path / "gone") == said
+        assert time.monotonic() - began < SECONDS / 2
+    finally:
+        for process in family:
+            if process.is_running():
+                process.kill()
+        runner.communicate()
+
+
+def test_last_words_come_after_the_launchers(tmp_path):
+    text = tree(tmp_path, _SAYING).communicate(timeout=SECONDS)[1]
+    assert text == "the launcher's words\n\na last word\n\n"
+
+
+def test_a_user_is_no_launcher(monkeypatch):
+    assert launcher_above() is None
+    assert launchers_above() == []
+    assert not was_orphaned(os.getppid())
+    # Nor is one whose environment a user has set up by hand.
+    monkeypatch.setenv("RANK", "0")
+    assert not was_orphaned(-1)
+    monkeypatch.setenv("CROSS_SIZE", "1")
+    assert not was_orphaned(os.getppid())
+    assert was_orphaned(-1), "its parent is not the one that it began with"
+
+
+class Seen:
+    """A process as psutil shows it."""
+
+    def __init__(self, name: str, line: str) -> None:
+        self._name, self._words = name, line.split()
+
+    def name(self) -> str:
+        return self._name
+
+    def cmdline(self) -> list[str]:
+        return self._words
+
+
+LAUNCH = "python -u -m deepspeed.launcher.launch"
+
+
+@pytest.mark.parametrize(
+    ("chain", "what"),
+    [
+        ([("deepspeed", "python /bin/deepspeed --num_gpus 2 x.py"), ("bash", "-bash")], "deepspeed's runner"),
+        ([("sh", f"sh -c {LAUNCH}"), ("sshd-session", "sshd-session: me@notty")], "the ssh connection"),
+        ([("sshd", "sshd: me@notty")], "the ssh connection"),
+        # Somebody has typed it: his connection may end.
+        ([("bash", "-bash"), ("sshd", "sshd: me@pts/0")], None),
+        ([("bash", "bash -c nohup-me"), ("sshd", "sshd: me@notty")], None),
+        ([("systemd", "/sbin/init")], None),
+        ([], None),
+    ],
+)
+def test_what_runs_a_launcher(chain, what):
+    found = parents._above([Seen(*seen) for seen in chain])  # type: ignore[arg-type]
+    if what is None:
+        assert found is None
+    else:
+        assert found is not None
+        assert found.what.startswith(what)
