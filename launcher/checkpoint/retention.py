@@ -56,9 +56,9 @@ class Retention:
     """Checkpoints of the lowest validation loss to keep."""
 
     @classmethod
-    def of(cls, section: CheckpointSection) -> Retention:
+    def of(cls, checkpoint: CheckpointSection) -> Retention:
         """As a run's config has it."""
-        return cls(last=section.keep_last, every=section.keep_every, best=section.keep_best)
+        return cls(last=checkpoint.keep_last, every=checkpoint.keep_every, best=checkpoint.keep_best)
 
     def reasons(self, candidates: Sequence[Candidate]) -> dict[int, str]:
         """The steps that stay, each with why."""
