@@ -72,7 +72,7 @@ def make_corpus(folder: Path, documents: int) -> Path:
         split="training",
         vocab_size=32_000,
         padding=0,
-        tokenizer="",
+        tokenizer="none",
         sources=[],
         options={},
         shards=entries,

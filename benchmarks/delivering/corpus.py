@@ -60,7 +60,7 @@ def make_synthetic(folder: Path, tokens: int = TOKENS, seed: int = 0) -> Path:
         split="training",
         vocab_size=VOCABULARY,
         padding=0,
-        tokenizer="",
+        tokenizer="none",
         sources=[],
         options={},
         shards=writer.shards,

@@ -92,17 +92,20 @@ def _manifest(sizes: Sequence[int], ranks: int, stage: int) -> tuple[int, float,
         f"model.layers.{number}.weight": {"shape": [size], "roles": {role: [] for role in ROLES}}
         for number, size in enumerate(sizes)
     }
+    files = {_file(rank): {"bytes": 0, "hash": "0" * 32} for rank in range(ranks)}
     for tensor, rank, start, numel in _pieces(sizes, ranks, stage):
         name = f"model.layers.{tensor}.weight"
+        files[_file(rank)]["bytes"] += 4 * numel * len(ROLES)
         for role in ROLES:
             piece = {"file": _file(rank), "key": f"{name}/{role}/{start}", "start": start, "numel": numel}
             tensors[name]["roles"][role].append(piece)
-    files = {_file(rank): {"bytes": 0, "hash": "0" * 32} for rank in range(ranks)}
     manifest: dict[str, Any] = {
         "format": FORMAT,
         "version": VERSION,
         "step": 1,
         "dtype": "bfloat16",
+        "model": {},
+        "training": {"step": 1},
         "tensors": tensors,
     }
     manifest |= {"files": files}

@@ -208,7 +208,7 @@ def test_lines_have_the_order_of_the_prompts_whichever_ends_first(capsys, run, t
         ('{"prompt": "a"}\n{"text": "b"}', "line 2"),
         ("{", "line 1 is no JSON"),
         ("[1]", "line 1"),
-        ('{"prompt": "a"}\n{"prompt": "\\ud83d"}', "line 2: Text with a lone surrogate"),
+        ('{"prompt": "a"}\n{"prompt": "\\ud83d"}', "line 2 is no JSON (it has half of a surrogate pair"),
         ('{"prompt": "a"}\n \n{"prompt": "b"}\n', "line 2 is empty"),
     ],
 )

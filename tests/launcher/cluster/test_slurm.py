@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import subprocess
+from pathlib import Path
 
 import pytest
 
 from launcher.metrics.record import read_metrics
 from longctx.checkpoint_format import list_checkpoints
 from tests.helpers import REPOSITORY
-from tests.launcher.cluster.slurm import slurm, why_no_slurm
+from tests.launcher.cluster.slurm import Slurm, slurm, why_no_slurm
 from tests.launcher.runs import flags
 
 TEMPLATE = REPOSITORY / "docs" / "clusters" / "slurm.sbatch"
@@ -21,22 +22,43 @@ def test_the_template_is_a_script():
     subprocess.run(["bash", "-n", TEMPLATE], check=True, timeout=10)
 
 
+def submit(cluster: Slurm, said: Path, words: list[str], *, minutes: int) -> str:
+    """Run a job to its end; returns what it said."""
+    cluster.environment["RANKS_PER_NODE"] = "1"
+    options = ["--parsable", "--time", str(minutes), "--output", str(said), "--chdir", str(REPOSITORY)]
+    job = cluster.run("sbatch", *options, str(TEMPLATE), *words, "--run.hostfile", "none").strip()
+    cluster.wait(job, 120)
+    return said.read_text()
+
+
 @needs_slurm
 @pytest.mark.slow
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(400)
 def test_a_job_trains_on_all_nodes_and_the_same_line_goes_on(shards, tmp_path):
     run = tmp_path / "run"
     with slurm(tmp_path / "slurm") as cluster:
-        cluster.environment["RANKS_PER_NODE"] = "1"
         for steps in (4, 8):
-            said = tmp_path / f"job_{steps}.log"
-            words = [*flags(shards, run, {"train.stop_after": steps}), "--run.hostfile", "none"]
-            options = ["--parsable", "--time", "10", "--output", str(said), "--chdir", str(REPOSITORY)]
-            job = cluster.run("sbatch", *options, str(TEMPLATE), *words).strip()
-            cluster.wait(job, 120)
-            assert "Traceback" not in said.read_text(), said.read_text()
-            assert [path.name for path in list_checkpoints(run)][-1] == f"step_{steps:06d}", said.read_text()
+            words = flags(shards, run, {"train.stop_after": steps})
+            said = submit(cluster, tmp_path / f"job_{steps}.log", words, minutes=10)
+            assert "2 ranks = data 1 × context 2" in said
+            assert "Traceback" not in said
+            assert list_checkpoints(run)[-1].name == f"step_{steps:06d}", said
     found = list(read_metrics(run))
     assert [record["step"] for record in found if record["kind"] == "train"] == list(range(1, 9))
     assert [record["step"] for record in found if record.get("event") == "resume"] == [4]
-    assert "2 ranks = data 1 × context 2" in (tmp_path / "job_8.log").read_text()
+
+
+@needs_slurm
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+def test_a_run_saves_before_the_time_of_its_job_is_over(shards, tmp_path):
+    run = tmp_path / "run"
+    with slurm(tmp_path / "slurm") as cluster:
+        cluster.environment["END_SECONDS"] = "25"
+        changed = {"train.steps": 100_000, "checkpoint.every_steps": 0, "validation.rows": 0}
+        said = submit(cluster, tmp_path / "job.log", flags(shards, run, changed), minutes=1)
+    stops = [record for record in read_metrics(run) if record.get("event") == "stop"]
+    assert len(stops) == 1, said
+    (saved,) = list_checkpoints(run)
+    assert saved.name == f"step_{stops[0]['step']:06d}"
+    assert "CANCELLED" not in said

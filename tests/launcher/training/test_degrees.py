@@ -116,6 +116,7 @@ def test_the_run_says_what_it_comes_to(shards, tmp_path):
     assert tomllib.loads((folder / CONFIG_FILE).read_text())["parallel"]["context"] == 3
 
 
+@pytest.mark.slow
 def test_a_killed_run_goes_on_to_the_same_bits_and_on_other_ranks_to_the_same_losses(shards, tmp_path):
     unbroken, killed, other = (tmp_path / name for name in ("unbroken", "killed", "other"))
     changed = shared(300, checkpoint__every_steps=2, train__steps=4)

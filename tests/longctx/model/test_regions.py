@@ -108,7 +108,7 @@ def distance(got: dict, wanted: dict) -> float:
 @pytest.mark.parametrize(
     ("name", "keep", "store"),
     [
-        ("dropout, sandwich", "all", "device"),
+        pytest.param("dropout, sandwich", "all", "device", marks=pytest.mark.slow),
         # Quickly by chunks, below.
         pytest.param("experts", "attention", "host", marks=pytest.mark.slow),
         pytest.param("dropout, sandwich", "all", "host", marks=pytest.mark.slow),

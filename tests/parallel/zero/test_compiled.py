@@ -23,6 +23,7 @@ def check_compiled(
         assert compile_count().graphs - before == 2
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(200)
 def test_stage_3_gathers_what_a_graph_reads():
     run_distributed(check_compiled, 2, "moe", 2, (3,), "attention", "aot_eager", 2, timeout=150)
