@@ -196,9 +196,9 @@ def test_export_is_convert(capsys, run, tmp_path):
     assert exported.read_bytes() == converted.read_bytes()
 
 
-def test_verify_holds_pieces_against_files(capsys, run):
+def test_verify_holds_pieces_against_files(capsys, damaged_run):
     """Hashes that fit, and a manifest that does not: a key that is in no file, a size that no disk has."""
-    folder = list_checkpoints(run)[-1]
+    folder = list_checkpoints(damaged_run)[-1]
     whole = json.loads((folder / MANIFEST).read_text())
     for values, said in (({"key": "nobody"}, "nobody"), ({"numel": 10**18}, "is no whole number")):
         body = json.loads(json.dumps(whole))

@@ -23,8 +23,11 @@ SECONDS = 60.0
 
 @pytest.fixture
 def heard():
-    """Handlers as they were, once the test is over."""
+    """Handlers as Python has them at first, and as they were once the test is over."""
     before = {number: signal.getsignal(number) for number in stopping.ENDING}
+    # The tests may run behind a shell's &, which switches SIGINT off.
+    for number in before:
+        signal.signal(number, signal.SIG_DFL)
     yield
     for number, handler in before.items():
         signal.signal(number, handler)
@@ -135,6 +138,7 @@ def test_orphans_before_the_first_step_are_ended_at_once(ends):
 def test_two_ctrl_c_end_a_lone_process_at_once():
     code = (
         "import signal, time; from launcher.cluster.stopping import Stop\n"
+        "signal.signal(signal.SIGINT, signal.default_int_handler)\n"
         "stop = Stop(); stop.listen(); stop.begin_steps(); signal.raise_signal(signal.SIGINT)\n"
         "print(stop.reason.what, flush=True); signal.raise_signal(signal.SIGINT); print('not here')"
     )
