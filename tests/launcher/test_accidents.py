@@ -24,6 +24,7 @@ import psutil
 import pytest
 
 from launcher.cluster.command import torchrun
+from launcher.cluster.exit import STOPPED
 from tests.helpers import REPOSITORY
 from tests.launcher.runs import flags, free_port
 
@@ -168,6 +169,10 @@ def start(accident: Accident, arguments: list[str], folder: Path, *, limit: floa
     seconds = float("inf")
     if happened.exists():
         seconds = ended - float(happened.read_text())
+    # Last words come once a launcher has ended.
+    deadline = time.monotonic() + 5.0
+    while accident.launcher != "none" and accident.words() not in output.read_text() and time.monotonic() < deadline:
+        time.sleep(0.05)
     return Outcome(codes, output.read_text(), seconds)
 
 
@@ -233,6 +238,9 @@ def check(accident: Accident, outcome: Outcome) -> None:
     """Every rank ended in time, with one message: that of the rank which met the accident."""
     text = outcome.text
     assert outcome.seconds < BOUND_SECONDS, f"{accident}: {outcome.seconds:.1f} s, {outcome.codes}\n{text}"
+    if accident.kind == "SIGINT" and accident.place.part != "start":
+        check_stop(accident, outcome)
+        return
     code = KINDS[accident.kind]
     own = {"SIGKILL": -9, "exit": 7}.get(accident.kind, code)
     if accident.launcher == "none":
@@ -245,9 +253,19 @@ def check(accident: Accident, outcome: Outcome) -> None:
     ours = text.partition("elastic/multiprocessing")[0]
     words = accident.words()
     if words and not (accident.kind in DEADLY and accident.launcher != "none"):
-        assert ours.count(words) == 1, f"{accident}: said {ours.count(words)} times\n{text}"
+        assert text.count(words) == 1, f"{accident}: said {text.count(words)} times\n{text}"
     assert ours.count("Traceback (most recent call last)") <= 1, f"{accident}\n{text}"
     assert "lost contact" not in ours, f"{accident}\n{text}"
+
+
+def check_stop(accident: Accident, outcome: Outcome) -> None:
+    """Once there are steps, Ctrl-C asks all ranks to save and stop; behind the last step there is nothing to stop."""
+    said = outcome.text.count("Stopped behind step")
+    if accident.launcher == "none":
+        assert outcome.codes == [STOPPED * said] * accident.ranks, f"{accident}: {outcome.codes}\n{outcome.text}"
+    assert said <= 1, f"{accident}\n{outcome.text}"
+    assert said or "Done: 4 steps" in outcome.text, f"{accident}\n{outcome.text}"
+    assert "Traceback" not in outcome.text.partition("elastic/multiprocessing")[0], f"{accident}\n{outcome.text}"
 
 
 def draw(count: int, seed: int) -> list[Accident]:
