@@ -39,7 +39,7 @@ PLACES = [
     Place("backward", "parallel.transport.point_to_point", "PointToPoint.backward", call=3),
     Place("all-to-all", "parallel.experts.dispatcher", "AllToAllDispatcher.plan", call=3),
     Place("optimizer step", "parallel.zero.engine", "ZeroEngine._broken_gradients", call=2),
-    Place("save", "launcher.checkpoint.save", "_write_own_ranges"),
+    Place("save", "launcher.checkpoint.saver", "HostCopy.fill"),
     Place("validation", "launcher.training.trainer", "validate"),
     Place("start", "launcher.training.setup", "_open_data"),
 ]
