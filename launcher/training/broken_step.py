@@ -84,11 +84,11 @@ class BrokenStep:
         return "\n".join(lines)
 
     def _where(self) -> str:
-        """The ranks where it began, if that is known."""
+        """The ranks that found it. Where ranks share a sequence, attention may have brought it there from another."""
         if not self.ranks:
             return ""
         return (
-            f" It began on {'rank' if len(self.ranks) == 1 else 'ranks'} {first_names([str(r) for r in self.ranks])}."
+            f" Found in the tokens of {plural(len(self.ranks), 'rank')}: {first_names([str(r) for r in self.ranks])}."
         )
 
     def _what_happened(self) -> str:

@@ -92,8 +92,7 @@ class History:
 
 def _moved(window: tuple[float, ...], value: float) -> tuple[float, ...]:
     """The window one step further."""
-    # As long as it is short it only grows.
-    return window[max(0, len(window) + 1 - WINDOW) :] + (value,)  # noqa: RUF005, one of the few that would need a star
+    return (*window, value)[-WINDOW:]
 
 
 NO_HISTORY = History()

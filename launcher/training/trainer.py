@@ -136,8 +136,6 @@ class Trainer:
         except TrainingError as error:
             if error.record is not None:
                 writer.write(dict(error.record))
-            # All ranks end here, and what was to be saved of earlier steps is good.
-            self.run.saver.finish()
             raise
 
     def _validate(self, writer: RecordWriter) -> None:
