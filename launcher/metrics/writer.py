@@ -14,6 +14,7 @@ from typing import Any
 
 from launcher.metrics.console import Pace, console_line
 from launcher.metrics.expert_history import shortened
+from launcher.metrics.goodput.live import RunTime
 from launcher.metrics.live import LiveLine, is_watched
 from launcher.metrics.record import METRICS_FILE, Record, check_record, encode, settle
 from launcher.metrics.tensorboard import check_tensorboard, first_new_step, open_tensorboard, scalars
@@ -120,14 +121,17 @@ class RecordWriter:
         self._lines = lines
         self._pace = Pace(lines.first_step, time.monotonic())
         self._writer = None
+        self._time = None
         if is_rank_0:
             self._writer = MetricsWriter(folder)
+            self._time = RunTime(folder, step=lines.first_step)
         self._live = LiveLine(lines.total_steps, is_shown=is_rank_0 and is_watched(sys.stdout))
 
     def write(self, record: Record) -> None:
         """Write a record everywhere; a line of the log only where it is due."""
-        if self._writer is None:
+        if self._writer is None or self._time is None:
             return
+        record = {**record, **self._time.see(record)}
         written = self._writer.append(record)
         left = self._pace.seconds_left(record["step"], self._lines.last_step, time.monotonic())
         if self._lines.is_due(record):
@@ -140,14 +144,19 @@ class RecordWriter:
 
     def doing(self, what: str) -> None:
         """Say on the living line what happens between two steps, such as "saving", and to the watch."""
-        begin(what, disk=what.startswith("saving"))
+        saving = what.startswith("saving")
+        begin(what, disk=saving)
         self._live.say(what)
+        if self._time is not None:
+            self._time.doing("saving" if saving else "validating")
 
     def __enter__(self) -> RecordWriter:
         self._live.start()
         return self
 
-    def __exit__(self, *_: Any) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: Any) -> None:
         self._live.stop()
+        if self._time is not None and (told := self._time.end(failed=kind is not None)):
+            log.info("%s", told)
         if self._writer is not None:
             self._writer.close()
