@@ -60,6 +60,10 @@ class RunSection:
     """How long a run whose launcher is gone may take to end its step; then it ends without a save."""
     log_every: int = 1
     """Steps from a line of the log and the console to the next; metrics.jsonl has every step in any case."""
+    trackers: tuple[Literal["wandb", "trackio", "mlflow"], ...] = ()
+    """Experiment trackers besides TensorBoard, each in a process of its own; `pip install 'longctx-train[NAME]'`."""
+    tracker_project: str = "longctx"
+    """Their project (MLflow: experiment); the run is called like its folder."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -18,6 +18,7 @@ from launcher.metrics.goodput.live import RunTime
 from launcher.metrics.live import LiveLine, is_watched
 from launcher.metrics.record import METRICS_FILE, Record, check_record, encode, settle
 from launcher.metrics.tensorboard import check_tensorboard, first_new_step, open_tensorboard, scalars
+from launcher.metrics.trackers.feed import TrackerFeed
 from parallel.runtime.watch.spans import begin
 
 log = logging.getLogger(__name__)
@@ -45,7 +46,7 @@ class MetricsWriter:
         """Append one record and draw it; ``time`` is added where it is missing. ValueError when a required key is."""
         self.draw(self.append(record))
 
-    def append(self, record: Mapping[str, Any]) -> Mapping[str, Any]:
+    def append(self, record: Mapping[str, Any]) -> Record:
         """Append one record to the file, and flush it; returns the record as it was written."""
         if "time" not in record:
             record = {**record, "time": timestamp()}
@@ -117,8 +118,8 @@ class Lines:
 class RecordWriter:
     """Writes records to the run folder, the log and the console on rank 0; does nothing on the others."""
 
-    def __init__(self, folder: Path, lines: Lines, *, is_rank_0: bool) -> None:
-        self._lines = lines
+    def __init__(self, folder: Path, lines: Lines, *, is_rank_0: bool, trackers: Sequence[TrackerFeed] = ()) -> None:
+        self._lines, self._trackers = lines, trackers
         self._pace = Pace(lines.first_step, time.monotonic())
         self._writer = None
         self._time = None
@@ -138,6 +139,8 @@ class RecordWriter:
             log.info("%s", console_line(record, self._lines.total_steps, seconds_left=left))
         if record["kind"] == "train":
             self._live.update(record, seconds_left=left)
+        for tracker in self._trackers:
+            tracker.send(written)
         # An event has no curve, and TensorBoard is not imported before the first step.
         if record["kind"] != "event":
             self._writer.draw(written)
@@ -156,7 +159,10 @@ class RecordWriter:
 
     def __exit__(self, kind: type[BaseException] | None, *_: Any) -> None:
         self._live.stop()
-        if self._time is not None and (told := self._time.end(failed=kind is not None)):
-            log.info("%s", told)
+        if self._time is not None:
+            if told := self._time.end(failed=kind is not None):
+                log.info("%s", told)
+            for tracker in self._trackers:
+                tracker.close(self._time.how)
         if self._writer is not None:
             self._writer.close()

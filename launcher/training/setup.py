@@ -32,6 +32,7 @@ from launcher.config.zero import zero_options
 from launcher.metrics.record import Record
 from launcher.metrics.tensorboard import check_tensorboard
 from launcher.metrics.throughput import training_flops
+from launcher.metrics.trackers.feed import check_trackers
 from launcher.plan.memory import check_memory, free_bytes, memory_of_rank
 from launcher.plan.world import World
 from launcher.run_folder import LOGS, prepare_folder, start_logging
@@ -167,6 +168,7 @@ def build_run(config: RunConfig, device: torch.device, stop: Stop | None = None)
     log.info("Every rank's log: %s/rank_N.log", folder / LOGS)
     on_every_rank(lambda: check_swap_folders(config, model, mesh.world_size, mesh.ranks_per_node))
     on_every_rank(check_tensorboard)
+    on_rank_0(lambda: check_trackers(config.run.trackers))
     if config.zero.offload != "none":
         on_every_rank(compile_cpu_adam)
 

@@ -13,6 +13,7 @@ from typing import Any
 from launcher.checkpoint.folder import remove_leftovers, set_aside_newer
 from launcher.checkpoint.retention import VALIDATION_LOSS
 from launcher.metrics.record import Record, truncate_after
+from launcher.metrics.trackers.feed import open_trackers
 from launcher.metrics.writer import Lines, RecordWriter
 from launcher.run_folder import write_config_and_environment
 from launcher.training.compiling import CompileWatch
@@ -74,7 +75,12 @@ class Trainer:
             last_step=last,
             every=config.run.log_every,
         )
-        with closing(run.feed), RecordWriter(run.folder, lines, is_rank_0=run.is_rank_0) as writer:
+        trackers = []
+        if run.is_rank_0:
+            trackers = open_trackers(
+                config.run.trackers, run.folder, config.run.tracker_project, dataclasses.asdict(config)
+            )
+        with closing(run.feed), RecordWriter(run.folder, lines, is_rank_0=run.is_rank_0, trackers=trackers) as writer:
             if run.origin == "resumed":
                 writer.write({"kind": "event", "event": "resume", "step": self.progress.step})
             for record in filter(None, (run.expected.record(self.progress.step), run.exclusions)):

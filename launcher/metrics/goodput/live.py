@@ -62,7 +62,8 @@ class RunTime:
         goodput = read_goodput(folder)
         # Without attempts the file could not be written, and nobody knows anything.
         self._live = LiveGoodput(goodput) if goodput.attempts else None
-        self._how: How = "done"
+        self.how: How = "done"
+        """Why the attempt ends."""
 
     def doing(self, doing: Doing) -> None:
         """Something other than a step begins."""
@@ -71,10 +72,10 @@ class RunTime:
     def see(self, record: Mapping[str, Any]) -> Record:
         """Take in a record as it is written; returns what it gains."""
         if record.get("event") == STOP_EVENT:
-            self._how = "stopped"
+            self.how = "stopped"
             # Nobody has asked for that.
             if record["reason"] == "launcher":
-                self._how = "launcher"
+                self.how = "launcher"
         if record["kind"] == "validation":
             self._take(self._timeline.did())
         # A step that could not be taken has no time of its own: it never ended.
@@ -95,7 +96,9 @@ class RunTime:
 
     def end(self, *, failed: bool) -> str:
         """The attempt ends, by an error or else as its records say; returns a line for the log."""
-        self._timeline.end("failed" if failed else self._how)
+        if failed:
+            self.how = "failed"
+        self._timeline.end(self.how)
         # What ends a run is the last that is said.
         if failed or self._live is None:
             return ""
