@@ -182,10 +182,10 @@ class Trainer:
 
 def _open_trackers(run: Run) -> list[TrackerFeed]:
     """Those of the config, on rank 0."""
-    section = run.config.run
+    config = run.config
     if not run.is_rank_0:
         return []
-    return open_trackers(section.trackers, run.folder, section.tracker_project, dataclasses.asdict(run.config))
+    return open_trackers(config.run.trackers, run.folder, config.run.tracker_project, dataclasses.asdict(config))
 
 
 def _is_due(step: int, every: int, last: int) -> bool:

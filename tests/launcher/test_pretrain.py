@@ -20,6 +20,7 @@ import pytest
 import torch.distributed as dist
 
 from launcher.config.load import from_values, load_run_config
+from launcher.metrics.goodput.timeline import TIMELINE_FILE
 from launcher.metrics.record import METRICS_FILE, read_metrics
 from longctx.checkpoint_format import CHECKPOINTS, CheckpointReader, list_checkpoints
 from longctx.errors import ClusterError
@@ -51,6 +52,7 @@ def test_what_a_run_leaves_behind(finished, shards):
     folder = finished.folder
     names = {p.name for p in folder.iterdir()}
     wanted = {"config.toml", "environment.json", METRICS_FILE, "logs", CHECKPOINTS, "report.html", "tensorboard"}
+    wanted.add(TIMELINE_FILE)
     assert names == wanted
     config = from_values(tomllib.loads((folder / "config.toml").read_text()))
     asked = load_run_config(flags(shards, folder)).resolve(native_bfloat16=has_native_bfloat16())

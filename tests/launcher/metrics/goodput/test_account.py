@@ -74,6 +74,20 @@ def test_an_undisturbed_run(world, tmp_path):
     assert effective_share(goodput.seconds()) == pytest.approx(39 / 53)
 
 
+def test_a_save_lasts_until_the_next_step_begins(world, tmp_path):
+    """Nobody says that it has ended."""
+    timeline = world.start(tmp_path, step=0, starting=0)
+    timeline.begin("saving")
+    world.now += 4.0
+    world.steps(timeline, 1, between=0)
+    timeline.begin("validating")
+    world.now += 2.0
+    timeline.begin("saving")
+    world.now += 3.0
+    timeline.end("done")
+    check(read_goodput(tmp_path), saving=7.0, validation=2.0, productive=10.0)
+
+
 def test_steps_behind_the_checkpoint_of_a_killed_attempt_are_lost_and_the_time_until_the_next_is_stopped(
     world, tmp_path
 ):
