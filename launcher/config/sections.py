@@ -237,6 +237,9 @@ class ParallelSection:
     """Attention kernel of one device; auto takes the fastest that can serve the run and says which."""
     deterministic: bool = False
     """Whether attention's backward must repeat to the bit on GPUs too (slower there); on CPUs it always does."""
+    check_rows: Literal["on", "off"] = "on"
+    """Whether ranks compare sums over all bits of what they send one another for attention and experts, once a step and
+    before its update: wrong, stale or exchanged messages end the run, with sender, receiver, layer and hop."""
 
 
 @dataclass(frozen=True, kw_only=True)
