@@ -94,7 +94,7 @@ class StepSums:
         # One small all-reduce a step instead of one for each quantity. On the device, behind the backward pass, whose
         # end the host waits for once: the update may not begin before it has seen that the step is finite.
         flat = sum_over_ranks(torch.cat(parts)).cpu()
-        *parts, balance = flat.split([4, counts_LE.numel(), diagnostics_4L.numel(), 2, 2 * (ledger is not None)])
+        *parts, of_messages = flat.split([4, counts_LE.numel(), diagnostics_4L.numel(), 2, 2 * (ledger is not None)])
         nll, objective, balance, router_z = parts[0].tolist()
         return StepTotals(
             nll=nll,
@@ -105,5 +105,5 @@ class StepSums:
             diagnostics=RouterDiagnostics._make(parts[2].view(diagnostics_4L.shape)),
             flops=float(parts[3][0]),
             stop_asked=bool(parts[3][1]),
-            all_arrived=ledger is None or is_balanced(balance),
+            all_arrived=ledger is None or is_balanced(of_messages),
         )

@@ -113,7 +113,7 @@ EXCHANGES: dict[str, tuple[Callable[[faults.Seen], faults.Change], int, str]] = 
         1,
         "other bytes than were sent, of no message of rank 0",
     ),
-    "duplicated": (lambda seen: faults.stale(7, seen, tag=TAG_KEYS), 0, "another message, sent in the same step"),
+    "duplicated": (lambda seen: faults.stale(8, seen, tag=TAG_KEYS), 0, "another message, sent in the same step"),
     "reordered": (lambda seen: faults.reordered(8, seen), 0, "other bytes than were sent"),
     "stale gradient": (lambda seen: faults.stale(6, seen, tag=TAG_GRADIENTS), 0, "sent in the step before"),
 }
