@@ -19,6 +19,7 @@ from launcher.training.compiling import CompileWatch
 from launcher.training.expert_record import DeadExpertWatch
 from launcher.training.messages import settle_between_steps
 from launcher.training.planned import PlanWatch, checked_line
+from launcher.training.replicas import check_before_save
 from launcher.training.sample import Sampler
 from launcher.training.setup import Progress, Run
 from launcher.training.step import TrainStep
@@ -169,6 +170,7 @@ class Trainer:
     def _save(self) -> None:
         """Begin to save a checkpoint; the last one is waited for. Collective."""
         run, step = self.run, self.progress.step
+        check_before_save(run, step)
         with run.stop.saving:
             run.saver.save(
                 step=step,

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from parallel.messages.kinds import Kind
-from parallel.messages.sums import Sum, bit_sum, mixed
+from parallel.messages.sums import Sum, bit_sum, mixed, stacked
 from parallel.runtime.watch.spans import DOING
 
 _BITS_32 = (1 << 32) - 1
@@ -159,13 +159,6 @@ def _digest(entries: Sequence[Entry], device: torch.device) -> Tensor:
     identities = torch.from_numpy(keys).to(device, non_blocking=True)
     # Mixed twice: neither do two messages that changed places keep the sum, nor two errors cancel each other.
     return mixed(mixed(identities) + stacked([entry.sum for entry in entries], device)).sum()
-
-
-def stacked(sums: Sequence[Sum], device: torch.device) -> Tensor:
-    """Sums as int64 on ``device``."""
-    if isinstance(sums[0], Tensor):
-        return torch.stack([torch.as_tensor(x) for x in sums]).to(device)
-    return torch.from_numpy(np.array(sums, dtype=np.uint64).view(np.int64)).to(device, non_blocking=True)
 
 
 def _key(message: Message) -> int:

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 from torch import Tensor
 from xxhash import xxh3_64
@@ -45,6 +46,15 @@ def bit_sum(tensors: Sequence[Tensor]) -> Sum:
         # Mixed in between: tensors that changed places have another sum.
         total = mixed(total) + grid_sum(x)
     return total
+
+
+def stacked(sums: Sequence[Sum], device: torch.device) -> Tensor:
+    """Sums as int64 on ``device``. Waits only where some are of tensors on a CPU, and others on another device."""
+    on_device = [x for x in sums if isinstance(x, Tensor)]
+    if on_device and len(on_device) == len(sums):
+        return torch.stack(on_device).to(device)
+    numbers = np.array([int(x) % (1 << 64) for x in sums], dtype=np.uint64)
+    return torch.from_numpy(numbers.view(np.int64)).to(device, non_blocking=True)
 
 
 def as_bytes(x: Tensor) -> Tensor:

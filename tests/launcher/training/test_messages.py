@@ -29,7 +29,7 @@ pytestmark = pytest.mark.timeout(240)
 
 RING = {"parallel.context": 2, "parallel.layout": "zigzag"}
 TWO_LEVELS = {**RING, "parallel.context": 4, "parallel.transport": "two_level"}
-LINEAR = {"model.layers": '["linear", "full"]', **RING}
+LINEAR = {"model.layers": "linear full", **RING}
 BEFORE = 5
 """The step in which it goes wrong: a checkpoint of step 4 is there."""
 
@@ -86,7 +86,7 @@ FAULTS: dict[str, Fault] = {
     "wrong bytes in tokens for experts": Fault(
         collective("all_to_all_single", 1, -3),
         0,
-        ("Rank 0 got choices of experts from rank 1 (forward of micro-batch 0, layer 0)",),
+        ("Rank 0 got tokens for experts from rank 1 (forward of micro-batch 0, layer 0)",),
         {"parallel.expert": 2, "parallel.context": 1},
     ),
     "wrong bytes in states": Fault(
