@@ -137,7 +137,7 @@ def main() -> int:
     out = sys.stdout
     out.write(f"{machine()}\n\n")
     out.write(
-        "| case | step, CPU s | messages | MiB summed | predicted s | measured s | share | replicas s | every 10 |\n"
+        "| case | step, CPU s | messages | MiB summed | predicted s | measured s | share | replicas s | every 20 |\n"
     )
     out.write("|---|--:|--:|--:|--:|--:|--:|--:|--:|\n")
     with tempfile.TemporaryDirectory(prefix="longctx-silent-") as place:
@@ -146,7 +146,7 @@ def main() -> int:
             settings = {**COMMON, **changed}
             ranks = run_ranks(measure, RANKS, data, Path(place) / f"run{number}", settings, steps, preload=PRELOAD)
             worst = max(ranks, key=lambda rank: rank["of_messages"] / rank["step"])
-            share, tenth = worst["of_messages"] / worst["step"], worst["of_replicas"] / worst["step"] / 10
+            share, tenth = worst["of_messages"] / worst["step"], worst["of_replicas"] / worst["step"] / 20
             out.write(
                 f"| {name} | {worst['step']:.2f} | {worst['messages']:.0f} | {worst['bytes'] / 2**20:.1f} | "
                 f"{worst['predicted']:.4f} | {worst['of_messages']:.4f} | {share:.2%} | "

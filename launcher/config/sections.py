@@ -60,7 +60,7 @@ class RunSection:
     """How long a run whose launcher is gone may take to end its step; then it ends without a save."""
     log_every: int = 1
     """Steps from a line of the log and the console to the next; metrics.jsonl has every step in any case."""
-    replicas_every: int = 10
+    replicas_every: int = 20
     """Steps from one comparison, over ranks, of the bits of weights that several hold alike to the next, and of what
     each rank alone holds with what it left there a step before; 0 never. A save compares weights, too."""
 
