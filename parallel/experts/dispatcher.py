@@ -141,8 +141,8 @@ class AllToAllDispatcher:
             ),
             described,
         )
-        by_rank = arriving.split(list(recv_counts))
         arrival = self._expect(kind, outgoing.split(list(send_counts)), layer)
+        by_rank = arriving.split(list(recv_counts))
         return PendingExchange(
             arriving, outgoing, outgoing_UX.dtype, work, described, arrival, self._of_others(by_rank)
         )
@@ -221,10 +221,10 @@ class PendingExchange:
     dtype: torch.dtype
     work: Any
     described: str
-    arrival: Arrival | None
+    arrival: Arrival | None = None
     """Where to note what has arrived; None where nobody compares it."""
-    of_others: list[list[Tensor]]
-    """What comes of each other rank."""
+    of_others: Sequence[Sequence[Tensor]] = ()
+    """What comes of each other rank, where it is noted."""
 
     def wait(self) -> Tensor:
         """Return the tokens. ClusterError when a rank is gone or too late."""
