@@ -5,12 +5,13 @@ from __future__ import annotations
 import os
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
 from longctx.errors import ConfigError
+from parallel.messages.ledger import Ledger
 from parallel.runtime.groups import device_backend, own_group
 
 
@@ -46,13 +47,24 @@ class Mesh:
     """The ranks that hold all experts between them; None when every rank holds all."""
     control_group: ProcessGroup | None = None
     """The context group again, for CPU tensors: the agreement before the first byte."""
+    ledger: Ledger | None = field(default=None, compare=False, repr=False)
+    """Where this rank notes sums of what it sends and receives on these axes; None where nobody compares them."""
 
     @classmethod
-    def build(cls, *, context: int = 1, ulysses: int = 1, expert: int = 1, ranks_per_node: int | None = None) -> Mesh:
+    def build(
+        cls,
+        *,
+        context: int = 1,
+        ulysses: int = 1,
+        expert: int = 1,
+        ranks_per_node: int | None = None,
+        check_rows: bool = False,
+    ) -> Mesh:
         """The mesh of the initialised process group (or of a lone process), entered by every rank alike.
 
-        ``ranks_per_node`` is what the launcher says in LOCAL_SIZE or LOCAL_WORLD_SIZE unless it is given. ConfigError
-        when the degrees do not divide the world.
+        ``ranks_per_node`` is what the launcher says in LOCAL_SIZE or LOCAL_WORLD_SIZE unless it is given. With
+        ``check_rows`` it has a ledger, which ranks are to compare once a step. ConfigError when the degrees do not
+        divide the world.
         """
         rank, world_size = 0, 1
         if dist.is_initialized():
@@ -78,6 +90,9 @@ class Mesh:
         # All rings alike, also those that do not need it: then every rank has made equally many groups.
         if any(1 < _ranks_in_node(ring, in_node) < len(ring) for ring in rings):
             between_nodes_group = own_group(rings)
+        ledger = None
+        if check_rows and world_size > 1:
+            ledger = Ledger(rank)
         return cls(
             rank=rank,
             world_size=world_size,
@@ -91,6 +106,7 @@ class Mesh:
             ulysses_group=ulysses_group,
             expert_group=expert_group,
             control_group=control_group,
+            ledger=ledger,
         )
 
     @property
@@ -135,6 +151,28 @@ class Mesh:
     def context_peer(self, context_rank: int) -> int:
         """Global rank of the member of this rank's context group with that number."""
         return self.rank - self.context_rank + context_rank
+
+    @property
+    def others_in_ring(self) -> list[int]:
+        """Global ranks of the ring without this one, by ring rank."""
+        return [self.ring_peer(n) for n in range(self.ring_degree) if n != self.ring_rank]
+
+    @property
+    def others_in_context(self) -> list[int]:
+        """Global ranks of the context group without this one, by context rank."""
+        return [self.context_peer(n) for n in range(self.context) if n != self.context_rank]
+
+    @property
+    def expert_peers(self) -> range:
+        """Global ranks that hold all experts between them, this one included."""
+        first = self.rank - self.expert_rank
+        return range(first, first + self.expert)
+
+    @property
+    def ulysses_peers(self) -> range:
+        """Global ranks that hold the same rows, this one included."""
+        first = self.rank - self.ulysses_rank
+        return range(first, first + self.ulysses)
 
     @property
     def ring_ranks_in_node(self) -> int:

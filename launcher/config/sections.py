@@ -64,6 +64,9 @@ class RunSection:
     """Experiment trackers besides TensorBoard, each in a process of its own; `pip install 'longctx-train[NAME]'`."""
     tracker_project: str = "longctx"
     """Their project (MLflow: experiment); the run is called like its folder."""
+    replicas_every: int = 20
+    """Steps from one comparison, over ranks, of the bits of weights that several hold alike to the next, and of what
+    each rank alone holds with what it left there a step before; 0 never. A save compares weights, too."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -241,6 +244,9 @@ class ParallelSection:
     """Attention kernel of one device; auto takes the fastest that can serve the run and says which."""
     deterministic: bool = False
     """Whether attention's backward must repeat to the bit on GPUs too (slower there); on CPUs it always does."""
+    check_rows: Literal["on", "off"] = "on"
+    """Whether ranks compare sums over all bits of what they send one another for attention and experts, once a step and
+    before its update: wrong, stale or exchanged messages end the run, with sender, receiver, layer and hop."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -160,7 +160,12 @@ def build_run(config: RunConfig, device: torch.device, stop: Stop | None = None)
     Collective. What a resumed run did after its checkpoint is still in the folder: ``Trainer.train`` sets it aside.
     """
     model, parallel = config.model.config(), config.parallel
-    mesh = Mesh.build(context=parallel.context, ulysses=parallel.ulysses, expert=parallel.expert)
+    mesh = Mesh.build(
+        context=parallel.context,
+        ulysses=parallel.ulysses,
+        expert=parallel.expert,
+        check_rows=parallel.check_rows == "on",
+    )
     check_device(zero_options(config.zero), device.type)
     on_every_rank(lambda: check_memory(config, model, mesh.world_size, mesh.ranks_per_node, device))
     folder = on_every_rank(lambda: prepare_folder(config))

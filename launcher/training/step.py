@@ -17,6 +17,8 @@ from launcher.metrics.throughput import (
 from launcher.training.expert_record import expert_record
 from launcher.training.feed import StepData
 from launcher.training.learning_rate import learning_rate
+from launcher.training.messages import settle_step
+from launcher.training.replicas import ReplicaWatch
 from launcher.training.setup import Progress, Run
 from launcher.training.totals import StepSums, StepTotals
 from launcher.training.update import Update
@@ -33,6 +35,7 @@ class TrainStep:
 
     def __init__(self, run: Run) -> None:
         self.run = run
+        self._replicas = ReplicaWatch(run)
 
     def __call__(self, progress: Progress) -> tuple[Progress, Record]:
         """Take the next step; returns where the run then stands, and the step's record.
@@ -58,7 +61,10 @@ class TrainStep:
         counts = sum_counts(data.own_counts)
         sums = self.forward_backward(data, counts, progress)
         begin("summing the step")
-        totals = sums.over_ranks(_model_flops(run, data), stop_asked=run.stop.is_asked())
+        totals = sums.over_ranks(_model_flops(run, data), stop_asked=run.stop.is_asked(), ledger=run.mesh.ledger)
+        # Nothing has changed yet: a gradient of wrong bytes must not reach the weights.
+        settle_step(run, step, all_arrived=totals.all_arrived)
+        self._replicas.before_update(step)
 
         # 3. Weights and moments change only by a step that is finite and no spike. Another is left out, on all ranks;
         # too many of them in a row end the run here.
@@ -75,6 +81,8 @@ class TrainStep:
                 biases = run.engine.model.decoder.selection_biases()
                 move_selection_bias_(biases, load_LE, run.model.selection_bias_rate)
         run.routing.end()
+        # From here on nobody writes to weights and moments until the next update.
+        self._replicas.after_step(step)
 
         # 5. What the step reports. The clock stops here: metrics and checkpoints are not the step's time.
         record = {
@@ -99,6 +107,8 @@ class TrainStep:
         if progress.expert_load_LE is not None:
             load_LE = load_share(progress.expert_load_LE).to(run.device)
         for number, (rows, shard) in enumerate(zip(data.rows, data.shards, strict=True)):
+            if run.mesh.ledger is not None:
+                run.mesh.ledger.begin(number)
             # Dropout and jitter depend on the run's seed, the step and a token's index in it, and on nothing else:
             # another degree or a resumed run draws the same numbers.
             training_pass = TrainingPass(

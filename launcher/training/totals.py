@@ -15,6 +15,7 @@ from torch import Tensor
 from longctx.model.experts.router import RouterDiagnostics
 from longctx.objectives.loss_sum import LossSum
 from parallel.loss import sum_over_ranks
+from parallel.messages.ledger import Ledger, is_balanced
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,6 +38,8 @@ class StepTotals:
     """Model FLOPs."""
     stop_asked: bool = False
     """Whether any rank has been asked to stop."""
+    all_arrived: bool = True
+    """Whether all that ranks sent one another arrived as it was sent, as far as they compare it."""
 
     @property
     def finite(self) -> bool:
@@ -72,8 +75,8 @@ class StepSums:
         scalars, _, diagnostics = self._sums
         return bool(scalars.isfinite().all()) and not RouterDiagnostics._make(diagnostics).non_finite_tokens.any()
 
-    def over_ranks(self, flops: float, *, stop_asked: bool = False) -> StepTotals:
-        """The sums over all ranks; ``flops`` are this rank's, as is whether it was asked to stop.
+    def over_ranks(self, flops: float, *, stop_asked: bool = False, ledger: Ledger | None = None) -> StepTotals:
+        """The sums over all ranks; ``flops`` are this rank's, as are whether it was asked to stop, and its ``ledger``.
 
         Collective: one for everything that a step reports.
         """
@@ -86,10 +89,12 @@ class StepSums:
             diagnostics_4L.flatten().double(),
             scalars.new_tensor((flops, stop_asked)),
         ]
+        if ledger is not None:
+            parts.append(ledger.balance(scalars.device))
         # One small all-reduce a step instead of one for each quantity. On the device, behind the backward pass, whose
         # end the host waits for once: the update may not begin before it has seen that the step is finite.
         flat = sum_over_ranks(torch.cat(parts)).cpu()
-        parts = flat.split([4, counts_LE.numel(), diagnostics_4L.numel(), 2])
+        *parts, of_messages = flat.split([4, counts_LE.numel(), diagnostics_4L.numel(), 2, 2 * (ledger is not None)])
         nll, objective, balance, router_z = parts[0].tolist()
         return StepTotals(
             nll=nll,
@@ -100,4 +105,5 @@ class StepSums:
             diagnostics=RouterDiagnostics._make(parts[2].view(diagnostics_4L.shape)),
             flops=float(parts[3][0]),
             stop_asked=bool(parts[3][1]),
+            all_arrived=ledger is None or is_balanced(of_messages),
         )

@@ -18,7 +18,9 @@ from launcher.metrics.writer import Lines, RecordWriter
 from launcher.run_folder import write_config_and_environment
 from launcher.training.compiling import CompileWatch
 from launcher.training.expert_record import DeadExpertWatch
+from launcher.training.messages import settle_between_steps
 from launcher.training.planned import PlanWatch, checked_line
+from launcher.training.replicas import check_before_save
 from launcher.training.sample import Sampler
 from launcher.training.setup import Progress, Run
 from launcher.training.step import TrainStep
@@ -155,6 +157,7 @@ class Trainer:
             source_names=run.validation.source_names,
             stops=lambda: self.progress.stop_asked or agree_on_stop(run.stop),
         )
+        settle_between_steps(run, "the validation", self.progress.step)
         # A stop is not kept waiting: the process that goes on validates first.
         self.progress = dataclasses.replace(self.progress, stop_asked=record is None, validation_due=record is None)
         if record is None:
@@ -169,6 +172,7 @@ class Trainer:
     def _save(self) -> None:
         """Begin to save a checkpoint; the last one is waited for. Collective."""
         run, step = self.run, self.progress.step
+        check_before_save(run, step)
         with run.stop.saving:
             run.saver.save(
                 step=step,

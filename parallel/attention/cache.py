@@ -13,6 +13,7 @@ from longctx.model.attention.core import TokenChunk
 from parallel.layout.cached import CachedLayout, ChunkPlacement, chunk_sizes
 from parallel.layout.sequence import SequenceLayout
 from parallel.mesh import Mesh
+from parallel.messages.kinds import Kind
 from parallel.runtime.communicate import named_collective
 
 
@@ -84,6 +85,9 @@ class ShardedKVCache:
             lambda: dist.all_gather_into_tensor(gathered.flatten(0, 1), mine, group=self.mesh.context_group),
             f"rank {self.mesh.rank} gathering what ranks computed of a chunk's tokens",
         )
+        if self.mesh.ledger is not None:
+            arrival = self.mesh.ledger.post_same(Kind.CHUNK_VALUES, [mine], self.mesh.others_in_context)
+            arrival.note([[part] for rank, part in enumerate(gathered) if rank != self.mesh.context_rank])
         return layout.join(list(gathered), 1)
 
     def once(self, choose: Callable[[], list[int]], count: int) -> list[int]:

@@ -6,7 +6,7 @@ Axes: B batch, K key/value heads, D key head size, W = V + 1 of the value head s
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import torch
@@ -14,7 +14,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from parallel.mesh import Mesh
+from parallel.messages.kinds import Kind
+from parallel.messages.ledger import Arrival
 from parallel.runtime.communicate import named_collective
+from parallel.runtime.watch.spans import DOING
 from parallel.schedule.states import Open, StatePlan
 
 
@@ -24,6 +27,8 @@ class GatherStates:
 
     mesh: Mesh
     states: StatePlan
+    layer: int = field(default_factory=lambda: DOING.layer)
+    """Where it was made, should a message of its be named: backward does not say."""
 
     def carry(self, given_sBKDW: Tensor) -> Callable[[], Tensor]:
         """A segment takes the sum of its document's earlier segments (of all others, if not causal)."""
@@ -58,11 +63,13 @@ class GatherStates:
         work = named_collective(
             lambda: dist.all_gather_into_tensor(gathered, outgoing, group=group, async_op=True), described
         )
-        own = wanted[self.mesh.context_rank]
+        own, arrival = wanted[self.mesh.context_rank], self._post(outgoing)
 
         def finish() -> Tensor:
             named_collective(work.wait, described)
             by_rank = gathered.view(ranks, slots, B, K, D, W)
+            if arrival is not None:
+                arrival.note([[part] for rank, part in enumerate(by_rank) if rank != self.mesh.context_rank])
             # Naming `outgoing` here also holds it in memory for as long as it is being sent.
             sums = outgoing.new_zeros(len(own), B, K, D, W)
             if before:
@@ -72,6 +79,13 @@ class GatherStates:
             return sums
 
         return finish
+
+    def _post(self, outgoing: Tensor) -> Arrival | None:
+        """Note what has been sent, where ranks compare it; returns where to note what arrives."""
+        if self.mesh.ledger is None:
+            return None
+        others = self.mesh.others_in_context
+        return self.mesh.ledger.post_same(Kind.STATES, [outgoing], others, layer=self.layer)
 
 
 class _Source(NamedTuple):

@@ -23,10 +23,19 @@ from longctx.kernels.dtypes import accumulate_dtype
 from longctx.model.experts.dispatch import DispatchHandle, DispatchSizes, LocalDispatcher, Pending, TokenDispatcher
 from parallel.experts.replicated import ReplicatedTokens
 from parallel.mesh import Mesh
+from parallel.messages.kinds import Kind
+from parallel.messages.ledger import Arrival
 from parallel.runtime.communicate import named_collective
+from parallel.runtime.watch.spans import DOING
 
 _IDS = torch.int16
 """The dtype in which ids of a rank's experts are sent."""
+_DOING = {
+    Kind.TOKENS: "sending tokens to experts",
+    Kind.CHOICES: "sending choices to experts",
+    Kind.EXPERT_SUMS: "returning what experts made of tokens",
+}
+"""What a rank does that waits for such messages."""
 
 
 class ReplicatedExperts(LocalDispatcher):
@@ -64,7 +73,10 @@ class AllToAllDispatcher:
         recv_pt2 = torch.empty_like(send_pt2)
         described = f"{self._who} telling how many tokens it sends to experts"
         named_collective(lambda: dist.all_to_all_single(recv_pt2, send_pt2, group=self.mesh.expert_group), described)
-        return self.read_sizes(torch.stack((send_pt2, recv_pt2)).transpose(1, 2), tiles)
+        self._post(Kind.COUNTS, send_pt2.unbind(), recv_pt2.unbind())
+        sizes = self.read_sizes(torch.stack((send_pt2, recv_pt2)).transpose(1, 2), tiles)
+        # Backward sends by these sizes too, and does not say of which layer they are.
+        return [of_tile._replace(layer=DOING.layer) for of_tile in sizes]
 
     def read_sizes(self, counts_2tp2: Tensor, tiles: Sequence[slice]) -> list[DispatchSizes]:
         """The sizes of every tile from [sent or received, tile, rank, tokens or assignments]. Waits for the device."""
@@ -98,8 +110,8 @@ class AllToAllDispatcher:
 
     @property
     def _who(self) -> str:
-        first = self.mesh.rank - self.mesh.expert_rank
-        return f"rank {self.mesh.rank} (experts over ranks {first} to {first + self.mesh.expert - 1})"
+        peers = self.mesh.expert_peers
+        return f"rank {self.mesh.rank} (experts over ranks {peers.start} to {peers.stop - 1})"
 
     def _is_sent(self, experts_nk: Tensor) -> Tensor:
         """Whether a token is sent to a rank, which is where it has any of its experts, [p, n]."""
@@ -116,20 +128,42 @@ class AllToAllDispatcher:
         return torch.stack((self._is_sent(experts_nk).sum(1), assignments[:-1]), dim=1)
 
     def exchange(
-        self, outgoing_UX: Tensor, send_counts: Sequence[int], recv_counts: Sequence[int], what: str
+        self, outgoing_UX: Tensor, send_counts: Sequence[int], recv_counts: Sequence[int], kind: Kind, layer: int
     ) -> PendingExchange:
-        """Start to send tokens to the ranks of the group and to receive theirs."""
+        """Start to send tokens of a layer to the ranks of the group and to receive theirs."""
         # As bytes, so that any dtype can be sent.
         outgoing = outgoing_UX.contiguous().view(torch.uint8)
         arriving = outgoing.new_empty(sum(recv_counts), *outgoing.shape[1:])
-        described = f"{self._who} {what}"
+        described = f"{self._who} {_DOING[kind]}"
         work = named_collective(
             lambda: dist.all_to_all_single(
                 arriving, outgoing, list(recv_counts), list(send_counts), group=self.mesh.expert_group, async_op=True
             ),
             described,
         )
-        return PendingExchange(arriving, outgoing, outgoing_UX.dtype, work, described)
+        arrival = self._expect(kind, outgoing.split(list(send_counts)), layer)
+        by_rank = arriving.split(list(recv_counts))
+        return PendingExchange(
+            arriving, outgoing, outgoing_UX.dtype, work, described, arrival, self._of_others(by_rank)
+        )
+
+    def _expect(self, kind: Kind, by_rank: Sequence[Tensor], layer: int = -1) -> Arrival | None:
+        """Note what has been sent to each rank, where ranks compare it; returns where to note what arrives."""
+        if self.mesh.ledger is None:
+            return None
+        parts = zip(self.mesh.expert_peers, by_rank, strict=True)
+        sent = {peer: [part] for peer, part in parts if peer != self.mesh.rank}
+        return self.mesh.ledger.post(kind, sent, list(sent), layer=layer)
+
+    def _post(self, kind: Kind, outgoing: Sequence[Tensor], received: Sequence[Tensor]) -> None:
+        """Note what has been sent to each rank, and what has arrived."""
+        arrival = self._expect(kind, outgoing)
+        if arrival is not None:
+            arrival.note(self._of_others(received))
+
+    def _of_others(self, by_rank: Sequence[Tensor]) -> list[list[Tensor]]:
+        """The messages of the other ranks, among what is here of all ranks."""
+        return [[part] for rank, part in enumerate(by_rank) if rank != self.mesh.expert_rank]
 
 
 @dataclass
@@ -148,7 +182,7 @@ class _Handle:
 
     def dispatch(self, of_tokens_nX: Tensor, communication_dtype: torch.dtype) -> Pending[Tensor]:
         outgoing_UX = of_tokens_nX.to(communication_dtype).index_select(0, self.token_U)
-        return self._send_out(outgoing_UX, "sending tokens to experts")
+        return self._send_out(outgoing_UX, Kind.TOKENS)
 
     def dispatch_routing(self, gates_nk: Tensor) -> Pending[tuple[Tensor, Tensor]]:
         experts_per_rank = self.dispatcher.experts_per_rank
@@ -159,13 +193,13 @@ class _Handle:
         ids_Uk = ids_Uk.where(is_there, -1).to(_IDS)
         # Side by side in bytes: one message instead of two.
         both = torch.cat((gates_Uk.view(torch.uint8), ids_Uk.view(torch.uint8)), dim=1)
-        exchange = self._send_out(both, "sending choices to experts")
+        exchange = self._send_out(both, Kind.CHOICES)
         return _PendingRouting(exchange, both.shape[1] - _IDS.itemsize * ids_Uk.shape[1], gates_nk.dtype)
 
     def combine(self, of_tokens_SX: Tensor, communication_dtype: torch.dtype) -> Pending[Tensor]:
-        send_counts, recv_counts, _ = self.sizes
+        send_counts, recv_counts, layer = self.sizes.send_counts, self.sizes.recv_counts, self.sizes.layer
         exchange = self.dispatcher.exchange(
-            of_tokens_SX.to(communication_dtype), recv_counts, send_counts, "returning what experts made of tokens"
+            of_tokens_SX.to(communication_dtype), recv_counts, send_counts, Kind.EXPERT_SUMS, layer
         )
         return _PendingSums(exchange, self.token_U, send_counts, self.experts_nk.shape)
 
@@ -173,8 +207,9 @@ class _Handle:
         own = self.dispatcher.mesh.expert_rank
         return bytes_per_token * (sum(self.sizes.send_counts) - self.sizes.send_counts[own])
 
-    def _send_out(self, outgoing_UX: Tensor, what: str) -> PendingExchange:
-        return self.dispatcher.exchange(outgoing_UX, self.sizes.send_counts, self.sizes.recv_counts, what)
+    def _send_out(self, outgoing_UX: Tensor, kind: Kind) -> PendingExchange:
+        sizes = self.sizes
+        return self.dispatcher.exchange(outgoing_UX, sizes.send_counts, sizes.recv_counts, kind, sizes.layer)
 
 
 @dataclass
@@ -186,11 +221,17 @@ class PendingExchange:
     dtype: torch.dtype
     work: Any
     described: str
+    arrival: Arrival | None = None
+    """Where to note what has arrived; None where nobody compares it."""
+    of_others: Sequence[Sequence[Tensor]] = ()
+    """What comes of each other rank, where it is noted."""
 
     def wait(self) -> Tensor:
         """Return the tokens. ClusterError when a rank is gone or too late."""
         named_collective(self.work.wait, self.described)
         self.outgoing = None
+        if self.arrival is not None:
+            self.arrival.note(self.of_others)
         return self.arriving.view(self.dtype)
 
 
@@ -270,4 +311,8 @@ def _gather_over_context(mesh: Mesh, values_NX: Tensor) -> Tensor:
         lambda: dist.all_gather_into_tensor(everyone, values, group=mesh.context_group),
         f"rank {mesh.rank} gathering choices of experts",
     )
+    if mesh.ledger is not None:
+        arrival = mesh.ledger.post_same(Kind.GATHERED_CHOICES, [values], mesh.others_in_context)
+        parts = everyone.view(mesh.context, *values.shape)
+        arrival.note([[part] for rank, part in enumerate(parts) if rank != mesh.context_rank])
     return everyone

@@ -16,6 +16,7 @@ from longctx.errors import ConfigError
 from longctx.kernels.dtypes import accumulate_dtype
 from longctx.model.experts.dispatch import DispatchHandle, DispatchSizes, Pending, Ready, TokenDispatcher
 from parallel.mesh import Mesh
+from parallel.messages.kinds import Kind
 from parallel.runtime.communicate import named_collective
 
 
@@ -78,6 +79,10 @@ class _Handle:
             lambda: dist.all_gather_into_tensor(gathered.flatten(0, 1), mine, group=mesh.expert_group),
             f"rank {mesh.rank} gathering what experts made of tokens that all ranks have",
         )
+        if mesh.ledger is not None:
+            others = [peer for peer in mesh.expert_peers if peer != mesh.rank]
+            arrival = mesh.ledger.post_same(Kind.REPLICATED_SUMS, [mine], others)
+            arrival.note([[part] for rank, part in enumerate(gathered) if rank != mesh.expert_rank])
         # An own loop and no sum(0): the same bits on every rank and in every run.
         total = gathered[0].to(accumulate_dtype(mine.dtype))
         for part in gathered[1:]:

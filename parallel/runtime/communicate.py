@@ -18,7 +18,7 @@ def named_collective(action: Callable, described: str):
     except RuntimeError as error:
         # gloo and NCCL name neither what was sent nor to whom; the first line of theirs is the cause.
         raise ClusterError(
-            f"{described}: {str(error).splitlines()[0]}\n"
+            f"{described} ({DOING.place()}): {str(error).splitlines()[0]}\n"
             "A rank that it works with died or did not answer in time (run.timeout_seconds); its own log says why."
         ) from error
     finally:

@@ -13,6 +13,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from parallel.mesh import Mesh
+from parallel.messages.kinds import Kind
+from parallel.messages.ledger import Arrival
 from parallel.runtime.communicate import named_collective
 from parallel.schedule.schedule import Schedule
 from parallel.transport.block import KeysAndValues, KVBlock, PartialResult, merge_block_
@@ -69,7 +71,11 @@ class AllGather:
         if self.mesh.ring_degree == 1:
             return None
         k, v = own
-        return _Gathering(self._gather_one(k), self._gather_one(v), f"rank {self.mesh.rank} {_DESCRIBED}")
+        keys, values, arrival = self._gather_one(k), self._gather_one(v), None
+        if self.mesh.ledger is not None:
+            outgoing = (keys.outgoing, values.outgoing)
+            arrival = self.mesh.ledger.post_same(Kind.GATHERED_KEYS, outgoing, self.mesh.others_in_ring)
+        return _Gathering(keys, values, f"rank {self.mesh.rank} {_DESCRIBED}", self.mesh.ring_rank, arrival)
 
     def _gather_one(self, x: Tensor) -> _Gathered:
         x = x.contiguous()
@@ -92,6 +98,10 @@ class AllGather:
             lambda: dist.all_to_all_single(received, outgoing, group=self.mesh.ring_group),
             f"rank {self.mesh.rank} returning gradients of gathered keys and values",
         )
+        if self.mesh.ledger is not None:
+            by_rank = {self.mesh.ring_peer(n): [part] for n, part in enumerate(outgoing) if n != self.mesh.ring_rank}
+            arrival = self.mesh.ledger.post(Kind.GATHERED_GRADIENTS, by_rank, list(by_rank))
+            arrival.note([[part] for n, part in enumerate(received) if n != self.mesh.ring_rank])
         # The order of the ring, from the next rank on. Sums depend neither on the transport nor on who is late.
         for distance in range(1, degree):
             total_BnKD += received[(self.mesh.ring_rank + distance) % degree]
@@ -124,6 +134,10 @@ class _Gathering:
     keys: _Gathered
     values: _Gathered
     described: str
+    own: int
+    """This rank's number among those gathered."""
+    arrival: Arrival | None
+    """Where to note what has arrived; None where nobody compares it."""
 
     def wait(self) -> KeysAndValues:
         """Return the keys and values of all ranks. ClusterError when a rank is gone or too late."""
@@ -131,4 +145,7 @@ class _Gathering:
         named_collective(self.keys.work.wait, self.described)
         keys = self.keys.in_order()
         named_collective(self.values.work.wait, self.described)
+        if self.arrival is not None:
+            pairs = zip(self.keys.buffer, self.values.buffer, strict=True)
+            self.arrival.note([pair for number, pair in enumerate(pairs) if number != self.own])
         return keys, self.values.in_order()

@@ -13,6 +13,8 @@ from torch import Tensor
 
 from longctx.kernels.dtypes import accumulate_dtype
 from parallel.mesh import Mesh
+from parallel.messages.kinds import Kind
+from parallel.messages.ledger import Arrival
 from parallel.runtime.communicate import named_collective
 from parallel.schedule.rows import RowRanges
 from parallel.transport.block import KeysAndValues
@@ -20,6 +22,12 @@ from parallel.transport.block import KeysAndValues
 TAG_KEYS, TAG_KEYS_BETWEEN_NODES, TAG_GRADIENTS, TAG_GRADIENTS_BETWEEN_NODES = 1, 3, 5, 7
 """Message tags; the second tensor of an exchange has the next number."""
 _BETWEEN_NODES = (TAG_KEYS_BETWEEN_NODES, TAG_GRADIENTS_BETWEEN_NODES)
+_KINDS = {
+    TAG_KEYS: Kind.KEYS,
+    TAG_KEYS_BETWEEN_NODES: Kind.KEYS_BETWEEN_NODES,
+    TAG_GRADIENTS: Kind.GRADIENTS,
+    TAG_GRADIENTS_BETWEEN_NODES: Kind.GRADIENTS_BETWEEN_NODES,
+}
 
 
 @dataclass
@@ -32,11 +40,15 @@ class PendingExchange:
     """What leaves stays alive until it is through."""
     works: list[dist.Work] = field(default_factory=list)
     described: str = ""
+    arrival: Arrival | None = None
+    """Where to note what has arrived; None where nobody compares it, or nothing is to come."""
 
     def wait(self) -> KeysAndValues | None:
         """Return what arrived. ClusterError when the peer is gone or too late."""
         named_collective(lambda: [work.wait() for work in self.works], self.described)
         self.sent = ()
+        if self.arrival is not None and self.received is not None:
+            self.arrival.note([self.received])
         return self.received
 
 
@@ -109,7 +121,28 @@ class RingExchange:
         works: list[dist.Work] = []
         if ops:
             works = named_collective(lambda: dist.batch_isend_irecv(ops), described)
-        return PendingExchange(buffers, outgoing or (), works, described)
+        return PendingExchange(
+            buffers, outgoing or (), works, described, self._post(outgoing, to, buffers, source, tag)
+        )
+
+    def _post(
+        self, outgoing: KeysAndValues | None, to: int, buffers: KeysAndValues | None, source: int, tag: int
+    ) -> Arrival | None:
+        """Note what has been sent, where ranks compare it; returns where to note what arrives."""
+        ledger, degree, rank = self.mesh.ledger, self.mesh.ring_degree, self.mesh.ring_rank
+        if ledger is None:
+            return None
+        # A hop is how far keys travel round the ring; gradients go the same way back.
+        kind, hop = _KINDS[tag], (to - rank) % degree
+        if kind in (Kind.GRADIENTS, Kind.GRADIENTS_BETWEEN_NODES):
+            hop = (rank - to) % degree
+        sent, sources = {}, []
+        if outgoing is not None:
+            sent[self.mesh.ring_peer(to)] = outgoing
+        if buffers is not None:
+            sources.append(self.mesh.ring_peer(source))
+        # After the start: bytes travel while they are summed.
+        return ledger.post(kind, sent, sources, hop=hop)
 
 
 def take_rows(tensors: KeysAndValues, rows: RowRanges) -> KeysAndValues | None:

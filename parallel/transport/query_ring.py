@@ -19,7 +19,10 @@ from torch import Tensor
 from longctx.kernels.attention.contract import merge_
 from longctx.kernels.dtypes import accumulate_dtype
 from parallel.mesh import Mesh
+from parallel.messages.kinds import Kind
+from parallel.messages.ledger import Arrival
 from parallel.runtime.communicate import named_collective
+from parallel.runtime.watch.spans import enter_hop
 from parallel.transport.block import PartialResult
 
 _TAG_QUERIES, _TAG_RESULTS = 9, 11
@@ -42,6 +45,7 @@ def attend_by_visits(mesh: Mesh, q_BtHD: Tensor, value_dim: int, compute: Comput
     out, lse = compute(q_BtHD, 0)
     returning = _Exchange()
     for hop in range(1, mesh.context):
+        enter_hop(hop)
         (visitors,) = arriving.wait()
         arriving = _send_queries(mesh, q_BtHD, hop + 1)
         part = compute(visitors, hop)
@@ -64,6 +68,9 @@ def merge_gathered(mesh: Mesh, part: PartialResult) -> PartialResult:
         lambda: dist.all_gather_into_tensor(gathered.view(-1), packed, group=mesh.context_group),
         f"rank {mesh.rank} gathering attention over the keys of its cache",
     )
+    if mesh.ledger is not None:
+        arrival = mesh.ledger.post_same(Kind.CACHED_RESULTS, [packed], mesh.others_in_context)
+        arrival.note([[part] for rank, part in enumerate(gathered) if rank != mesh.context_rank])
     lse_bytes = lse.numel() * lse.element_size()
     out, lse = torch.zeros_like(out), torch.full_like(lse, -torch.inf)
     for of_rank in gathered:
@@ -83,11 +90,15 @@ class _Exchange:
     """What leaves stays alive until it is through."""
     works: list[dist.Work] = field(default_factory=list)
     described: str = ""
+    arrival: Arrival | None = None
+    """Where to note what has arrived; None where nobody compares it, or nothing is to come."""
 
     def wait(self) -> tuple[Tensor, ...]:
         """Return what arrived. ClusterError when a peer is gone or too late."""
         named_collective(lambda: [work.wait() for work in self.works], self.described)
         self.sent = ()
+        if self.arrival is not None:
+            self.arrival.note([self.received])
         return self.received
 
 
@@ -96,7 +107,7 @@ def _send_queries(mesh: Mesh, q_BtHD: Tensor, hop: int) -> _Exchange:
     if hop >= mesh.context:  # nothing follows the last hop
         return _Exchange()
     buffers = (torch.empty_like(q_BtHD),)
-    return _start(mesh, (q_BtHD,), buffers, to=hop, source=-hop, tag=_TAG_QUERIES, what="queries")
+    return _start(mesh, (q_BtHD,), buffers, to=hop, source=-hop, tag=_TAG_QUERIES, kind=Kind.QUERIES)
 
 
 def _return_results(mesh: Mesh, part: PartialResult, q_BtHD: Tensor, value_dim: int, hop: int) -> _Exchange:
@@ -105,7 +116,7 @@ def _return_results(mesh: Mesh, part: PartialResult, q_BtHD: Tensor, value_dim: 
     out = q_BtHD.new_empty((*shape, value_dim), dtype=accumulate_dtype(q_BtHD.dtype))
     lse = q_BtHD.new_empty(shape, dtype=torch.float64)
     outgoing = [x.contiguous() for x in part]
-    return _start(mesh, outgoing, (out, lse), to=-hop, source=hop, tag=_TAG_RESULTS, what="attention of queries")
+    return _start(mesh, outgoing, (out, lse), to=-hop, source=hop, tag=_TAG_RESULTS, kind=Kind.RESULTS)
 
 
 def _merge(out: Tensor, lse: Tensor, returning: _Exchange) -> None:
@@ -115,11 +126,11 @@ def _merge(out: Tensor, lse: Tensor, returning: _Exchange) -> None:
 
 
 def _start(
-    mesh: Mesh, outgoing: Sequence[Tensor], buffers: tuple[Tensor, ...], *, to: int, source: int, tag: int, what: str
+    mesh: Mesh, outgoing: Sequence[Tensor], buffers: tuple[Tensor, ...], *, to: int, source: int, tag: int, kind: Kind
 ) -> _Exchange:
     """Send to the rank ``to`` after this one and receive from the rank ``source`` after it."""
     receiver, sender = (mesh.context_peer((mesh.context_rank + by) % mesh.context) for by in (to, source))
-    described = f"rank {mesh.rank} exchanging {what} with ranks {receiver} (to) and {sender} (from)"
+    described = f"rank {mesh.rank} exchanging {kind.words} with ranks {receiver} (to) and {sender} (from)"
     ops = []
     for n, x in enumerate(outgoing):
         ops.append(dist.P2POp(dist.isend, x, receiver, mesh.context_group, tag + n))
@@ -127,4 +138,8 @@ def _start(
         ops.append(dist.P2POp(dist.irecv, x, sender, mesh.context_group, tag + n))
     # One batch: NCCL needs sends and receives of two peers grouped, or each waits for the other's receive.
     works = named_collective(lambda: dist.batch_isend_irecv(ops), described)
-    return _Exchange(buffers, tuple(outgoing), works, described)
+    arrival = None
+    if mesh.ledger is not None:
+        hop = max(to, source)
+        arrival = mesh.ledger.post(kind, {receiver: outgoing}, [sender], hop=hop)
+    return _Exchange(buffers, tuple(outgoing), works, described, arrival)

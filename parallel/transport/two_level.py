@@ -13,6 +13,7 @@ from torch import Tensor
 
 from longctx.kernels.dtypes import accumulate_dtype
 from parallel.mesh import Mesh
+from parallel.runtime.watch.spans import enter_hop
 from parallel.schedule.rows import RowRanges
 from parallel.schedule.schedule import Schedule
 from parallel.transport.block import KeysAndValues, KVBlock, PartialResult, merge_block_
@@ -149,6 +150,7 @@ class TwoLevel:
         yield 0, HeldRows(self.rank, self.schedule.hop(self.rank, self.rank).rows, own)
         for number, step in enumerate(self.steps):
             owner = self.ring.owner(step, 0)
+            self._enter_hop(owner)
             arrived = crossing.wait()
             if arrived is None:
                 # Nobody in the node needs a row of that owner; hops go on with no rows, as on the other ranks.
@@ -162,6 +164,7 @@ class TwoLevel:
         arriving = self._hand_round(step, held, hop=1)
         yield self._block(held.owner, take_rows(held.tensors, held.needed_by(self.rank, self.schedule)))
         for hop in range(1, self.ring.node_size):
+            self._enter_hop(self.ring.owner(step, hop))
             block = self._block(self.ring.owner(step, hop), arriving.wait())
             arriving = self._hand_round(step, held, hop + 1)
             yield block
@@ -221,6 +224,10 @@ class TwoLevel:
         return self.exchange.gradients(
             gradients, to=owner, like=own, rows=rows, source=receiver, tag=TAG_GRADIENTS_BETWEEN_NODES
         )
+
+    def _enter_hop(self, owner: int) -> None:
+        """Say whose rows are waited for and computed with: hops count as they do in a ring of one level."""
+        enter_hop((self.rank - owner) % self.ring.degree)
 
     def _block(self, owner: int, arrived: KeysAndValues | None) -> KVBlock | None:
         if arrived is None:

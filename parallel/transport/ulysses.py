@@ -19,6 +19,8 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from parallel.mesh import Mesh
+from parallel.messages.kinds import Kind
+from parallel.runtime.communicate import named_collective
 from parallel.schedule.heads import HeadRange, HeadSplit
 
 
@@ -64,7 +66,7 @@ class HeadExchange:
         ranges = self.split.queries
         if keys:
             ranges = self.split.keys
-        return rows_to_heads(x, ranges, self.mesh.ulysses_rank, group)
+        return rows_to_heads(x, ranges, self.mesh, group)
 
     def to_rows(self, x: Tensor, *, keys: bool = False) -> Tensor:
         """The inverse; heads that several ranks hold are summed."""
@@ -72,8 +74,8 @@ class HeadExchange:
         if group is None:
             return x
         if keys:
-            return heads_to_rows(x, self.split.keys, self.num_kv_heads, group)
-        return heads_to_rows(x, self.split.queries, self.num_heads, group)
+            return heads_to_rows(x, self.split.keys, self.num_kv_heads, self.mesh, group)
+        return heads_to_rows(x, self.split.queries, self.num_heads, self.mesh, group)
 
     def expand(self, x_BsKD: Tensor) -> Tensor:
         """Key heads as the kernel wants them: one for each query head where the rank's groups are uneven."""
@@ -104,26 +106,28 @@ def _index(numbers: tuple[int, ...], device: torch.device) -> Tensor:
     return torch.tensor(numbers).to(device, non_blocking=True)
 
 
-def rows_to_heads(x_BtHD: Tensor, ranges: Sequence[HeadRange], rank: int, group: ProcessGroup) -> Tensor:
+def rows_to_heads(x_BtHD: Tensor, ranges: Sequence[HeadRange], mesh: Mesh, group: ProcessGroup) -> Tensor:
     """All rows of the ring rank for this rank's range of heads: [B, t, H, D] on each rank becomes [B, T, h, D]."""
     B, t, _, D = x_BtHD.shape
-    start, stop = ranges[rank]
+    start, stop = ranges[mesh.ulysses_rank]
     u, h = len(ranges), stop - start
     # Flat parts of unequal size, for ranks may hold unequal numbers of heads; ranks are in the order of the rows.
     outgoing = [x_BtHD[:, :, first:last].reshape(-1) for first, last in ranges]
     received = x_BtHD.new_empty(u * B * t * h * D)
-    _all_to_all(received, outgoing, [B * t * h * D] * u, group)
+    _all_to_all(received, outgoing, [B * t * h * D] * u, mesh, group)
     return received.view(u, B, t, h, D).transpose(0, 1).reshape(B, u * t, h, D)
 
 
-def heads_to_rows(x_BThD: Tensor, ranges: Sequence[HeadRange], num_heads: int, group: ProcessGroup) -> Tensor:
+def heads_to_rows(
+    x_BThD: Tensor, ranges: Sequence[HeadRange], num_heads: int, mesh: Mesh, group: ProcessGroup
+) -> Tensor:
     """The inverse: this rank's rows for all heads, [B, t, H, D]; heads that several ranks hold are summed by rank."""
     B, T, _, D = x_BThD.shape
     t = T // len(ranges)
     outgoing = [part.reshape(-1) for part in x_BThD.split(t, dim=1)]
     sizes = [B * t * (stop - start) * D for start, stop in ranges]
     received = x_BThD.new_empty(sum(sizes))
-    _all_to_all(received, outgoing, sizes, group)
+    _all_to_all(received, outgoing, sizes, mesh, group)
     # A key head that several ranks hold gets several gradients; they are added rank by rank.
     out = x_BThD.new_zeros(B, t, num_heads, D)
     for (start, stop), part in zip(ranges, received.split(sizes), strict=True):
@@ -131,6 +135,18 @@ def heads_to_rows(x_BThD: Tensor, ranges: Sequence[HeadRange], num_heads: int, g
     return out
 
 
-def _all_to_all(received: Tensor, outgoing: Sequence[Tensor], sizes: Sequence[int], group: ProcessGroup) -> None:
-    outgoing_sizes = [part.numel() for part in outgoing]
-    dist.all_to_all_single(received, torch.cat(list(outgoing)), list(sizes), outgoing_sizes, group=group)
+def _all_to_all(
+    received: Tensor, outgoing: Sequence[Tensor], sizes: Sequence[int], mesh: Mesh, group: ProcessGroup
+) -> None:
+    """Send each rank its part, and receive theirs end to end, so many values of each."""
+    outgoing_sizes, packed = [part.numel() for part in outgoing], torch.cat(list(outgoing))
+    named_collective(
+        lambda: dist.all_to_all_single(received, packed, list(sizes), outgoing_sizes, group=group),
+        f"rank {mesh.rank} exchanging heads with ranks {mesh.ulysses_peers.start} to {mesh.ulysses_peers.stop - 1}",
+    )
+    if mesh.ledger is not None:
+        own = mesh.ulysses_rank
+        parts = zip(mesh.ulysses_peers, packed.split(outgoing_sizes), strict=True)
+        sent = {peer: [part] for peer, part in parts if peer != mesh.rank}
+        arrival = mesh.ledger.post(Kind.HEADS, sent, list(sent))
+        arrival.note([[part] for n, part in enumerate(received.split(list(sizes))) if n != own])

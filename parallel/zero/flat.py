@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from longctx.checkpoint_format import ROLES
 from parallel.zero.gradients import named_gradients
-from parallel.zero.partition import MASTER, Extent, Wrapping, fill_moments, masters_of, update_by_deepspeed
+from parallel.zero.partition import MASTER, WORKING, Extent, Wrapping, fill_moments, masters_of, update_by_deepspeed
 from parallel.zero.refusal import Accept
 
 
@@ -19,7 +19,7 @@ class Flat:
     """Every rank holds whole weights, and a range of each flat buffer of masters and moments."""
 
     def __init__(self, wrapping: Wrapping) -> None:
-        self._model = wrapping.model
+        self._model, self._tensors = wrapping.model, wrapping.tensors
         self.engine = wrapping.start(clip_norm=wrapping.options.clip_norm)
         # In stage 1 and bfloat16 DeepSpeed takes an optimiser class of its own, which keeps whole gradients.
         self._offloads = wrapping.zero.offload != "none"
@@ -79,6 +79,11 @@ class Flat:
 
     def answers_for(self, index: int, name: str) -> bool:
         return True
+
+    def alike(self, name: str, p: nn.Parameter) -> dict[str, Tensor]:
+        if self._tensors.replicas(name) is None:
+            return {}
+        return {WORKING: p.detach()}
 
     def working_part(self, name: str, p: nn.Parameter) -> Tensor:
         return p.detach()

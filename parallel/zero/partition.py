@@ -31,6 +31,8 @@ from parallel.zero.weight_swapper import WeightSwapper
 
 MASTER, MOMENTS = ROLES[0], ROLES[1:]
 """The float32 weight, and what AdamW keeps beside it: the roles of a parameter's state."""
+WORKING = "weight of forward"
+"""The role of what forward reads, where it is not the master."""
 
 
 class Extent(NamedTuple):
@@ -151,6 +153,10 @@ class Partition(Protocol):
 
     def answers_for(self, index: int, name: str) -> bool:
         """Whether this rank is the one to give its part of the ``index``-th parameter away."""
+        ...
+
+    def alike(self, name: str, p: nn.Parameter) -> dict[str, Tensor]:
+        """What other ranks hold of a parameter with the same bits as this one, by role; whole or nothing."""
         ...
 
     def working_part(self, name: str, p: nn.Parameter) -> Tensor:

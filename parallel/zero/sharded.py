@@ -111,6 +111,10 @@ class Sharded:
     def answers_for(self, index: int, name: str) -> bool:
         return True
 
+    def alike(self, name: str, p: nn.Parameter) -> dict[str, Tensor]:
+        # What a rank gathers of the others lasts for a few layers; of what it keeps it is the only one.
+        return {}
+
     def working_part(self, name: str, p: nn.Parameter) -> Tensor:
         part = p.ds_tensor  # type: ignore[attr-defined]
         if self._swapper is not None and part.final_location == "nvme":

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from longctx.checkpoint_format import ROLES
 from longctx.model.experts.experts import is_expert_weight
-from parallel.zero.partition import MASTER, Extent, Wrapping, fill_moments, masters_of
+from parallel.zero.partition import MASTER, MOMENTS, Extent, Wrapping, fill_moments, masters_of
 from parallel.zero.refusal import Accept
 
 
@@ -79,6 +79,14 @@ class Whole:
 
     def answers_for(self, index: int, name: str) -> bool:
         return self._tensors.answers_for(index, name)
+
+    def alike(self, name: str, p: nn.Parameter) -> dict[str, Tensor]:
+        if self._tensors.replicas(name) is None:
+            return {}
+        found = {MASTER: p.detach()}
+        # Before the first step there are no moments.
+        found.update((moment, self.inner.state[p][moment]) for moment in MOMENTS if moment in self.inner.state[p])
+        return found
 
     def working_part(self, name: str, p: nn.Parameter) -> Tensor:
         return p.detach()

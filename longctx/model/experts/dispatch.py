@@ -56,6 +56,8 @@ class DispatchSizes(NamedTuple):
     """Tokens that it receives from each of them."""
     num_assignments: int | None = None
     """Assignments of the received tokens that have their expert here; None where only the device knows."""
+    layer: int = -1
+    """The layer that the tile is of, where the dispatcher knows it: for messages about what is sent."""
 
 
 class DispatchHandle(Protocol):

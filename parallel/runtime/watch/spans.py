@@ -28,13 +28,18 @@ class Doing:
         """Whether it may be quiet for long: one call to a file system may take minutes."""
         self.count = 0
 
-    def describe(self) -> str:
-        """On a line: "forward, layer 12, hop 3: exchanging keys and values with …"."""
+    def place(self) -> str:
+        """On a line: "forward, layer 12, hop 3"."""
         text = self.what
         if self.layer != _NONE:
             text += f", layer {self.layer}"
         if self.hop != _NONE:
             text += f", hop {self.hop}"
+        return text
+
+    def describe(self) -> str:
+        """On a line: "forward, layer 12, hop 3: exchanging keys and values with …"."""
+        text = self.place()
         if self.wait:
             text += f": {self.wait}"
         return text

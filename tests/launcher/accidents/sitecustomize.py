@@ -55,6 +55,37 @@ def other_code() -> None:
     parallel.runtime.process.code_version = lambda: "0.0.9, sources 00000000"
 
 
+def drop_hop() -> None:
+    """What this rank sends next goes nowhere."""
+    _change_next(lambda dist, ops: [op for op in ops if op.op is not dist.isend])
+
+
+def send_twice() -> None:
+    """What this rank sends next is sent twice; nobody waits for the copy."""
+
+    def change(dist, ops):
+        for op in ops:
+            if op.op is dist.isend:
+                SENT.append((op.tensor, dist.isend(op.tensor, op.peer, op.group, op.tag)))
+        return ops
+
+    _change_next(change)
+
+
+def _change_next(change) -> None:
+    import torch.distributed as dist
+
+    start = dist.batch_isend_irecv
+
+    def changed(ops):
+        dist.batch_isend_irecv = start
+        ops = change(dist, ops)
+        return start(ops) if ops else []
+
+    dist.batch_isend_irecv = changed
+
+
+SENT: list = []
 HANGS = {
     "stop": lambda: os.kill(os.getpid(), signal.SIGSTOP),
     "pause": pause,
@@ -65,8 +96,10 @@ HANGS = {
     "hold": lambda: lock(ctypes.PyDLL),
     "other port": other_port,
     "other code": other_code,
+    "drop a hop": drop_hop,
+    "send a hop twice": send_twice,
 }
-"""What ends nothing by itself."""
+"""What raises nothing by itself."""
 
 
 def happen(kind: str) -> None:

@@ -1,0 +1,91 @@
+"""``ReplicaWatch``: weights that several ranks hold alike are compared every so many steps, and before each save."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Sequence
+
+from launcher.training.setup import Run
+from launcher.wording import first_names
+from longctx.checkpoint_format import list_checkpoints
+from longctx.errors import ClusterError
+from parallel.runtime.process import gather_objects
+from parallel.zero.replicas import Odd, Replicas
+
+_TOLD = 3
+"""Groups of ranks that are told of."""
+
+
+class ReplicaWatch:
+    """Compares what ranks hold in the steps that ``run.replicas_every`` names."""
+
+    def __init__(self, run: Run) -> None:
+        self.run, self.replicas = run, Replicas(run.engine)
+
+    def before_update(self, step: int) -> None:
+        """ClusterError where ranks differ, before the step changes anything. Collective where a comparison is due."""
+        if self._is_due(step):
+            _check(self.run, self.replicas, f"step {step}", step)
+
+    def after_step(self, step: int) -> None:
+        """Note what lies still until the next update, where that is compared."""
+        # What a disk holds would have to be read twice.
+        if self._is_due(step + 1) and self.run.config.zero.offload != "nvme":
+            self.replicas.remember()
+
+    def _is_due(self, step: int) -> bool:
+        every = self.run.config.run.replicas_every
+        return every > 0 and step % every == 0
+
+
+def check_before_save(run: Run, step: int) -> None:
+    """ClusterError where ranks differ in what is about to be saved. Collective."""
+    if run.config.run.replicas_every:
+        _check(run, Replicas(run.engine), f"the weights after step {step}, which are not saved", step + 1)
+
+
+def _check(run: Run, replicas: Replicas, where: str, step: int) -> None:
+    odd = replicas.compare()
+    if odd:
+        raise ClusterError(_message(run, odd, where, step))
+
+
+def _message(run: Run, odd: Sequence[Odd], where: str, step: int) -> str:
+    """What differs on whose machine, and how to go on: one screen, the same on every rank."""
+    hosts = gather_objects(socket.gethostname())
+    lines = [f"in {where}, bits of weights or moments have changed that nobody wrote (run.replicas_every)."]
+    found: dict[tuple[tuple[int, ...], bool, bool], list[str]] = {}
+    for one in odd:
+        found.setdefault((one.ranks, one.decided, one.own), []).append(one.part.describe())
+    for (ranks, decided, own), names in list(found.items())[:_TOLD]:
+        who = first_names([f"{rank} on {hosts[rank]}" for rank in ranks])
+        what = first_names(names)
+        if own:
+            lines.append(f"Rank {who} holds what is not what its last update left there: {what}.")
+        elif decided:
+            lines.append(f"Rank {who} holds other bits than the ranks that agree: {what}.")
+        else:
+            lines.append(f"Ranks {who} hold different bits, and two cannot say which of them is right: {what}.")
+    if len(found) > _TOLD:
+        lines.append(f"And {len(found) - _TOLD} more such differences.")
+    lines.append(
+        "Nothing was trained or saved with them since they were found. Memory or a processor is at fault; or, with "
+        "zero.stage=0, ranks run on processors of different kinds, which round differently (zero.stage=1 has one rank "
+        "compute each weight for all)."
+    )
+    lines.append(_way_out(run, odd, step))
+    return "\n".join(lines)
+
+
+def _way_out(run: Run, odd: Sequence[Odd], step: int) -> str:
+    """From which checkpoint to go on."""
+    # The newest checkpoint may be one that is being written.
+    run.saver.finish()
+    good = list_checkpoints(run.folder)
+    if any(one.own for one in odd):
+        # Ranks compare before they save. What one rank alone holds may have changed since its update, and been saved.
+        suspect = f"step_{step - 1:06d}"
+        good = [path for path in good if path.name != suspect]
+    if not good:
+        return "There is no checkpoint from before: start again."
+    return f"Go on from the newest checkpoint that cannot hold them, {good[-1]} (--run.resume {good[-1]})."

@@ -1,0 +1,1 @@
+"""Whether what ranks send one another arrives as it was sent."""

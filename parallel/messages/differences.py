@@ -1,0 +1,140 @@
+"""Which messages did not arrive as they were sent: ranks compare their ledgers message by message, once one differs."""
+
+from __future__ import annotations
+
+import socket
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from torch import Tensor
+
+from parallel.messages.ledger import Entry, Ledger, Message
+from parallel.runtime.process import gather_objects
+
+_TOLD = 3
+"""Messages that are described; of others it is said how many there are."""
+
+
+class _Pair(NamedTuple):
+    """Who sent to whom."""
+
+    sender: int
+    receiver: int
+
+
+@dataclass(frozen=True)
+class _Noted:
+    """One rank's ledger, with sums as numbers."""
+
+    host: str
+    sent: list[tuple[Message, int]]
+    received: list[tuple[Message, int]]
+    sent_before: list[tuple[Message, int]]
+
+
+@dataclass(frozen=True)
+class _Wrong:
+    """A message that arrived otherwise than it was sent."""
+
+    sent: Message | None
+    """None where the sender has no such message."""
+    received: Message | None
+    """None where the receiver has no such message."""
+    content: Message | None = None
+    """The sender's message whose bytes arrived instead; None where no message of its had them."""
+    is_old: bool = False
+    """Whether that was sent before ranks last compared: in the step before."""
+
+    @property
+    def message(self) -> Message:
+        """The message, as the receiver saw it where it did."""
+        found = self.received or self.sent
+        assert found is not None
+        return found
+
+    def describe(self) -> str:
+        """What arrived where, and what it was."""
+        message = self.message
+        text = f"rank {message.receiver} got {message.kind.words} from rank {message.sender} ({message.where()})"
+        if self.sent is None:
+            return f"{text}, which that rank did not send."
+        if self.received is None:
+            return text.replace(" got ", " did not get ", 1) + ", which that rank sent."
+        if self.content is None:
+            return f"{text}: other bytes than were sent, of no message of rank {message.sender}."
+        origin = f"{self.content.kind.words} to rank {self.content.receiver}, {self.content.where()}"
+        when = "in the same step"
+        if self.is_old:
+            when = "in the step before"
+        return f"{text}: in its place the bytes of another message, sent {when} ({origin})."
+
+
+def find_differences(ledger: Ledger) -> str:
+    """What to tell a user of the messages that did not arrive as they were sent, the same on every rank. Collective."""
+    ranks = _gather(ledger)
+    wrong = [error for receiver in range(len(ranks)) for error in _wrong_at(receiver, ranks)]
+    wrong.sort(key=_time)
+    lines = [error.describe() for error in wrong[:_TOLD]]
+    lines = [lines[0][0].upper() + lines[0][1:], *lines[1:]] if lines else ["The sums of messages themselves differ."]
+    pairs = Counter(_Pair(error.message.sender, error.message.receiver) for error in wrong)
+    if len(wrong) > 1:
+        told = ", ".join(f"{count} from rank {p.sender} to rank {p.receiver}" for p, count in pairs.most_common(_TOLD))
+        lines.append(f"Messages that differ: {len(wrong)} of {sum(len(r.received) for r in ranks)} ({told}).")
+    involved = sorted({rank for pair in pairs for rank in pair})[: 2 * _TOLD]
+    hosts = ", ".join(f"rank {rank} on {ranks[rank].host}" for rank in involved)
+    if hosts:
+        lines.append(f"Where they are: {hosts}.")
+    return "\n".join(lines)
+
+
+def _gather(ledger: Ledger) -> list[_Noted]:
+    """Every rank's ledger, on every rank."""
+    # All of it, and not what differs alone: a run that ends has the time, and what arrived may be of any message.
+    mine = _Noted(socket.gethostname(), _numbers(ledger.sent), _numbers(ledger.received), _numbers(ledger.sent_before))
+    return gather_objects(mine)
+
+
+def _numbers(entries: Sequence[Entry]) -> list[tuple[Message, int]]:
+    found = []
+    for message, total in entries:
+        if isinstance(total, Tensor):
+            total = int(total)
+        found.append((message, total))
+    return found
+
+
+def _wrong_at(receiver: int, ranks: Sequence[_Noted]) -> list[_Wrong]:
+    """What came to one rank otherwise than it was sent."""
+    sent = {}
+    for rank in ranks:
+        sent.update({m.identity: (m, total) for m, total in rank.sent if m.receiver == receiver})
+    found = []
+    for message, total in ranks[receiver].received:
+        at_sender = sent.pop(message.identity, None)
+        if at_sender is None:
+            found.append(_Wrong(None, message))
+        elif at_sender[1] != total:
+            content, is_old = _content(total, message, ranks[message.sender])
+            found.append(_Wrong(at_sender[0], message, content, is_old))
+    return found + [_Wrong(message, None) for message, _ in sent.values()]
+
+
+def _content(total: int, message: Message, sender: _Noted) -> tuple[Message | None, bool]:
+    """The sender's message with this sum, the nearest one before first; and whether it is of the step before."""
+    same = [m for m, other in sender.sent if other == total]
+    # A message that came twice, or late, was sent before; one that came early was sent behind it.
+    same.sort(key=lambda m: (m.receiver != message.receiver, abs(m.ordinal - message.ordinal)))
+    if same:
+        return same[0], False
+    old = [m for m, other in sender.sent_before if other == total]
+    if old:
+        return old[-1], True
+    return None, False
+
+
+def _time(error: _Wrong) -> tuple[int, bool, int]:
+    """Orders errors roughly as they came: what follows from the first one is of less use."""
+    message = error.message
+    return message.micro_batch, message.part == "backward", message.ordinal

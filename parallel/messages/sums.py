@@ -1,0 +1,102 @@
+"""A 64-bit sum over all bits of some tensors: what two ranks compare in place of the bytes.
+
+**On a CPU** it is XXH3 of the bytes, 64 bits wide, at the speed of memory.
+
+**On other devices** the bytes are 64-bit words in a grid of 1,024 columns. Rows and columns are summed (modulo 2^64),
+each of these sums goes with its place through an invertible mixing of bits, and the results are added. That stays on
+the device: nobody waits for it.
+
+* A flipped bit changes its row's sum and its column's by ±2^b, which no modulus makes 0. Two and three flipped bits
+  change at least two of the sums: where they cancel in a row, they lie in different columns.
+* Any damage that leaves one row or column with another sum is found, but for a chance of 2^-64, as with XXH3.
+* What keeps the sums of all rows and columns is missed: four flips of one bit at the corners of a rectangle.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+from xxhash import xxh3_64
+
+_COLUMNS = 1024
+"""Words of a row: rows and columns of a message of megabytes are then about equally many."""
+_WORD = 8
+_MASK_33, _MASK_32 = (1 << 33) - 1, (1 << 32) - 1
+# The multipliers of MurmurHash3's 64-bit finalizer, as signed numbers.
+_FIRST, _SECOND = 0xFF51AFD7ED558CCD - (1 << 64), 0xC4CEB9FE1A85EC53 - (1 << 64)
+# Steps between the places of rows, and of columns: odd, so that no two places are alike.
+_ROW_STEP, _COLUMN_STEP = 0x9E3779B97F4A7C15 - (1 << 64), 0xD1B54A32D192ED03 - (1 << 64)
+
+Sum = int | Tensor
+"""Unsigned, of tensors on a CPU; else int64 without an axis, on their device."""
+
+
+def bit_sum(tensors: Sequence[Tensor]) -> Sum:
+    """The sum over all bits of tensors that are one piece of memory each, in their order. No host sync."""
+    if tensors[0].device.type == "cpu":
+        digest = xxh3_64()
+        for x in tensors:
+            digest.update(as_bytes(x).numpy().data)
+        return digest.intdigest()
+    total = grid_sum(tensors[0])
+    for x in tensors[1:]:
+        # Mixed in between: tensors that changed places have another sum.
+        total = mixed(total) + grid_sum(x)
+    return total
+
+
+def stacked(sums: Sequence[Sum], device: torch.device) -> Tensor:
+    """Sums as int64 on ``device``. Waits only where some are of tensors on a CPU, and others on another device."""
+    on_device = [x for x in sums if isinstance(x, Tensor)]
+    if on_device and len(on_device) == len(sums):
+        return torch.stack(on_device).to(device)
+    numbers = np.array([int(x) % (1 << 64) for x in sums], dtype=np.uint64)
+    return torch.from_numpy(numbers.view(np.int64)).to(device, non_blocking=True)
+
+
+def as_bytes(x: Tensor) -> Tensor:
+    """The memory of a contiguous tensor, [bytes], not copied."""
+    return x.detach().view(-1).view(torch.uint8)
+
+
+def grid_sum(x: Tensor) -> Tensor:
+    """The sum of one contiguous tensor over rows and columns of its words, int64 without an axis, on its device."""
+    words, last = _words(x)
+    full = words.numel() // _COLUMNS * _COLUMNS
+    grid, rest = words[:full].view(-1, _COLUMNS), torch.cat((words[full:], last))
+    # Modulo 2^64, which int64 is: the order of additions does not matter, and no two devices differ.
+    rows = torch.cat((grid.sum(1), rest.sum(0, keepdim=True)))
+    columns = grid.sum(0)
+    columns[: rest.numel()] += rest
+    return _placed(rows, _ROW_STEP).sum() + _placed(columns, _COLUMN_STEP).sum()
+
+
+def mixed(values: Tensor) -> Tensor:
+    """int64 values with their bits mixed: another value for each, and about half of its bits changed by one bit."""
+    # Shifts of int64 draw the sign in, so what they bring is masked; products are modulo 2^64.
+    values = (values ^ ((values >> 31) & _MASK_33)) * _FIRST
+    values = (values ^ ((values >> 32) & _MASK_32)) * _SECOND
+    return values ^ ((values >> 31) & _MASK_33)
+
+
+def _placed(sums: Tensor, step: int) -> Tensor:
+    """Each sum mixed with its place."""
+    places = torch.arange(1, sums.numel() + 1, dtype=torch.int64, device=sums.device)
+    return mixed(sums + places * step)
+
+
+def _words(x: Tensor) -> tuple[Tensor, Tensor]:
+    """The 64-bit words of a tensor, and in words what remains: its last bytes with zeros behind them, or nothing."""
+    memory = as_bytes(x)
+    whole = memory.numel() // _WORD * _WORD
+    if memory.storage_offset() % _WORD:
+        # A view as words has to begin at one.
+        memory = memory.clone()
+    last = memory.new_zeros(0)
+    if whole < memory.numel():
+        last = memory.new_zeros(_WORD)
+        last[: memory.numel() - whole] = memory[whole:]
+    return memory[:whole].view(torch.int64), last.view(torch.int64)

@@ -1,0 +1,187 @@
+"""Whether ranks that hold the same weights hold the same bits, and whether a rank's own state stays as it was left."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from longctx.model.experts.experts import is_expert_weight
+from parallel.messages.sums import Sum, bit_sum, mixed, stacked
+from parallel.runtime.process import gather_objects
+from parallel.runtime.watch.spans import waiting
+from parallel.zero.engine import ZeroEngine
+
+BUFFER = "buffer"
+"""The role of what is no parameter."""
+
+
+class Part(NamedTuple):
+    """A tensor, or a range of it, that a rank holds."""
+
+    name: str
+    role: str
+    """Master, moment, weight of forward or buffer."""
+    start: int = 0
+    """The range's first value in the whole tensor."""
+
+    def describe(self) -> str:
+        """As a message has it."""
+        return f"{self.name} ({self.role})"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Odd:
+    """A tensor of which some rank holds other bits than it should."""
+
+    part: Part
+    ranks: tuple[int, ...]
+    """Those that are wrong; where it is not ``decided``, all that disagree."""
+    decided: bool
+    """Whether the others are a majority, or the rank differs from its own past."""
+    own: bool = False
+    """Whether the rank differs from its own past, and no other rank has the tensor."""
+
+
+class Replicas:
+    """Sums of what ranks hold alike, to compare over ranks; and of what a rank holds, to compare with later."""
+
+    def __init__(self, engine: ZeroEngine) -> None:
+        self.engine = engine
+        self._device: torch.device = engine.partition.engine.device
+        self._remembered: tuple[list[Part], Tensor] | None = None
+
+    def remember(self) -> None:
+        """Note the sums of masters, moments and buffers that this rank answers for. No host sync on a GPU.
+
+        Until ``compare`` nobody may write to them.
+        """
+        self._remembered = self._own()
+
+    def compare(self) -> list[Odd]:
+        """What ranks that should agree hold differently, and what has changed since ``remember``. Collective.
+
+        The same on every rank; empty where all is well.
+        """
+        alike = self._alike()
+        before, self._remembered = self._remembered, None
+        changed, own_parts = torch.zeros((), dtype=torch.int64, device=self._device), []
+        is_changed = torch.zeros(0, dtype=torch.bool)
+        if before is not None:
+            own_parts, sums = self._own()
+            is_changed = sums != before[1]
+            changed = is_changed.sum()
+        shared = {part: total for part, total in alike.items() if not self._is_expert(part)}
+        experts = {part: total for part, total in alike.items() if self._is_expert(part)}
+        mine = torch.stack((self._digest(shared), self._digest(experts), changed))
+        seen_r3 = _of_ranks(mine)
+        if self._agree(seen_r3):
+            return []
+        # Names travel only once something differs.
+        own = [part for part, one in zip(own_parts, is_changed.tolist(), strict=True) if one]
+        odd_own = _odd_own(gather_objects(own))
+        # What differs from its own past needs no majority, and is told once.
+        known: dict[str, set[int]] = {}
+        for odd in odd_own:
+            known.setdefault(odd.part.name, set()).update(odd.ranks)
+        odd_alike = self._odd_alike(alike)
+        return odd_own + [odd for odd in odd_alike if not _is_known(odd, known.get(odd.part.name, set()))]
+
+    def _agree(self, seen_r3: Sequence[Sequence[int]]) -> bool:
+        """Whether all ranks with the same weights have the same sums, and none has changed by itself."""
+        degree = self._expert_degree
+        for rank, (shared, experts, changed) in enumerate(seen_r3):
+            if changed or shared != seen_r3[0][0] or experts != seen_r3[rank % degree][1]:
+                return False
+        return True
+
+    @property
+    def _expert_degree(self) -> int:
+        """Ranks between which the experts are spread: every so many ranks hold the same ones."""
+        experts = self.engine.tensors.experts
+        if experts is None:
+            return 1
+        return experts.ep_size
+
+    def _is_expert(self, part: Part) -> bool:
+        return self._expert_degree > 1 and is_expert_weight(part.name)
+
+    def _alike(self) -> dict[Part, Sum]:
+        """The sums of all that other ranks should hold with the same bits, in the model's order."""
+        partition, decoder = self.engine.partition, self.engine.model.decoder
+        found = {}
+        for name, buffer in decoder.named_buffers():
+            found[Part(name, BUFFER)] = bit_sum([buffer.contiguous()])
+        for name, p in decoder.named_parameters():
+            for role, values in partition.alike(name, p).items():
+                found[Part(name, role)] = bit_sum([values.contiguous()])
+        return found
+
+    def _own(self) -> tuple[list[Part], Tensor]:
+        """What this rank answers for, and the sums of it."""
+        parts, sums = [], []
+        for name, role, start, values in self.engine.owned_ranges():
+            parts.append(Part(name, role, start))
+            sums.append(bit_sum([values.contiguous()]))
+        return parts, self._stacked(sums)
+
+    def _stacked(self, sums: Sequence[Sum]) -> Tensor:
+        if not sums:
+            return torch.zeros(0, dtype=torch.int64, device=self._device)
+        return stacked(sums, self._device)
+
+    def _digest(self, sums: dict[Part, Sum]) -> Tensor:
+        """One number for all of them, which are in one order on every rank."""
+        values = self._stacked(list(sums.values()))
+        return mixed(values + mixed(torch.arange(1, len(sums) + 1, device=self._device))).sum()
+
+    def _odd_alike(self, alike: dict[Part, Sum]) -> list[Odd]:
+        """By tensor, which ranks differ from the others that hold it. Collective."""
+        degree, found = self._expert_degree, []
+        of_ranks = gather_objects({part: int(total) for part, total in alike.items()})
+        for part in of_ranks[0]:
+            groups = [range(len(of_ranks))]
+            if self._is_expert(part):
+                groups = [range(first, len(of_ranks), degree) for first in range(degree)]
+            found.extend(odd for group in groups for odd in judge(part, {rank: of_ranks[rank][part] for rank in group}))
+        return found
+
+
+def judge(part: Part, sums: dict[int, int]) -> Iterable[Odd]:
+    """Which ranks hold other bits of a tensor than the majority; all of them where there is none."""
+    counts = Counter(sums.values())
+    if len(counts) == 1:
+        return
+    usual, count = counts.most_common(1)[0]
+    if 2 * count > len(sums):
+        yield Odd(part=part, ranks=tuple(rank for rank, total in sums.items() if total != usual), decided=True)
+    else:
+        yield Odd(part=part, ranks=tuple(sums), decided=False)
+
+
+def _is_known(odd: Odd, changed: set[int]) -> bool:
+    """Whether ranks that have ``changed`` by themselves explain it."""
+    if odd.decided:
+        return set(odd.ranks) <= changed
+    return bool(changed)
+
+
+def _odd_own(of_ranks: Sequence[Sequence[Part]]) -> list[Odd]:
+    return [
+        Odd(part=part, ranks=(rank,), decided=True, own=True) for rank, parts in enumerate(of_ranks) for part in parts
+    ]
+
+
+def _of_ranks(mine: Tensor) -> list[list[int]]:
+    """Every rank's numbers. Waits for the device."""
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return [mine.tolist()]
+    seen = mine.new_empty(dist.get_world_size(), len(mine))
+    with waiting("comparing weights with the other ranks"):
+        dist.all_gather_into_tensor(seen.view(-1), mine)
+    return seen.tolist()

@@ -1,0 +1,200 @@
+"""A flipped bit in weights or moments: found at the next comparison, with rank and tensor, in every ZeRO stage.
+
+``python -m tests.launcher.training.test_replicas`` prints a row for each kind.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import tempfile
+import time
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch.distributed as dist
+
+from launcher.training.setup import Run
+from launcher.training.trainer import Trainer
+from longctx.checkpoint_format import list_checkpoints
+from longctx.errors import ClusterError
+from parallel.runtime.process import gather_objects
+from parallel.zero.partition import MASTER, MOMENTS
+from parallel.zero.replicas import Odd, Part, judge
+from tests.launcher.runs import SCREEN
+from tests.launcher.training.test_messages import Row
+from tests.launcher.workers import breaking_step, build, end_guarded, rows, run, train
+from tests.parallel.messages.faults import flip_bit
+
+pytestmark = pytest.mark.timeout(240)
+
+NAME = "model.layers.1.self_attn.q_proj.weight"
+EXPERT = "model.layers.1.mlp.experts.down_proj"
+CONTEXT = {"parallel.context": 2}
+
+
+class Flip(NamedTuple):
+    """A bit of one rank's memory."""
+
+    stage: int
+    role: str
+    says: str
+    name: str = NAME
+    rank: int = 1
+    ranks: int = 4
+    changed: dict[str, Any] = CONTEXT
+
+
+_OTHERS = "holds other bits than the ranks that agree: "
+_OWN = "holds what is not what its last update left there: "
+FLIPS: dict[str, Flip] = {
+    # Each rank answers for some tensors, and knows of those how it left them: of this one rank 1 does.
+    "weight, stage 0": Flip(0, MASTER, f"{_OTHERS}{NAME} (master)", rank=3),
+    "weight that the rank answers for, stage 0": Flip(0, MASTER, f"{_OWN}{NAME} (master)"),
+    "moment, stage 0": Flip(0, MOMENTS[0], f"{_OTHERS}{NAME} (exp_avg)", rank=2),
+    "weight of forward, stage 1": Flip(1, "", f"{_OTHERS}{NAME} (weight of forward)"),
+    "weight of forward, stage 2": Flip(2, "", f"{_OTHERS}{NAME} (weight of forward)", rank=3),
+    "master, stage 1": Flip(1, MASTER, f"{_OWN}"),
+    "moment, stage 1": Flip(1, MOMENTS[1], f"{_OWN}", rank=0),
+    "moment, stage 2": Flip(2, MOMENTS[0], f"{_OWN}", rank=2),
+    "master, stage 3": Flip(3, MASTER, f"{_OWN}{NAME} (master)", rank=3),
+    "moment, stage 3": Flip(3, MOMENTS[0], f"{_OWN}{NAME} (exp_avg)"),
+    "expert, stage 0": Flip(0, MASTER, "Ranks 1 on ", EXPERT, rank=3, changed={**CONTEXT, "parallel.expert": 2}),
+    "weight on one of two ranks, stage 1": Flip(1, "", "Ranks 0 on ", ranks=2),
+    "moment of the only rank": Flip(
+        1, MOMENTS[0], f"{_OWN}{NAME} (exp_avg)", rank=0, ranks=1, changed={"parallel.context": 1}
+    ),
+}
+
+
+def flip_in(run: Run, flip: Flip) -> None:
+    """Flip a bit of what the rank holds of the tensor; where it holds none of it, of the first that it does."""
+    if run.mesh.rank != flip.rank:
+        return
+    partition, parameters = run.engine.partition, dict(run.engine.model.decoder.named_parameters())
+    if not flip.role:
+        flip_bit(partition.working_part(flip.name, parameters[flip.name]), 33)
+        return
+    named = [flip.name, *parameters]
+    name = next(name for name in named if partition.extent(name, parameters[name]).numel)
+    held = partition.part(name, parameters[name])[flip.role]
+    flip_bit(held.detach()[: partition.extent(name, parameters[name]).numel], 33)
+
+
+def find(name: str, shards: Path, output: Path) -> None:
+    """Steps of which the third finds it, before its update."""
+    flip = FLIPS[name]
+    changed = {**flip.changed, "zero.stage": flip.stage, "run.replicas_every": 3, "validation.rows": 0}
+    trainer = Trainer(build(shards, output, changed))
+    trainer.take_step()
+    trainer.take_step()
+    flip_in(trainer.run, flip)
+    with pytest.raises(ClusterError) as caught:
+        trainer.take_step()
+    said = str(caught.value)
+    assert len(set(gather_objects(said))) == 1, "the same on every rank"
+    assert said.startswith("in step 3, bits of weights or moments have changed that nobody wrote"), said
+    assert flip.says in said, said
+    # Where it is decided, one rank is named, and it is the right one.
+    if flip.says.startswith(("holds other", _OWN[:10])):
+        assert f"Rank {flip.rank} on " in said, said
+        assert said.count("Rank ") == 1, said
+    assert len(said.splitlines()) < SCREEN
+    assert trainer.progress.step == 2
+
+
+FAST = "moment, stage 3"
+
+
+@pytest.mark.parametrize("name", [FAST, *(pytest.param(n, marks=pytest.mark.slow) for n in FLIPS if n != FAST)])
+def test_a_flipped_bit_is_found_at_the_next_comparison(name, shards, tmp_path):
+    run(find, FLIPS[name].ranks, name, shards, tmp_path / "run")
+
+
+def save_nothing_odd(shards: Path, output: Path) -> None:
+    """Stage 0: the weights are compared before they are saved, in whichever step."""
+    trainer = Trainer(build(shards, output, {**CONTEXT, "zero.stage": 0, "run.replicas_every": 100}))
+    trainer.take_step()
+    flip_in(trainer.run, FLIPS["weight, stage 0"])
+    with pytest.raises(ClusterError, match="the weights after step 1, which are not saved"):
+        trainer._save()
+    assert not list_checkpoints(output)
+
+
+@pytest.mark.slow
+def test_weights_that_differ_are_not_saved(shards, tmp_path):
+    run(save_nothing_odd, 4, shards, tmp_path / "run")
+
+
+def end_by(name: str, shards: Path, output: Path, step: int, words: list[str], at: Path) -> None:
+    flip = FLIPS[name]
+
+    def act(run: Run) -> None:
+        flip_in(run, flip)
+        if run.mesh.rank == flip.rank:
+            at.write_text(str(time.time()))
+
+    changed = {**flip.changed, "zero.stage": flip.stage, "run.replicas_every": 3}
+    end_guarded(shards, output, changed, 1, [flip.says, *words], step=breaking_step(step, act))
+
+
+def check_flip(name: str, shards: Path, folder: Path) -> Row:
+    """The run ends, and one that goes on has the records of a run that nothing befell."""
+    flip, quiet, broken = FLIPS[name], folder / "quiet", folder / "broken"
+    changed = {**flip.changed, "zero.stage": flip.stage, "run.replicas_every": 3}
+    run(train, flip.ranks, shards, quiet, changed)
+    words = ["ClusterError: in step 6", "bits of weights or moments have changed", "step_000004 (--run.resume "]
+    run(end_by, flip.ranks, name, shards, broken, 6, words, folder / "at")
+    seconds = time.time() - float((folder / "at").read_text())
+    run(train, flip.ranks, shards, broken, {**changed, "run.resume": broken / "checkpoints" / "step_000004"})
+    equal = rows(broken) == rows(quiet)
+    assert equal
+    return Row(kind="numbers", injected=name, saw=flip.says, seconds=round(seconds, 2), steps_lost=0, equal=equal)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["weight, stage 0", "moment, stage 0", "master, stage 1", "moment, stage 3"])
+def test_a_run_that_goes_on_is_as_if_nothing_had_been(name, shards, tmp_path):
+    check_flip(name, shards, tmp_path)
+
+
+def test_three_decide_and_two_do_not():
+    part = Part("w", MASTER)
+    assert list(judge(part, {0: 7, 1: 7, 2: 8})) == [Odd(part=part, ranks=(2,), decided=True)]
+    assert list(judge(part, {0: 7, 1: 8})) == [Odd(part=part, ranks=(0, 1), decided=False)]
+    assert list(judge(part, {0: 7, 1: 7, 2: 8, 3: 8})) == [Odd(part=part, ranks=(0, 1, 2, 3), decided=False)]
+    assert list(judge(part, {0: 7, 1: 7, 2: 8, 3: 9})) == [Odd(part=part, ranks=(0, 1, 2, 3), decided=False)]
+    assert list(judge(part, {0: 7, 1: 7})) == []
+
+
+def clean(shards: Path, output: Path) -> None:
+    """Every stage, with a comparison in every step, and buffers that move."""
+    for stage in range(4):
+        bias = {"model.selection_bias": True, "model.selection_bias_rate": 0.01}
+        degrees = {"parallel.context": 2, "parallel.expert": dist.get_world_size()}
+        changed = {**bias, **degrees, "zero.stage": stage, "run.replicas_every": 1, "validation.rows": 0}
+        trainer = Trainer(build(shards, output / str(stage), changed))
+        for _ in range(4):
+            trainer.take_step()
+
+
+@pytest.mark.slow
+def test_nothing_is_found_in_a_clean_run_of_any_stage(shards, tmp_path):
+    run(clean, 2, shards, tmp_path)
+    run(clean, 4, shards, tmp_path)
+
+
+def main() -> None:
+    """Inject each kind into a run; print a row as JSON for each."""
+    from tests.launcher.conftest import build_tiny_shards
+
+    for name in sys.argv[1:] or ["weight, stage 0", "moment, stage 0", "master, stage 1", "moment, stage 3"]:
+        with tempfile.TemporaryDirectory() as place:
+            row = check_flip(name, build_tiny_shards(Path(place)), Path(place))
+        sys.stdout.write(json.dumps(asdict(row)) + "\n")
+
+
+if __name__ == "__main__":
+    main()

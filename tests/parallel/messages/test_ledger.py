@@ -1,0 +1,256 @@
+"""Ledgers: no false alarm over layouts, transports and odd sizes; each fault of a message is found and named."""
+
+from __future__ import annotations
+
+import itertools
+import random
+import re
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any
+
+import pytest
+import torch
+
+from parallel.loss import sum_over_ranks
+from parallel.mesh import Mesh
+from parallel.messages.differences import find_differences
+from parallel.messages.kinds import Kind
+from parallel.messages.ledger import Ledger, is_balanced
+from parallel.runtime.watch.spans import begin, enter_layer
+from parallel.transport.exchange import TAG_GRADIENTS, TAG_KEYS
+from tests.helpers import run_distributed
+from tests.parallel.attention.attention_cases import Case, spread
+from tests.parallel.messages import faults
+
+CPU = torch.device("cpu")
+WAYS: dict[str, dict[str, Any]] = {
+    "p2p": {},
+    "two_level": {"transport": "two_level", "ranks_per_node": 2},
+    "all_gather": {"transport": "all_gather"},
+    "hybrid": {"ulysses": 2},
+    "ulysses": {"ulysses": 4},
+}
+LAYOUTS = ("contiguous", "zigzag", "striped", "balanced")
+
+
+def mesh_of(case: Case) -> Mesh:
+    world = torch.distributed.get_world_size()
+    return Mesh.build(context=world, ulysses=case.ulysses, ranks_per_node=case.ranks_per_node, check_rows=True)
+
+
+def all_arrived(ledger: Ledger) -> bool:
+    return is_balanced(sum_over_ranks(ledger.balance(CPU)))
+
+
+def settle(ledger: Ledger) -> None:
+    assert all_arrived(ledger), find_differences(ledger)
+    ledger.settle()
+
+
+# A clean run: no false alarm.
+
+
+def attend_many(ways: list[str], layouts: tuple[str, ...], documents: list[str], masks: list[str]) -> None:
+    """Attention of every kind, compared after each few calls."""
+    for way in ways:
+        mesh = mesh_of(Case(**WAYS[way]))
+        assert mesh.ledger is not None
+        cases = itertools.product(layouts, documents, masks)
+        for number, (layout, document, mask) in enumerate(cases):
+            if layout == "striped" and way in ("hybrid", "ulysses") and mask == "sparse":
+                continue
+            case = Case(layout=layout, documents=document, mask=mask, dtype=torch.float32, **WAYS[way])
+            enter_layer(number % 3)
+            spread(case, mesh)
+            if number % 3 == 2:
+                settle(mesh.ledger)
+        settle(mesh.ledger)
+
+
+def test_nothing_is_found_where_nothing_is_wrong():
+    run_distributed(attend_many, 4, list(WAYS), ("balanced",), ["packed"], ["causal"])
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("world_size", [2, 3, 4])
+def test_nothing_is_found_over_all_layouts_transports_documents_and_masks(world_size):
+    ways = [way for way in WAYS if world_size == 4 or way in ("p2p", "all_gather")]
+    masks = ["causal", "bidirectional", "window", "sinks", "near", "sparse"]
+    run_distributed(attend_many, world_size, ways, LAYOUTS, ["one", "packed", "short"], masks, timeout=500.0)
+
+
+def notes_of_odd_sizes() -> None:
+    """Messages of one value or none, ranks that send nothing, and more to some ranks than to others."""
+    rank, world = torch.distributed.get_rank(), torch.distributed.get_world_size()
+    ledger, draw = Ledger(rank), random.Random(0)
+    for step in range(300):
+        for _ in range(draw.randrange(4)):
+            kind, sizes = draw.choice(list(Kind)), {}
+            for sender, receiver in itertools.permutations(range(world), 2):
+                # Rank 0 never sends in odd steps.
+                if draw.random() < 0.6 and (step % 2 or sender):
+                    sizes[sender, receiver] = draw.choice([0, 1, 3, 130])
+            content = {pair: torch.arange(n) * pair[0] + step for pair, n in sizes.items()}
+            sent = {to: [content[rank, to]] for sender, to in content if sender == rank}
+            sources = [sender for sender, to in content if to == rank]
+            ledger.post(kind, sent, sources).note([[content[source, rank].clone()] for source in sources])
+        settle(ledger)
+    assert not ledger.sent
+
+
+def test_ranks_that_differ_and_send_nothing():
+    run_distributed(notes_of_odd_sizes, 3)
+
+
+# Faults.
+
+Inject = Callable[[faults.Seen], AbstractContextManager[None]]
+EXCHANGES: dict[str, tuple[Callable[[faults.Seen], faults.Change], int, str]] = {
+    "wrong bytes": (
+        lambda seen: faults.wrong_bytes(77, 9, seen),
+        1,
+        "other bytes than were sent, of no message of rank 0",
+    ),
+    "duplicated": (lambda seen: faults.stale(8, seen, tag=TAG_KEYS), 0, "another message, sent in the same step"),
+    "reordered": (lambda seen: faults.reordered(8, seen), 0, "other bytes than were sent"),
+    "stale gradient": (lambda seen: faults.stale(6, seen, tag=TAG_GRADIENTS), 0, "sent in the step before"),
+}
+"""What is injected, the rank on which it is, and what is said of it. Rank 1 is the one that gets it."""
+
+
+def find_exchange_fault(name: str) -> None:
+    """Two layers, forward and backward, of which some exchange goes wrong in the second step."""
+    change, on, words = EXCHANGES[name]
+    mesh, seen = Mesh.build(context=2, check_rows=True), faults.Seen()
+    assert mesh.ledger is not None
+    case = Case(dtype=torch.float32, documents="one")
+
+    def step(number: int) -> None:
+        for layer in range(2):
+            begin("forward")
+            enter_layer(layer)
+            # Other keys in every layer and step, as in training.
+            torch.manual_seed(10 * number + layer)
+            spread_scaled(case, mesh, 1.0 + number + 0.5 * layer)
+
+    # Three exchanges a layer: keys in forward and in backward, and gradients.
+    with faults.exchanges_changed(change(seen) if mesh.rank == on else faults.nothing_injected()):
+        step(0)
+        settle(mesh.ledger)
+        step(1)
+    assert bool(seen.at) == (mesh.rank == on)
+    assert not all_arrived(mesh.ledger)
+    said = find_differences(mesh.ledger)
+    assert len(set(gathered(said))) == 1, "the same on every rank"
+    assert re.search(
+        r"^Rank 1 got (keys and values|gradients of keys and values) from rank 0 \(.*layer [01], hop 1\)", said
+    )
+    assert words in said, said
+
+
+def spread_scaled(case: Case, mesh: Mesh, scale: float) -> None:
+    class Scaled(Case):
+        def inputs(self):
+            return [scale * x for x in super().inputs()]
+
+    spread(Scaled(**{**case.__dict__}), mesh)
+
+
+def gathered(value: str) -> list[str]:
+    from parallel.runtime.process import gather_objects
+
+    return gather_objects(value)
+
+
+@pytest.mark.parametrize("name", EXCHANGES)
+def test_each_fault_of_an_exchange_is_found_and_named(name):
+    run_distributed(find_exchange_fault, 2, name)
+
+
+def find_any_bit(count: int) -> None:
+    """One bit of one exchange, drawn: of every byte of a float, and in any place."""
+    mesh, case = Mesh.build(context=2, check_rows=True), Case(dtype=torch.float32, documents="one")
+    assert mesh.ledger is not None
+    draw = random.Random(0)
+    for number in range(count):
+        bit = 32 * draw.randrange(64) + number % 32
+        seen, exchange = faults.Seen(), draw.randrange(3)
+        with faults.exchanges_changed(
+            faults.wrong_bytes(bit, exchange, seen) if mesh.rank == 1 else faults.nothing_injected()
+        ):
+            spread(case, mesh)
+        assert not all_arrived(mesh.ledger), f"bit {bit} of exchange {exchange}"
+        assert find_differences(mesh.ledger).startswith("Rank 1 got ")
+        mesh.ledger.settle()
+
+
+def test_each_bit_of_a_float_is_found():
+    run_distributed(find_any_bit, 2, 32)
+
+
+def find_in_collective(name: str, way: dict[str, Any], kind: str) -> None:
+    """A bit in what the last rank's message brings to rank 0."""
+    case = Case(dtype=torch.float32, documents="one", **way)
+    mesh, seen = mesh_of(case), faults.Seen()
+    assert mesh.ledger is not None
+    enter_layer(1)
+    if mesh.rank == 0:
+        with faults.collective_spoilt(name, 0, -5, seen):
+            spread(case, mesh)
+    else:
+        spread(case, mesh)
+    assert not all_arrived(mesh.ledger)
+    said, last = find_differences(mesh.ledger), mesh.world_size - 1
+    assert said.startswith(f"Rank 0 got {kind} from rank {last} ("), said
+    assert "layer 1" in said, said
+    assert "Messages that differ" not in said, said
+
+
+@pytest.mark.parametrize(
+    ("name", "way", "kind"),
+    [
+        ("all_gather_into_tensor", {"transport": "all_gather"}, "keys and values of all ranks"),
+        ("all_to_all_single", {"transport": "all_gather"}, "gradients of the keys and values of all ranks"),
+        ("all_to_all_single", {"ulysses": 2}, "heads (Ulysses)"),
+    ],
+)
+def test_a_bit_of_a_collective_is_found(name, way, kind):
+    run_distributed(find_in_collective, 2, name, way, kind)
+
+
+def find_in_two_levels(bit: int) -> None:
+    case = Case(dtype=torch.float32, documents="one", **WAYS["two_level"])
+    mesh = mesh_of(case)
+    assert mesh.ledger is not None
+    for exchange in range(6):
+        seen = faults.Seen()
+        with faults.exchanges_changed(
+            faults.wrong_bytes(bit, exchange, seen) if mesh.rank == 2 else faults.nothing_injected()
+        ):
+            spread(case, mesh)
+        assert not all_arrived(mesh.ledger)
+        assert find_differences(mesh.ledger).startswith("Rank 2 got ")
+        mesh.ledger.settle()
+
+
+def test_a_bit_between_nodes_and_inside_of_one_is_found():
+    run_distributed(find_in_two_levels, 4, 1001)
+
+
+def test_a_message_that_the_other_side_does_not_know_is_told():
+    run_distributed(tell_unknown, 2)
+
+
+def tell_unknown() -> None:
+    ledger = Ledger(torch.distributed.get_rank())
+    if ledger.rank == 0:
+        ledger.post(Kind.KEYS, {1: [torch.ones(3)]}, [])
+    assert not all_arrived(ledger)
+    assert find_differences(ledger).startswith("Rank 1 did not get keys and values from rank 0")
+    ledger.settle()
+    if ledger.rank == 0:
+        ledger.post(Kind.KEYS, {}, [1]).note([[torch.ones(3)]])
+    assert not all_arrived(ledger)
+    assert "which that rank did not send" in find_differences(ledger)
