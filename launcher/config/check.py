@@ -137,6 +137,7 @@ def _check_ranges(config: RunConfig) -> None:
         "validation.sample_tokens": (config.validation.sample_tokens, 0),
         "run.seed": (config.run.seed, 0),
         "run.log_every": (config.run.log_every, 1),
+        "run.audit_every": (config.run.audit_every, 0),
         "parallel.expert_tile_tokens": (config.expert_tile_tokens, 0),
     }
     for name, (value, least) in at_least.items():
