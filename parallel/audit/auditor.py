@@ -11,7 +11,7 @@ Every rank is audited in the same step: the others would wait for one that is au
 from __future__ import annotations
 
 import socket
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from hashlib import blake2b
@@ -32,10 +32,12 @@ from parallel.audit.verdict import Answer, Case, Finding, judge
 from parallel.runtime.process import any_rank, gather_objects
 from parallel.runtime.watch.spans import begin
 
+CALLS = 4
+"""Calls of a rank that are looked at in a step; of updates it is one."""
 LIMIT_BYTES = 64 << 20
-"""Most bytes that a rank copies of a call, inputs and outputs together."""
+"""Most bytes that a rank copies of them, inputs and outputs together."""
 
-_SHARES: dict[Kind, int] = {"product": 6, "attention": 2, "update": 2}
+SHARES: dict[Kind, int] = {"product": 6, "attention": 2, "update": 2}
 """Audited steps of ten that look at each."""
 
 Named = Callable[[], Iterable[tuple[str, Tensor]]]
@@ -67,14 +69,14 @@ class Auditor:
         self._limit = limit_bytes
         self._assigned: list[Assigned] = []
         self._ranks: list[Likeness] = []
-        self._sample: Sample | None = None
+        self._samples: list[Sample] = []
 
     def kind_of(self, step: int) -> Kind | None:
         """What is looked at in a step; None in one that is not audited."""
         if not self._every or step % self._every:
             return None
-        kinds: list[Kind] = [kind for kind in _SHARES if kind != "update" or self._audited.optimizer is not None]
-        return self._chance(step, -1).choices(kinds, [_SHARES[kind] for kind in kinds])[0]
+        kinds: list[Kind] = [kind for kind in SHARES if kind != "update" or self._audited.optimizer is not None]
+        return self._chance(step, -1).choices(kinds, [SHARES[kind] for kind in kinds])[0]
 
     @property
     def ranks(self) -> list[Likeness]:
@@ -105,14 +107,15 @@ class Auditor:
             assert self._audited.optimizer is not None
             with UpdateCapture(self._audited.optimizer, chance, self._limit) as captured:
                 yield
-            self._sample = self._named(captured)
+            self._samples = self._named(captured)
             return
         operators = operators_of(kind, self._audited.device.type)
         # Freed before the next one is made: a step that was broken off may have left it.
-        self._sample = None
-        with Capture(kind, operators, chance, limit_bytes=self._limit, name_of=self._weight_at) as capture:
+        self._samples = []
+        options = {"count": CALLS, "limit_bytes": self._limit // CALLS}
+        with Capture(kind, operators, chance, name_of=self._weight_at, **options) as capture:
             yield
-        self._sample = capture.sample
+        self._samples = capture.samples
 
     def settle(self, step: int, *, update: bool) -> list[Finding]:
         """Have this part's call made again, and say what was wrong; the same on every rank. Collective."""
@@ -122,26 +125,22 @@ class Auditor:
         begin("auditing")
         if not self._assigned:
             self.prepare()
-        sample, self._sample = self._sample, None
-        arrived = exchange(sample, self._assigned, self._rank)
-        case = self._case(sample)
-        answers = [self._answer(victim, of_victim) for victim, of_victim in arrived.items()]
-        differs = (case is not None and case.own is not None) or any(x.difference is not None for x in answers)
+        samples, self._samples = self._samples, []
+        arrived = exchange(samples, self._assigned, self._rank)
+        cases = [self._case(number, sample) for number, sample in enumerate(samples)]
+        answers = [
+            self._answer(victim, number, sample)
+            for victim, of_victim in arrived.items()
+            for number, sample in of_victim.items()
+        ]
+        differs = any(x.own is not None for x in cases) or any(x.difference is not None for x in answers)
         # A single number for all: what was found travels only where there is something.
         if not any_rank(differs):
             return []
-        cases, all_answers = [], []
-        for of_rank, from_rank in gather_objects((case, answers)):
-            all_answers += from_rank
-            if of_rank is not None:
-                cases.append(of_rank)
-        findings = [judge(one, [x for x in all_answers if x.of == one.rank]) for one in cases]
-        return [finding for finding in findings if finding is not None]
+        return _findings(gather_objects((cases, answers)))
 
-    def _case(self, sample: Sample | None) -> Case | None:
+    def _case(self, number: int, sample: Sample) -> Case:
         """This rank's own second try."""
-        if sample is None:
-            return None
         own, second = sample.own, ""
         if not sample.is_alone:
             again = compute_again(sample, self._audited.device)
@@ -151,16 +150,18 @@ class Auditor:
         if sample.is_tile and sample.own is not None:
             # The whole call was wrong, which says nothing of the tile.
             second = ""
-        return Case(rank=self._rank, host=self._ranks[self._rank].host, place=sample.place, own=own, second=second)
+        host = self._ranks[self._rank].host
+        return Case(rank=self._rank, host=host, number=number, place=sample.place, own=own, second=second)
 
-    def _answer(self, victim: int, sample: Sample) -> Answer:
+    def _answer(self, victim: int, number: int, sample: Sample) -> Answer:
         again = compute_again(sample, self._audited.device)
         if self._assigned[victim].exact:
             found, seen = difference(list(sample.outputs), again), digest(again)
         else:
             # Ranks of another kind have other bits, right or wrong: what counts is whether they differ by too much.
             found, seen = self._beyond_rounding(sample, again), ""
-        return Answer(rank=self._rank, host=self._ranks[self._rank].host, of=victim, digest=seen, difference=found)
+        host = self._ranks[self._rank].host
+        return Answer(rank=self._rank, host=host, of=victim, number=number, digest=seen, difference=found)
 
     def _beyond_rounding(self, sample: Sample, again: list[Tensor]) -> Difference | None:
         """How a result differs from that of a rank of another kind; None of what has no bound."""
@@ -182,14 +183,24 @@ class Auditor:
     def _weight_at(self, address: int) -> str:
         return _name_at(address, self._audited.weights())
 
-    def _named(self, update: UpdateCapture) -> Sample | None:
-        """The update's sample with the weights' name, where the range lies in one."""
+    def _named(self, update: UpdateCapture) -> list[Sample]:
+        """The update's sample with the weights' name, where the range lies in one; none of a step left out."""
         sample, master = update.sample, update.master
         if sample is None or master is None:
-            return None
+            return []
         address = master.data_ptr() + update.start * master.element_size()
         place = sample.place._replace(weight=_name_at(address, self._audited.masters()))
-        return replace(sample, place=place)
+        return [replace(sample, place=place)]
+
+
+def _findings(of_ranks: Sequence[tuple[list[Case], list[Answer]]]) -> list[Finding]:
+    """What is wrong with any call of any rank."""
+    found = []
+    answers = [answer for _, from_rank in of_ranks for answer in from_rank]
+    for cases, _ in of_ranks:
+        for case in cases:
+            found.append(judge(case, [x for x in answers if (x.of, x.number) == (case.rank, case.number)]))
+    return [finding for finding in found if finding is not None]
 
 
 def _name_at(address: int, named: Iterable[tuple[str, Tensor]]) -> str:

@@ -1,4 +1,4 @@
-"""``Capture``: sees every call of a step's operators, and copies one that is drawn among them.
+"""``Capture``: sees every call of a step's operators, and copies a few that are drawn among them.
 
 It is a dispatch mode of PyTorch's: below autograd, so that it meets the products of the backward pass and of recomputed
 layers too; nothing of the model knows of it, and outside its block nothing costs anything.
@@ -49,14 +49,14 @@ def operators_of(kind: Kind, device_type: str) -> frozenset[str]:
 
 
 class Capture(TorchDispatchMode):
-    """Within its block, one of all calls of some operators is copied, each as likely."""
+    """Within its block, ``count`` of all calls of some operators are copied, each as likely."""
 
     def __init__(
-        self, kind: Kind, operators: frozenset[str], chance: Random, *, limit_bytes: int, name_of: NameOf
+        self, kind: Kind, operators: frozenset[str], chance: Random, *, count: int, limit_bytes: int, name_of: NameOf
     ) -> None:
-        """``chance`` draws the call; what is copied of it takes at most ``limit_bytes``."""
+        """``chance`` draws the calls; what is copied of each takes at most ``limit_bytes``."""
         super().__init__()
-        self.sample: Sample | None = None
+        self._places: list[Sample | None] = [None] * count
         self.seen = 0
         """Calls that could have been drawn."""
         self._kind: Kind = kind
@@ -65,8 +65,13 @@ class Capture(TorchDispatchMode):
         """From the address of a converted copy to what it is of: a weight may be multiplied in another dtype."""
         self._node, self._addresses = None, ()
         """The node of autograd that the last call served, and its operands."""
-        self._unnamed: Any = None
-        """The node whose next call will name the sample."""
+        self._unnamed: tuple[Any, int] | None = None
+        """The node whose next call will name a sample, and that one's place."""
+
+    @property
+    def samples(self) -> list[Sample]:
+        """What was copied."""
+        return [sample for sample in self._places if sample is not None]
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
@@ -86,33 +91,49 @@ class Capture(TorchDispatchMode):
     def _watch(self, func: Any, args: Any, kwargs: Any) -> Any:
         operands = list(tensors_in((args, kwargs)))
         node, addresses = torch._C._current_autograd_node(), tuple(x.data_ptr() for x in operands)
-        if self._unnamed is not None and self._unnamed == node and self.sample is not None:
-            place = self.sample.place._replace(weight=self._weight(addresses))
-            self.sample, self._unnamed = replace(self.sample, place=place), None
+        if self._unnamed is not None and self._unnamed[0] == node:
+            self._name(self._unnamed[1], addresses)
         self.seen += 1
-        # One of all, each as likely, without knowing how many will come: the n-th takes the place of the one kept with
-        # probability 1/n. Of n calls about ln n are copied.
-        if self._chance.random() * self.seen < 1 and not any(x.is_meta for x in operands):
-            result = self._take(func, args, kwargs, operands, addresses, node)
+        # Each as likely, without knowing how many will come: the n-th takes one of k places with probability k/n. Of n
+        # calls about k·(1 + ln n/k) are copied (Vitter 1985, algorithm R).
+        drawn = self.seen - 1
+        if drawn >= len(self._places):
+            drawn = self._chance.randrange(self.seen)
+        if drawn < len(self._places):
+            result = self._take(drawn, func, args, kwargs, operands, addresses, node)
         else:
             result = func(*args, **kwargs)
         self._node, self._addresses = node, addresses
         return result
 
+    def _name(self, number: int, addresses: Sequence[int]) -> None:
+        """Name the sample of this place by the weight among these operands."""
+        sample, self._unnamed = self._places[number], None
+        if sample is not None:
+            self._places[number] = replace(sample, place=sample.place._replace(weight=self._weight(addresses)))
+
     def _take(
-        self, func: Any, args: Any, kwargs: Any, operands: Sequence[Tensor], addresses: tuple[int, ...], node: Any
+        self,
+        number: int,
+        func: Any,
+        args: Any,
+        kwargs: Any,
+        operands: Sequence[Tensor],
+        addresses: tuple[int, ...],
+        node: Any,
     ) -> Any:
-        """Make the call, and keep it as the sample."""
-        self.sample = None  # two of them are never in memory
+        """Make the call, and keep it as the sample of this place."""
+        self._places[number] = None  # the earlier one makes room first
         weight = self._weight(addresses)
-        self._unnamed = None
+        if self._unnamed is not None and self._unnamed[1] == number:
+            self._unnamed = None
         if not weight and node is not None:
             # The gradient of a weight is a product of two activations. The other product of the same node reads the
             # weight: it came right before, or comes next.
             if node == self._node:
                 weight = self._weight(self._addresses)
             else:
-                self._unnamed = node
+                self._unnamed = (node, number)
         place = self._place(func, operands, node, weight)
         copied = None
         # Before the call, which may write to what it reads.
@@ -121,11 +142,13 @@ class Capture(TorchDispatchMode):
         result = func(*args, **kwargs)
         num_bytes = sum(x.numel() * x.element_size() for x in (*operands, *tensors_in(result)))
         if copied is None or num_bytes > self._limit:
-            self.sample = sample_of_large(func, args, kwargs, result, place, chance=self._chance, limit=self._limit)
+            self._places[number] = sample_of_large(
+                func, args, kwargs, result, place, chance=self._chance, limit=self._limit
+            )
             return result
         tensors: list[Tensor] = []
         slots = take_apart([list(args), dict(kwargs)], tensors)
-        self.sample = Sample(
+        self._places[number] = Sample(
             op=name_of(func), args=slots[0], kwargs=slots[1], inputs=copied, outputs=flat(result), place=place
         )
         return result

@@ -14,47 +14,43 @@ from parallel.runtime.groups import control_group
 from parallel.runtime.process import gather_objects
 
 
-def exchange(sample: Sample | None, assigned: Sequence[Assigned], rank: int) -> dict[int, Sample]:
-    """The samples that this rank is to compute again, by the rank whose they are. Collective.
+def exchange(samples: Sequence[Sample], assigned: Sequence[Assigned], rank: int) -> dict[int, dict[int, Sample]]:
+    """The samples that this rank is to compute again, by the rank whose they are and their number. Collective.
 
     They travel through the machines' memory, also those of GPUs: a few times in a thousand steps.
     """
-    own: Header | None = None
-    if sample is not None and not sample.is_alone:
-        own = sample.header
+    # What ranks of another kind cannot look at stays here.
+    sent = {n: x for n, x in enumerate(samples) if not x.is_alone and (assigned[rank].exact or x.header.is_bounded)}
     # Everybody knows what comes, and from whom, before the first byte travels.
-    headers: list[Header | None] = gather_objects(own)
-    if len(headers) == 1:
-        return {}
+    headers: list[dict[int, Header]] = gather_objects({n: x.header for n, x in sent.items()})
     arriving = {
-        victim: torch.empty(header.num_bytes, dtype=torch.uint8)
-        for victim, header in enumerate(headers)
-        if header is not None and rank in _auditors_of(header, assigned[victim])
+        victim: torch.empty(sum(header.num_bytes for header in of_victim.values()), dtype=torch.uint8)
+        for victim, of_victim in enumerate(headers)
+        if of_victim and rank in assigned[victim].auditors
     }
 
     def travel() -> None:
         group, pending = control_group(), []
         for victim, data in arriving.items():
             pending.append(dist.irecv(data, victim, group=group))
-        if own is not None and sample is not None:
-            data = sample.bytes()
-            for auditor in _auditors_of(own, assigned[rank]):
+        if sent:
+            data = torch.cat([sample.bytes() for sample in sent.values()])
+            for auditor in assigned[rank].auditors:
                 pending.append(dist.isend(data, auditor, group=group))
         for request in pending:
             if request is not None:
                 request.wait()
 
-    named_collective(travel, "sending what is audited to other ranks")
-    found = {}
-    for victim, data in arriving.items():
-        header = headers[victim]
-        assert header is not None
-        found[victim] = header.sample(data)
+    if len(headers) > 1:
+        named_collective(travel, "sending what is audited to other ranks")
+    return {victim: _unpacked(headers[victim], data) for victim, data in arriving.items()}
+
+
+def _unpacked(headers: dict[int, Header], data: torch.Tensor) -> dict[int, Sample]:
+    """The samples of one rank from their bytes."""
+    found, start = {}, 0
+    for number, header in headers.items():
+        stop = start + header.num_bytes
+        found[number] = header.sample(data[start:stop])
+        start = stop
     return found
-
-
-def _auditors_of(header: Header, assigned: Assigned) -> tuple[int, ...]:
-    """The ranks that can look at such a call."""
-    if assigned.exact or header.is_bounded:
-        return assigned.auditors
-    return ()

@@ -15,6 +15,8 @@ class Case:
 
     rank: int
     host: str
+    number: int
+    """Which of its calls that are looked at in this step."""
     place: Place
     own: Difference | None
     """How the step's result differs from this rank's second one; None where it does not."""
@@ -30,6 +32,8 @@ class Answer:
     host: str
     of: int
     """The rank whose call it is."""
+    number: int
+    """Which of that rank's calls."""
     digest: str
     """That of its result; of a rank that computes other bits it says nothing."""
     difference: Difference | None
