@@ -75,12 +75,16 @@ def build(data: Path, output: Path, settings: dict[str, Any]) -> tuple[Any, Any]
     from launcher.training.step import TrainStep
 
     class KeepingAudit(StepAudit):
-        def settle(self, step: int, *, update: bool) -> None:
-            self.findings = [*self.findings, *self._auditor.settle(step, update=update)]
+        findings: tuple[Any, ...] = ()
 
-        findings: list[Any] = []  # noqa: RUF012
+        def settle(self, step: int, *, update: bool) -> None:
+            self.findings += tuple(self._auditor.settle(step, update=update))
 
     class FlippedStep(TrainStep):
+        def __init__(self, run: Any) -> None:
+            super().__init__(run)
+            self.audit, self.flip = KeepingAudit(run), Flip()
+
         def forward_backward(self, *args: Any) -> Any:
             self.flip.seen, self.flip.is_counting = 0, True
             try:
@@ -89,16 +93,14 @@ def build(data: Path, output: Path, settings: dict[str, Any]) -> tuple[Any, Any]
                 self.flip.is_counting = False
 
         def __call__(self, progress: Any) -> Any:
-            self.audit.findings = []
+            self.audit.findings = ()
             with self.flip:
                 return super().__call__(progress)
 
     logging.disable(logging.CRITICAL)
     with contextlib.redirect_stdout(io.StringIO()):
         run = build_run(load_config(data, output, settings).resolve(native_bfloat16=True), torch.device("cpu"))
-    take = FlippedStep(run)
-    take.audit, take.flip = KeepingAudit(run), Flip()
-    return run, take
+    return run, FlippedStep(run)
 
 
 def find_flips(data: Path, output: Path, settings: dict[str, Any], plan: dict[str, int]) -> dict[str, Any]:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from parallel.audit.again import tensors_in
 from parallel.audit.auditor import CALLS
 from parallel.audit.capture import OPERATORS
 
@@ -34,8 +35,11 @@ class Flip(TorchDispatchMode):
     It is entered before the audit, so it lies below: the audit sees what the step goes on with.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, operators: frozenset[str] = OPERATORS["product"]) -> None:
         super().__init__()
+        self.operators = operators
+        self.repeats = False
+        """Whether every product goes wrong, in the same way, the audit's own too."""
         self.is_counting = False
         """Whether products are the step's, and not the audit's own."""
         self.seen = 0
@@ -49,10 +53,12 @@ class Flip(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
-        if self.is_counting and func._schema.name in OPERATORS["product"]:
-            self.seen += 1
-            if self.seen == self.call:
-                flip_bit(result, Random(self.bit).randrange(result.numel()), self.bit)
+        if func._schema.name not in self.operators:
+            return result
+        self.seen += self.is_counting
+        if self.repeats or (self.is_counting and self.seen == self.call):
+            flipped = next(tensors_in(result))
+            flip_bit(flipped, Random(self.bit).randrange(flipped.numel()), self.bit)
         return result
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 AUDIT_EVENT = "audit"
@@ -15,10 +15,12 @@ def suspected_ranks(record: Mapping[str, Any]) -> list[int]:
     return sorted(set(named))
 
 
-def host_of_rank(slots: Mapping[str, int], rank: int) -> str | None:
-    """The host of a rank: ranks are counted through the hosts of a hostfile, slot by slot. None beyond the last."""
-    for host, count in slots.items():
-        if rank < count:
-            return host
-        rank -= count
-    return None
+def hosts_of(ranks: Sequence[int], slots: Mapping[str, int], world_size: int) -> list[str]:
+    """The hosts of these ranks by a hostfile's ``slots``; of a run without one, or on other hosts, "this machine".
+
+    Ranks are counted through the hosts, slot by slot.
+    """
+    if ranks and sum(slots.values()) != world_size:
+        return ["this machine"]
+    places = [host for host, count in slots.items() for _ in range(count)]
+    return list(dict.fromkeys(places[rank] for rank in ranks))

@@ -71,6 +71,12 @@ class StepAudit:
                 "that is the only one of its kind is compared within the bounds of rounding, in products and updates."
             )
         for rank, x in enumerate(ranks):
+            peers = [other.results for other in ranks if other.machine == x.machine]
+            if peers.count(x.results) * 2 < len(peers):
+                lines.append(
+                    f"Rank {rank} on {x.host} computes other numbers than most ranks with its processor and its "
+                    f"libraries ({x.machine}): it may be at fault."
+                )
             if not x.repeats:
                 lines.append(f"Rank {rank} on {x.host} does not compute the same bits twice: an audit may say so, too.")
         left_out = []
@@ -100,7 +106,9 @@ class StepAudit:
         # The newest checkpoint may be one that is being written.
         run.saver.finish()
         checkpoint: Path | None = next(reversed(list_checkpoints(run.folder)), None)
-        return TrainingError(message(step, findings, update=update, checkpoint=checkpoint), record(step, findings))
+        return TrainingError(
+            message(step, findings, update=update, checkpoint=checkpoint), record(step, findings, run.mesh.world_size)
+        )
 
     def _weights(self) -> Iterable[tuple[str, Tensor]]:
         for name, p in self._run.engine.model.decoder.named_parameters():
@@ -143,12 +151,13 @@ def _way_out(findings: Sequence[Finding], checkpoint: Path | None) -> str:
     return f"{go_on}. To find out who is wrong, run on three ranks or more; the hosts are {' and '.join(hosts)}."
 
 
-def record(step: int, findings: Sequence[Finding]) -> Record:
+def record(step: int, findings: Sequence[Finding], world_size: int) -> Record:
     """The event of the run's metrics, by which ``longctx run`` knows whom to leave out."""
     return {
         "kind": "event",
         "event": AUDIT_EVENT,
         "step": step,
+        "world_size": world_size,
         "findings": [
             {
                 "ranks": list(finding.suspects),

@@ -11,11 +11,11 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from launcher.metrics.record import Record, read_metrics
+from launcher.metrics.record import Record
 from launcher.training.setup import Progress
 from launcher.training.step import TrainStep
 from parallel.audit.capture import OPERATORS
-from tests.launcher.workers import end_guarded_each, rows, run, train, train_each
+from tests.launcher.workers import rows, run, train_each
 
 pytestmark = pytest.mark.timeout(240)
 
