@@ -2,53 +2,35 @@
 
 from __future__ import annotations
 
+import os
+import socket
 from pathlib import Path
-from random import Random
 from typing import Any
 
 import pytest
-import torch
-from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
-from launcher.metrics.record import Record
-from launcher.training.setup import Progress
+from benchmarks.flips import Flip, looked_at
+from launcher.cluster.suspects import AUDIT_EVENT, suspected_ranks
+from launcher.metrics.record import Record, read_metrics
+from launcher.training.feed import StepData
+from launcher.training.setup import Progress, Run
 from launcher.training.step import TrainStep
-from parallel.audit.capture import OPERATORS
-from tests.launcher.workers import rows, run, train_each
+from launcher.training.totals import StepSums
+from longctx.checkpoint_format import CHECKPOINTS
+from parallel.loss import StepCounts
+from tests.launcher.workers import end_guarded, rows, run, train_each
 
 pytestmark = pytest.mark.timeout(240)
 
-FLOAT32 = {"parallel.context": 2}
-
-
-def flip(x: Tensor, place: int, bit: int) -> None:
-    """Flip one bit of a tensor, wherever its values lie."""
-    width = {2: torch.int16, 4: torch.int32, 8: torch.int64}[x.element_size()]
-    index = []
-    for size in reversed(x.shape):
-        place, n = divmod(place, size)
-        index.append(n)
-    value = x[tuple(reversed(index))]
-    word = value.view(width)
-    mask = torch.tensor(1 << bit) if bit < 8 * x.element_size() - 1 else torch.tensor(-(1 << bit))
-    word ^= mask.to(width)
-
-
-class Flip(TorchDispatchMode):
-    """A processor that goes wrong: flips a bit of a result. It lies below the audit, which is entered later."""
-
-    def __init__(self, call: int, bit: int, *, repeats: bool = False) -> None:
-        super().__init__()
-        self.call, self.bit, self.repeats, self.seen = call, bit, repeats, 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
-        if func._schema.name in OPERATORS["product"]:
-            self.seen += 1
-            if self.seen == self.call or self.repeats:
-                flip(result, Random(self.seen).randrange(result.numel()), self.bit)
-        return result
+WRONG = 4
+"""A step whose products are audited."""
+DENSE = {
+    "run.audit_every": 1,
+    "checkpoint.every_steps": 1,
+    "model.num_experts": 0,
+    "model.shared_ffn_size": 0,
+    "model.ffn_size": 64,
+}
 
 
 def equal_runs(shards: Path, output: Path, changed: dict[str, Any]) -> None:
@@ -62,9 +44,12 @@ CASES = {
     "bfloat16": {"zero.stage": 2, "train.dtype": "bfloat16", "train.tokens_per_step": 1024},
     "chunks": {"zero.stage": 1, "train.chunk_tokens": 32},
     "whole": {"zero.stage": 0, "parallel.context": 1},
+    "offloaded": {"zero.stage": 2, "zero.offload": "cpu"},
+    "compiled": {"zero.stage": 1, "train.compile": "on", "validation.rows": 0},
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", CASES)
 def test_an_audited_run_is_what_it_would_be_without(shards, tmp_path, case):
     run(equal_runs, 2, shards, tmp_path, CASES[case])
@@ -75,12 +60,46 @@ def test_an_audited_run_is_what_it_would_be_without(shards, tmp_path, case):
 
 
 class FlippedStep(TrainStep):
-    """One rank's products go wrong in one step."""
+    """The last rank is wrong once, in a product of one step that is looked at."""
 
-    rank, step, bit, repeats = 1, 4, 27, False
+    def __init__(self, run: Run) -> None:
+        super().__init__(run)
+        self.flip = Flip()
+        self.flip.bit = 11
+
+    def forward_backward(self, data: StepData, counts: StepCounts, progress: Progress) -> StepSums:
+        self.flip.seen, self.flip.is_counting = 0, True
+        sums = super().forward_backward(data, counts, progress)
+        self.flip.is_counting = False
+        return sums
 
     def __call__(self, progress: Progress) -> tuple[Progress, Record]:
-        if self.run.mesh.rank != self.rank or progress.step + 1 != self.step:
+        if self.run.mesh.rank == self.run.mesh.world_size - 1:
+            # Every step has as many products as the one before: the model is dense.
+            chance = self.audit._auditor._chance(progress.step + 1, self.run.mesh.rank)
+            self.flip.call = (looked_at(chance, self.flip.seen) or [0])[-1]
+            if progress.step + 1 != WRONG:
+                self.flip.call = 0
+        with self.flip:
             return super().__call__(progress)
-        with FlipSampled(self.audit, self.bit, repeats=self.repeats):
-            return super().__call__(progress)
+
+
+def end_named(shards: Path, output: Path, changed: dict[str, Any]) -> None:
+    named = int(os.environ["WORLD_SIZE"]) - 1
+    words = [f"rank {named} on {socket.gethostname()} computed a wrong number in step {WRONG}"]
+    words += ["1 of ", "values differ, in bit 11 (mantissa)", "did not repeat", "model.layers."]
+    words += [f"step_{WRONG - 1:06d} or an older one (--run.resume newest-good)", "out of the hostfile"]
+    end_guarded(shards, output, {**DENSE, **changed}, 1, words, step=FlippedStep)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_a_wrong_number_ends_the_run_and_names_the_rank(shards, tmp_path, stage, ranks):
+    run(end_named, ranks, shards, tmp_path, {"zero.stage": stage})
+    events = [row for row in read_metrics(tmp_path) if row.get("event") == AUDIT_EVENT]
+    assert [suspected_ranks(event) for event in events] == [[ranks - 1]]
+    assert events[0]["step"] == WRONG
+    steps = [row["step"] for row in rows(tmp_path) if row["kind"] == "train"]
+    assert steps == list(range(1, WRONG)), "the step was not taken"
+    assert not (tmp_path / CHECKPOINTS / f"step_{WRONG:06d}").exists()
