@@ -18,7 +18,7 @@ from launcher.config.sections import RunConfig
 from launcher.metrics.record import Record
 from launcher.supervise.attempt import Ending, Stop, attempt
 from launcher.supervise.command import TrainingCommand
-from launcher.supervise.hosts import largest_valid, silent_hosts, write_hostfile
+from launcher.supervise.hosts import largest_valid, silent_hosts, trusted_hosts, write_hostfile
 from launcher.supervise.progress import begin_anew, last_audit, last_step, last_stop, newest_checkpoint
 from launcher.supervise.verdict import AGAIN, Judge, Patience, State
 
@@ -116,7 +116,7 @@ class Supervised:
 
     def _on_answering(self, line: TrainingCommand, slots: dict[str, int], stop: Stop) -> TrainingCommand | None:
         """The same on the hosts that answer; waits where these are too few."""
-        slots, suspects = self._trusted(slots)
+        slots, suspects = trusted_hosts(slots, self.judge.suspects, self.config)
         questions = 0
         while (silent := silent_hosts(slots)) or suspects:
             chosen = largest_valid({host: n for host, n in slots.items() if host not in silent}, self.config)
@@ -141,14 +141,6 @@ class Supervised:
             if stop.wait(seconds):
                 return None
         return line
-
-    def _trusted(self, slots: dict[str, int]) -> tuple[dict[str, int], list[str]]:
-        """The hosts without those that computed a wrong number, and these; all where the others make no valid run."""
-        suspects = [host for host in slots if host in self.judge.suspects]
-        trusted = {host: count for host, count in slots.items() if host not in suspects}
-        if largest_valid(trusted, self.config):
-            return trusted, suspects
-        return slots, []
 
     def _announce(self, ending: Ending, seconds: float) -> None:
         """Say what ended and what comes next."""

@@ -37,6 +37,7 @@ class UpdateCapture:
         self.start = 0
 
     def __enter__(self) -> UpdateCapture:
+        # Hooks of PyTorch's optimiser, which every ZeRO stage calls at last: gradients are summed and clipped by then.
         self._hooks = [
             self._optimizer.register_step_pre_hook(self._before),
             self._optimizer.register_step_post_hook(self._after),
@@ -65,18 +66,26 @@ class UpdateCapture:
         # Before the first step there are none, which AdamW takes for zeros.
         moments = [state.get(name, torch.zeros_like(p)) for name in _MOMENTS]
         step = state.get("step", torch.tensor(0.0))
-        tensors = [x.detach().reshape(-1)[part] for x in (p, p.grad, *moments) if x is not None]
+        tensors = [p, p.grad]
+        tensors += moments
+        tensors = [x.detach().reshape(-1)[part] for x in tensors if x is not None]
+        # A copy: AdamW counts up in place.
+        tensors.append(torch.as_tensor(step))
         options = {name: group.get(name) for name in _OPTIONS}
-        self._drawn = (p, part, options, [*map(Copied.of, tensors), Copied.of(torch.as_tensor(step))])
+        self._drawn = (p, part, options, [Copied.of(x) for x in tensors])
 
     def _after(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        # Another sub-group's update, or one of nothing.
         if self._drawn is None:
             return
         (p, part, options, inputs), self._drawn = self._drawn, None
         state = optimizer.state[p]
-        results = [x.detach().reshape(-1)[part].clone() for x in (p, *(state[name] for name in _MOMENTS))]
+        after = [p] + [state[name] for name in _MOMENTS]
+        results = [x.detach().reshape(-1)[part].clone() for x in after]
+        # Every argument is a tensor; what matters is their number.
         args = take_apart([torch.empty(0)] * len(inputs), [])
         place = Place("update", f"AdamW of {part.stop - part.start} values", "", None, "")
+        # Which weights lie in the range is looked up later: names are the engine's.
         self.master, self.start = p, part.start
         self.sample = Sample(op=UPDATE, args=args, kwargs=options, inputs=inputs, outputs=results, place=place)
 

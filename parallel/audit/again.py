@@ -14,7 +14,9 @@ from parallel.audit.sample import UPDATE, Sample
 
 def compute_again(sample: Sample, device: torch.device) -> list[Tensor]:
     """The results of the sample's call, computed on this rank."""
+    # Memory of its own each time: a call may write to what it is given.
     args, kwargs = sample.call(device)
+    # The call stood below autograd.
     with torch.no_grad():
         if sample.op == UPDATE:
             return flat(updated(*args, **kwargs))

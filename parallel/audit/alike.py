@@ -61,6 +61,7 @@ class Assigned:
 
 def likeness(host: str, device: torch.device, dtype: torch.dtype, kernel: str) -> Likeness:
     """This rank's."""
+    # Twice: a rank that does not agree with itself has no bits to compare.
     first, second = (_fixed_results(device, dtype, kernel) for _ in range(2))
     return Likeness(host, _machine(device), first, first == second, is_elementwise(device))
 
@@ -71,6 +72,7 @@ def assign(ranks: Sequence[Likeness]) -> list[Assigned]:
     assigned: list[Assigned] = []
     for rank, mine in enumerate(ranks):
         others = _after(order, rank)
+        # The nearest ones, which is every rank's work in turn: each looks at two.
         alike = [other for other in others if ranks[other].kind == mine.kind]
         if alike or not others:
             assigned.append(Assigned(tuple(alike[:_AUDITORS]), exact=True))
@@ -91,11 +93,12 @@ def _dealt(hosts: Sequence[str]) -> list[int]:
 def _after(order: Sequence[int], rank: int) -> list[int]:
     """All other ranks, from the one that follows on."""
     place = order.index(rank)
-    return [*order[place + 1 :], *order[:place]]
+    return list(order[place + 1 :]) + list(order[:place])
 
 
 def _machine(device: torch.device) -> str:
     """What decides which instructions a library takes."""
+    # Threads too: they divide sums among them.
     parts = [torch.__version__, str(torch.get_num_threads()), platform.machine()]
     if device.type == "cuda":
         parts += [torch.cuda.get_device_name(device), str(torch.version.cuda)]

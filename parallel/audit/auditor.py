@@ -75,6 +75,7 @@ class Auditor:
         """What is looked at in a step; None in one that is not audited."""
         if not self._every or step % self._every:
             return None
+        # By what all ranks know alike: they enter the same collectives.
         kinds: list[Kind] = [kind for kind in SHARES if kind != "update" or self._audited.optimizer is not None]
         return self._chance(step, -1).choices(kinds, [SHARES[kind] for kind in kinds])[0]
 
@@ -123,8 +124,10 @@ class Auditor:
         if kind is None or update != (kind == "update"):
             return []
         begin("auditing")
+        # Not at the start: a run shorter than its first audit does not pay for it.
         if not self._assigned:
             self.prepare()
+        # Freed here at the latest: the optimiser needs the memory.
         samples, self._samples = self._samples, []
         arrived = exchange(samples, self._assigned, self._rank)
         cases = [self._case(number, sample) for number, sample in enumerate(samples)]

@@ -83,6 +83,7 @@ class Capture(TorchDispatchMode):
         name = func._schema.name
         if name not in self._operators:
             result = func(*args, **kwargs)
+            # A CPU without bfloat16 instructions multiplies a converted copy of the weight, which has no name.
             if name == _COPY:
                 self._copies[result.data_ptr()] = args[0].data_ptr()
             return result
@@ -136,10 +137,12 @@ class Capture(TorchDispatchMode):
                 self._unnamed = (node, number)
         place = self._place(func, operands, node, weight)
         copied = None
+        # The span: a part of a larger tensor is laid out again with the gaps between its rows.
         # Before the call, which may write to what it reads.
         if sum(Layout.of(x).span_bytes for x in operands) <= self._limit:
             copied = [Copied.of(x) for x in operands]
         result = func(*args, **kwargs)
+        # The result's size is known only now; of a call that turns out too large the copies are dropped.
         num_bytes = sum(x.numel() * x.element_size() for x in (*operands, *tensors_in(result)))
         if copied is None or num_bytes > self._limit:
             self._places[number] = sample_of_large(
@@ -154,6 +157,7 @@ class Capture(TorchDispatchMode):
         return result
 
     def _place(self, func: Any, operands: Sequence[Tensor], node: Any, weight: str) -> Place:
+        # Within a node of autograd it is the backward pass, or a layer that is computed again for it.
         phase, layer = "forward", None
         if node is not None:
             phase = "backward"

@@ -78,6 +78,7 @@ class Copied(NamedTuple):
         if layout.on_cpu:
             device = torch.device("cpu")
         buffer = torch.empty(layout.span_bytes + 2 * _LINE_BYTES, dtype=torch.uint8, device=device)
+        # What the allocator gives is aligned, and the original may not have been: a part of a flat buffer.
         start = (layout.phase - buffer.data_ptr()) % _LINE_BYTES
         x = buffer[start : start + layout.span_bytes].view(layout.dtype).as_strided(layout.shape, layout.stride)
         _distinct(x, layout).copy_(self.values.to(device).view(layout.distinct_shape))

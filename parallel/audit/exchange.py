@@ -30,6 +30,7 @@ def exchange(samples: Sequence[Sample], assigned: Sequence[Assigned], rank: int)
     }
 
     def travel() -> None:
+        # All receives are posted before the first send is waited for: no order of ranks can block.
         group, pending = control_group(), []
         for victim, data in arriving.items():
             pending.append(dist.irecv(data, victim, group=group))

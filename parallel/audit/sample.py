@@ -86,7 +86,7 @@ class Sample:
 
     def bytes(self) -> Tensor:
         """Inputs and outputs."""
-        return as_bytes([*(x.values for x in self.inputs), *self.outputs])
+        return as_bytes([x.values for x in self.inputs] + list(self.outputs))
 
     def call(self, device: torch.device) -> tuple[Any, Any]:
         """The arguments and keyword arguments, laid out as they were."""
@@ -119,7 +119,7 @@ class Header:
     def sample(self, data: Tensor) -> Sample:
         """The sample of which these are the bytes."""
         kinds = [(layout.num_values, layout.dtype) for layout in self.layouts]
-        values = from_bytes(data, [*kinds, *self.results])
+        values = from_bytes(data, kinds + list(self.results))
         inputs = [Copied(layout, x) for layout, x in zip(self.layouts, values, strict=False)]
         outputs = values[len(inputs) :]
         return Sample(op=self.op, args=self.args, kwargs=self.kwargs, inputs=inputs, outputs=outputs, place=self.place)

@@ -44,13 +44,15 @@ def sample_of_large(
     is_repeated = sum(x.numel() * x.element_size() for x in results) <= _REPEATED * limit
     if is_repeated:
         own = _difference(results, list(tensors_in(call())))
+    # The second result is freed by now.
     tile = _cut(func, args, result, chance, limit)
     if tile is None:
         if not is_repeated:
             return None
         return Sample(op="", args=[], kwargs={}, inputs=[], outputs=[], place=place, own=own, is_alone=True)
+    # Copies, which give the parts the layout that the other ranks will have.
     inputs = [Copied.of(tile.rows_nK), Copied.of(tile.columns_Km)]
-    computed_nm = torch.mm(*(x.laid_out(result.device) for x in inputs))
+    computed_nm = torch.mm(inputs[0].laid_out(result.device), inputs[1].laid_out(result.device))
     # On a GPU sums may be rounded in between, as its settings say, and the bound would not hold.
     if own is None and tile.used_nm is not None and result.device.type == "cpu":
         own = outside(tile.rows_nK, tile.columns_Km, tile.used_nm, computed_nm)
@@ -104,6 +106,7 @@ def _cut(func: Any, args: Any, result: Any, chance: Random, limit: int) -> _Tile
     if name == "aten::bmm":
         batch = chance.randrange(len(a))
         a, b, used = a[batch], b[batch], result[batch]
+    # Square: the most values of the result for the bytes that travel.
     side = tile_side(a.shape[1], limit // a.element_size())
     if side < 1:
         return None

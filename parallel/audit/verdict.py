@@ -89,21 +89,25 @@ def judge(case: Case, answers: Sequence[Answer]) -> Finding | None:
             disagreeing,
             f"{_agreeing(case, answers)}, rank {disagreeing[0].rank} alone got another one.",
         )
+    # No answer agrees with the step. Whether they agree with one another says who is alone.
     others = {answer.digest for answer in answers}
     names = _ranks(answers)
+    everyone: list[Case | Answer] = [case]
+    everyone += answers
     if case.own is not None and case.second in others:
         text = (
             f"{names} computed it again, and so did rank {case.rank}: all got one result, other than its first one. "
             "The fault did not repeat."
         )
         return _finding(case, difference, [case], text)
+    # Two against one.
     if len(answers) > 1 and len(others) == 1:
         again = "Its own second try gives the wrong result again: the fault repeats."
         if case.own is not None:
             again = "Its own second try gives a third result."
         return _finding(case, difference, [case], f"{names} computed it again, and agree with one another. {again}")
     if len(answers) > 1:
-        return _finding(case, difference, [case, *answers], "No two of three results agree.")
+        return _finding(case, difference, everyone, "No two of three results agree.")
     if case.own is not None:
         return _finding(
             case,
@@ -111,7 +115,7 @@ def judge(case: Case, answers: Sequence[Answer]) -> Finding | None:
             [case],
             f"Rank {case.rank} tried again and got another result, and {names.lower()} a third one.",
         )
-    return _finding(case, difference, [case, *answers], "Each gets its own result again, and two can only disagree.")
+    return _finding(case, difference, everyone, "Each gets its own result again, and two can only disagree.")
 
 
 def _of_own(case: Case, answers: Sequence[Answer]) -> Finding | None:
@@ -140,7 +144,7 @@ def _finding(case: Case, difference: Difference, suspects: Sequence[Case | Answe
 
 
 def _agreeing(case: Case, answers: Sequence[Answer]) -> str:
-    agreeing = [case.rank, *(answer.rank for answer in answers if answer.difference is None)]
+    agreeing = [case.rank] + [answer.rank for answer in answers if answer.difference is None]
     return f"Ranks {_list(agreeing)} got the same result"
 
 

@@ -17,7 +17,9 @@ from launcher.training.setup import Progress, Run
 from launcher.training.step import TrainStep
 from launcher.training.totals import StepSums
 from longctx.checkpoint_format import CHECKPOINTS
+from longctx.kernels.regions import missing_for_compiling
 from parallel.loss import StepCounts
+from tests.helpers import run_distributed
 from tests.launcher.workers import end_guarded, rows, run, train_each
 
 pytestmark = pytest.mark.timeout(240)
@@ -45,7 +47,6 @@ CASES = {
     "chunks": {"zero.stage": 1, "train.chunk_tokens": 32},
     "whole": {"zero.stage": 0, "parallel.context": 1},
     "offloaded": {"zero.stage": 2, "zero.offload": "cpu"},
-    "compiled": {"zero.stage": 1, "train.compile": "on", "validation.rows": 0},
 }
 
 
@@ -57,6 +58,21 @@ def test_an_audited_run_is_what_it_would_be_without(shards, tmp_path, case):
     kinds = {row.pop("audited") for row in with_audits if row["kind"] == "train"}
     assert len(kinds) > 1
     assert with_audits == without
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(missing_for_compiling("cpu") is not None, reason="there is nothing to compile with")
+@pytest.mark.timeout(900)
+def test_an_audited_step_runs_the_same_compiled_code(shards, tmp_path):
+    changed = {"train.compile": "on", "train.steps": 4, "validation.rows": 0, "parallel.context": 1}
+    run_distributed(equal_runs, 1, shards, tmp_path, {**DENSE, **changed}, timeout=800)
+    assert rows(tmp_path / "1") == [
+        {**row, **audited} for row, audited in zip(rows(tmp_path / "0"), kinds_of(tmp_path / "1"), strict=True)
+    ]
+
+
+def kinds_of(folder: Path) -> list[Record]:
+    return [{key: row[key] for key in row if key == "audited"} for row in rows(folder)]
 
 
 class FlippedStep(TrainStep):
