@@ -1,7 +1,8 @@
 """Python imports this when it starts: one rank of a run then meets an accident, of which the product knows nothing.
 
-``LONGCTX_ACCIDENT`` has the accident as JSON: the rank, the place (a module and a function in it), the number of the
-call, what happens in it and after how many seconds. The time is written to a file.
+``LONGCTX_ACCIDENT`` has the accident as JSON: the rank, the place (a module and a function in it), which of its calls
+count (from a step on, about one file), the number of the call, what happens in it and after how many seconds. The time
+is written to a file.
 """
 
 from __future__ import annotations
@@ -24,9 +25,9 @@ ACCIDENT = json.loads(os.environ.get("LONGCTX_ACCIDENT", "null"))
 WORDS = "an accident for the drill"
 
 
-def pause(seconds: float = 3.0) -> None:
+def pause() -> None:
     """Be stopped for a while."""
-    subprocess.Popen(["sh", "-c", f"sleep {seconds}; kill -CONT {os.getpid()}"])
+    subprocess.Popen(["sh", "-c", f"sleep {ACCIDENT['seconds']}; kill -CONT {os.getpid()}"])
     os.kill(os.getpid(), signal.SIGSTOP)
 
 
@@ -85,6 +86,9 @@ def happen(kind: str) -> None:
     if kind in HANGS:
         HANGS[kind]()
         return
+    if kind == "command":
+        subprocess.run(["sh", "-c", ACCIDENT["command"]], check=True)
+        return
     if kind == "OSError":
         raise OSError(errno.EIO, WORDS)
     if kind == "disk full":
@@ -102,6 +106,16 @@ def happen(kind: str) -> None:
     raise getattr(__builtins__, kind, None) or getattr(__import__("builtins"), kind)(WORDS)
 
 
+def counts(args: tuple) -> bool:
+    """Whether a call with these arguments is one that counts."""
+    if ACCIDENT["step"]:
+        from parallel.runtime.watch.spans import DOING
+
+        if ACCIDENT["step"] > DOING.step:
+            return False
+    return not ACCIDENT["file"] or Path(args[0]).name == ACCIDENT["file"]
+
+
 def breaking(function, call: int, kind: str):
     """The function, in whose ``call``-th call something happens first."""
     calls = 0
@@ -109,8 +123,9 @@ def breaking(function, call: int, kind: str):
     @functools.wraps(function)
     def wrapped(*args, **kwargs):
         nonlocal calls
-        calls += 1
-        if calls == call:
+        counted = counts(args)
+        calls += counted
+        if counted and calls == call:
             happen(kind)
         return function(*args, **kwargs)
 
