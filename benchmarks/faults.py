@@ -1,4 +1,4 @@
-"""The fault suite as a table: what was injected, what the user saw, seconds to the verdict, steps lost, what came of it.
+"""The fault suite as a table: what was injected, what the user saw, seconds to the verdict, steps lost, recovery.
 
     python -m benchmarks.faults [--only EXPRESSION] [--rows FILE]
 
