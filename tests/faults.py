@@ -86,6 +86,8 @@ def verdict(text: str, words: str, names: Mapping[Path, str] | None = None) -> s
     line = lines[0]
     for folder, name in (names or {}).items():
         line = line.replace(str(folder), name)
+    # A log's line begins with a time and the name of its logger.
+    line = re.sub(r"^\d{4}-\d\d-\d\d [\d:,]+ [A-Z]+ [\w.]+: ", "", line)
     line = line.replace(socket.gethostname(), "HOST")
     line = re.sub(r"\b(process|pid) \d+", r"\1 N", re.sub(r"(\d\.\d+):\d{4,5}\b", r"\1:PORT", line))
     if len(line) > _LONGEST:

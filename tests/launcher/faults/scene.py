@@ -83,18 +83,20 @@ class Scene:
         log = (self.run / "logs" / f"rank_{rank}.log").read_text()
         line = next(line for line in log.splitlines() if words in line)
         when = datetime.strptime(line[:23], "%Y-%m-%d %H:%M:%S,%f").timestamp()
-        return self.seen(line[24:].partition(": ")[2], words), when - float((self.folder / "happened").read_text())
+        return self.seen(line, words), when - float((self.folder / "happened").read_text())
 
-    def recover(
-        self, resume: str = "latest", changed: Mapping[str, Any] | None = None, *, shards: Path | None = None
-    ) -> Recovered:
-        """Go on to the last step, and compare. Without a checkpoint the run begins anew."""
-        taken, good = last_step(self.run) or 0, newest_good(self.run)
+    def recover(self, resume: str = "latest", *, taken: int | None = None) -> Recovered:
+        """Go on to the last step, and compare. Without a checkpoint the run begins anew.
+
+        ``taken`` are the steps before the fault, where the folder does not say it.
+        """
+        good = newest_good(self.run)
+        if taken is None:
+            taken = last_step(self.run) or 0
         if not list_checkpoints(self.run):
             resume = "no"
             begin_anew(self.run)
-        keys = {"parallel.expert": 2, **(changed or {}), "run.resume": resume}
-        run(train, 2, shards or self.shards, self.run, keys)
+        run(train, 2, self.shards, self.run, {"parallel.expert": 2, "run.resume": resume})
         resumed = 0
         if resume != "no":
             resumed = [row["step"] for row in read_metrics(self.run) if row.get("event") == "resume"][-1]
