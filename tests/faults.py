@@ -89,6 +89,7 @@ def verdict(text: str, words: str, names: Mapping[Path, str] | None = None) -> s
     # A log's line begins with a time and the name of its logger.
     line = re.sub(r"^\d{4}-\d\d-\d\d [\d:,]+ [A-Z]+ [\w.]+: ", "", line)
     line = line.replace(socket.gethostname(), "HOST")
+    line = re.sub(r"\b(port:) \d+", r"\1 N", line)
     line = re.sub(r"\b(process|pid) \d+", r"\1 N", re.sub(r"(\d\.\d+):\d{4,5}\b", r"\1:PORT", line))
     if len(line) > _LONGEST:
         line = line[:_LONGEST].rsplit(" ", 1)[0] + " …"

@@ -91,6 +91,11 @@ class Namespaces:
             words = ("ip", "neigh", "replace", other, "lladdr", "02:00:00:00:00:99", "dev", "eth0", "nud", "permanent")
             run(*self.on(host, *words))
 
+    def mend(self, first: str, second: str) -> None:
+        """Undo ``cut``: they ask for each other's address again."""
+        for host, other in ((first, second), (second, first)):
+            run(*self.on(host, "ip", "neigh", "del", other, "dev", "eth0"))
+
     def cut_port(self, source: str, target: str, port: int) -> None:
         """Lose every packet from one host to a port of another, as a firewall that lets other ports pass."""
         nobody, table = "10.77.0.250", "100"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -25,6 +26,8 @@ SHORT = {"run.timeout_seconds": 6.0, "run.meet_seconds": 6.0}
 NOWHERE = Place("nowhere", "launcher.training.trainer", "validate", call=10_000)
 """Where nothing happens."""
 NO_ACCIDENT = Accident(rank=0, place=NOWHERE, kind="RuntimeError", ranks=2)
+
+_STAMP = re.compile(r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d,\d{3}")
 
 
 @dataclass(frozen=True)
@@ -81,8 +84,12 @@ class Scene:
     def logged(self, words: str, *, rank: int = 0) -> tuple[str, float]:
         """The first line of a rank's log with these words, and the seconds from the fault to it."""
         log = (self.run / "logs" / f"rank_{rank}.log").read_text()
-        line = next(line for line in log.splitlines() if words in line)
-        when = datetime.strptime(line[:23], "%Y-%m-%d %H:%M:%S,%f").timestamp()
+        lines = log.splitlines()
+        number = next(number for number, line in enumerate(lines) if words in line)
+        line = lines[number]
+        # Of a message of several lines the first one has the time.
+        stamped = [stamp for stamp in map(_STAMP.match, lines[: number + 1]) if stamp]
+        when = datetime.strptime(stamped[-1][0], "%Y-%m-%d %H:%M:%S,%f").timestamp()
         return self.seen(line, words), when - float((self.folder / "happened").read_text())
 
     def recover(self, resume: str = "latest", *, taken: int | None = None) -> Recovered:

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from launcher.metrics.record import Record
+from launcher.metrics.record import Record, read_metrics
 from launcher.report.page import remarks
 from launcher.report.run import load_run
 from launcher.training import history
@@ -154,7 +154,8 @@ def test_the_run_goes_on_as_if_it_had_none(shards, tmp_path, fault_rows, kind, s
             kind=f"{WHAT[kind]}, ZeRO {stage}",
             injected=f"on the last of 2 ranks in step {LEFT_OUT}; the undisturbed run has never taken that step",
             seen=verdict(log, f"Step {LEFT_OUT} is left out"),
-            seconds=left_out["step_seconds"],
+            # It is said at the end of the step.
+            seconds=next(r["step_seconds"] for r in read_metrics(tmp_path / "spoilt") if r["step"] == LEFT_OUT),
             steps_lost=sum("skipped" in row for row in found),
             beyond_checkpoint=0,
             equal=[row for row in found if row is not left_out] == [row for row in wanted if row["step"] != LEFT_OUT],
