@@ -21,6 +21,8 @@ import time
 from pathlib import Path
 
 STALLING = "LONGCTX_STALLING" in os.environ
+SKEW = json.loads(os.environ.get("LONGCTX_SKEW", "null"))
+"""A rank whose clock is wrong, and the environment that makes it so."""
 ACCIDENT = json.loads(os.environ.get("LONGCTX_ACCIDENT", "null"))
 WORDS = "an accident for the drill"
 
@@ -178,6 +180,10 @@ class AfterImport(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         self.act(module)
 
 
+if SKEW and os.environ.get("RANK") == SKEW["rank"]:
+    # A library that is loaded before all others: the process must begin anew, and once.
+    del os.environ["LONGCTX_SKEW"]
+    os.execve(sys.executable, sys.orig_argv, {**os.environ, **SKEW["environment"]})
 if ACCIDENT and os.environ.get("RANK") == str(ACCIDENT["rank"]):
     sys.meta_path.insert(0, AfterImport(ACCIDENT["module"], break_function))
 if STALLING and "RANK" in os.environ:

@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
+import json
 import socket
 import sys
 import time
 from collections.abc import Iterator
+from datetime import datetime
 from pathlib import Path
 
 import pytest
 
 from launcher.supervise.progress import last_step
+from tests.helpers import REPOSITORY
 from tests.launcher import test_accidents
 from tests.launcher.cluster.cluster import missing_programs, two_hosts
 from tests.launcher.cluster.namespaces import Namespaces, namespaces, why_no_namespaces
 from tests.launcher.faults.scene import SHORT, Scene
 from tests.launcher.runs import Launch, free_port
-from tests.launcher.test_accidents import Accident
+from tests.launcher.test_accidents import ACCIDENTS, Accident
 from tests.launcher.test_hangs import MEETING, strangers
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
@@ -73,6 +76,40 @@ def test_strangers_at_the_port(scene: Scene, monkeypatch: pytest.MonkeyPatch):
         seconds=outcome.seconds,
         recovered=scene.went_on(),
     )
+
+
+def faketime() -> Path | None:
+    """The library that gives a process another time; None where it is not installed."""
+    return next(Path("/usr/lib").glob("*/faketime/libfaketimeMT.so.1"), None)
+
+
+@pytest.mark.parametrize("skew", ["+1h", "-1h"])
+def test_clocks_that_differ(scene: Scene, skew: str):
+    library = faketime()
+    if library is None:
+        pytest.skip("needs libfaketime: apt-get install faketime")
+    # Hosts have one rate and no common zero: what counts seconds is right on each.
+    clock = {"LD_PRELOAD": str(library), "FAKETIME": skew, "DONT_FAKE_MONOTONIC": "1"}
+    wrong = {"LONGCTX_SKEW": json.dumps({"rank": "1", "environment": clock})}
+    launch = Launch(scene.settings(), environment={**wrong, "PYTHONPATH": f"{ACCIDENTS}:{REPOSITORY}"})
+    ended = launch.wait(LIMIT)
+    assert ended.code == 0, ended.text
+    firsts = [time_of_log(scene.run, rank) for rank in range(2)]
+    assert 3000 < abs(firsts[1] - firsts[0]) < 4200, "the clock was not set"
+    scene.record(
+        "cluster",
+        f"a clock that is an hour {'ahead' if skew[0] == '+' else 'behind'}",
+        injected=f"of rank 1 of 2, by libfaketime ({skew})",
+        seen=scene.seen(ended.text, "Done: 8 steps"),
+        seconds=ended.seconds,
+        recovered=scene.went_on(),
+    )
+
+
+def time_of_log(run: Path, rank: int) -> float:
+    """When a rank has written the first line of its log, by its own clock."""
+    with (run / "logs" / f"rank_{rank}.log").open() as file:
+        return datetime.strptime(file.readline()[:19], "%Y-%m-%d %H:%M:%S").timestamp()
 
 
 @pytest.fixture

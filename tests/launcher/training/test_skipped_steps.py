@@ -151,8 +151,8 @@ def test_the_run_goes_on_as_if_it_had_none(shards, tmp_path, fault_rows, kind, s
     fault_rows.add(
         FaultRow(
             group="numbers",
-            kind=f"{WHAT[kind]}, ZeRO {stage}",
-            injected=f"on the last of 2 ranks in step {LEFT_OUT}; the undisturbed run has never taken that step",
+            kind=WHAT[kind],
+            injected=f"on the last of 2 ranks in step {LEFT_OUT}; compared with a run that never took that step",
             seen=verdict(log, f"Step {LEFT_OUT} is left out"),
             # It is said at the end of the step.
             seconds=next(r["step_seconds"] for r in read_metrics(tmp_path / "spoilt") if r["step"] == LEFT_OUT),
