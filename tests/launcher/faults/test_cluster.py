@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import signal
 import socket
 import sys
 import time
@@ -10,6 +11,7 @@ from collections.abc import Iterator
 from datetime import datetime
 from pathlib import Path
 
+import psutil
 import pytest
 
 from launcher.supervise.progress import last_step
@@ -179,3 +181,36 @@ def test_a_network_that_comes_back(scene: Scene, hosts: Namespaces):
         seconds=seconds,
         recovered=scene.went_on(),
     )
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_stopped_rank_that_is_alone_on_its_machine(scene: Scene, rank: int):
+    """Nobody there but its launcher, which would wait for it for ever, and the command for that."""
+    if reason := why_no_namespaces():
+        pytest.skip(reason)
+    folder = scene.folder / "hosts"
+    folder.mkdir()
+    with namespaces(folder, 2, named=True) as hosts:
+        launch = start(scene, hosts, timeout=6.0)
+        victim = next(p for p in launch.family() if is_rank(p, rank))
+        (scene.folder / "happened").write_text(str(time.time()))
+        victim.send_signal(signal.SIGSTOP)
+        ended = launch.wait(LIMIT)
+    assert not ended.orphans
+    assert "Traceback" not in ended.text, ended.text
+    seen, seconds = scene.logged("the run hangs", rank=1 - rank)
+    scene.record(
+        "cluster",
+        f"SIGSTOP of rank {rank}, alone on its host",
+        injected="of two hosts with one rank each, behind step 3; run.timeout_seconds = 6",
+        seen=seen,
+        seconds=seconds,
+    )
+
+
+def is_rank(process: psutil.Process, rank: int) -> bool:
+    """Whether this is the process that runs the script as this rank."""
+    try:
+        return process.name().startswith("python") and process.environ().get("RANK") == str(rank)
+    except psutil.Error:
+        return False
