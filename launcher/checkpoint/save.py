@@ -190,6 +190,12 @@ def explained(error: OSError | CheckpointError, target: Path) -> CheckpointError
     """The error that a user reads, with what to do; one that says it is left as it is."""
     if isinstance(error, CheckpointError):
         return error
+    run_folder = target.parent.parent
+    if not run_folder.is_dir():
+        return CheckpointError(
+            f"{run_folder} is gone: somebody has removed or renamed the run's folder, and its checkpoints with it.\n"
+            "Put it back, then go on with --run.resume latest; without it the run begins anew."
+        )
     advice = "Mend that"
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
         advice = "The disk is full: free some space, or set checkpoint.keep_last lower"
@@ -202,4 +208,6 @@ def explained(error: OSError | CheckpointError, target: Path) -> CheckpointError
 def make_empty(folder: Path) -> None:
     """Make the folder anew, without what a killed save has left in it."""
     shutil.rmtree(folder, ignore_errors=True)
-    folder.mkdir(parents=True)
+    # Not the run's folder: one that is gone was removed while the run went on.
+    folder.parent.mkdir(exist_ok=True)
+    folder.mkdir()

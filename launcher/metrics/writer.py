@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import logging
+import os
 import sys
 import time
 from collections.abc import Mapping, Sequence
@@ -47,11 +49,14 @@ class MetricsWriter:
         self.draw(self.append(record))
 
     def append(self, record: Mapping[str, Any]) -> Record:
-        """Append one record to the file, and flush it; returns the record as it was written."""
+        """Append one record to the file, and flush it; returns the record as it was written. OSError: it cannot be."""
         if "time" not in record:
             record = {**record, "time": timestamp()}
         check_record(record)
         record = shortened(record)
+        # The system takes writes to a file that was removed, and nobody would ever read them.
+        if os.fstat(self._file.fileno()).st_nlink == 0:
+            raise OSError(errno.ESTALE, "somebody has removed the run's metrics", str(self._folder / METRICS_FILE))
         self._file.write(encode(record) + "\n")
         # Line by line: a killed run loses no step that it has taken. TensorBoard's curves can be drawn again.
         self._file.flush()

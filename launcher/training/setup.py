@@ -35,7 +35,7 @@ from launcher.metrics.throughput import training_flops
 from launcher.metrics.trackers.feed import check_trackers
 from launcher.plan.memory import check_memory, free_bytes, memory_of_rank
 from launcher.plan.world import World
-from launcher.run_folder import LOGS, prepare_folder, start_logging
+from launcher.run_folder import LOGS, hold_folder, prepare_folder, start_logging
 from launcher.training.chunks import settle_free_chunks
 from launcher.training.compiling import settle_compile
 from launcher.training.data_check import check_data
@@ -169,6 +169,7 @@ def build_run(config: RunConfig, device: torch.device, stop: Stop | None = None)
     check_device(zero_options(config.zero), device.type)
     on_every_rank(lambda: check_memory(config, model, mesh.world_size, mesh.ranks_per_node, device))
     folder = on_every_rank(lambda: prepare_folder(config))
+    on_rank_0(lambda: hold_folder(folder))
     start_logging(folder, mesh.rank)
     log.info("Every rank's log: %s/rank_N.log", folder / LOGS)
     on_every_rank(lambda: check_swap_folders(config, model, mesh.world_size, mesh.ranks_per_node))
