@@ -48,8 +48,17 @@ class WrittenFile(NamedTuple):
     name: str
     num_bytes: int
     hash: str
-    pieces: list[tuple[str, str, dict[str, Any]]]
+    pieces: Sequence[tuple[str, str, dict[str, Any]]] = ()
     """(tensor, role, where its values lie in the file)."""
+    block_hashes: str = ""
+    """Of the blocks of a file with pieces."""
+
+    def entry(self) -> dict[str, Any]:
+        """What the manifest says of its bytes."""
+        entry: dict[str, Any] = {"bytes": self.num_bytes, "hash": self.hash}
+        if self.block_hashes:
+            entry["blocks"] = self.block_hashes
+        return entry
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -101,13 +110,13 @@ def write_rank_file(folder: Path, rank: int, pieces: Sequence[Piece], values: It
     Values are taken one piece after the other: views of what ZeRO holds leave the device a part at a time.
     """
     path = folder / f"rank_{rank:05d}.safetensors"
-    num_bytes, digest = write_pieces(path, pieces, values)
-    _check_read_back(path, digest)
-    written = []
+    written = write_pieces(path, pieces, values)
+    _check_read_back(path, written.hash)
+    listed = []
     for one in pieces:
         where = {"file": path.name, "key": piece_key(one), "start": one.start, "numel": one.numel}
-        written.append((one.name, one.role, where))
-    return WrittenFile(path.name, num_bytes, digest, written)
+        listed.append((one.name, one.role, where))
+    return WrittenFile(path.name, written.num_bytes, written.hash, listed, written.block_hashes)
 
 
 def commit(target: Path, files: Sequence[WrittenFile], contents: Contents) -> str:
@@ -151,7 +160,7 @@ def _write_beside(path: Path, content: bytes) -> WrittenFile:
     write_synced(path, content)
     digest = xxhash.xxh3_128_hexdigest(content)
     _check_read_back(path, digest)
-    return WrittenFile(path.name, len(content), digest, [])
+    return WrittenFile(path.name, len(content), digest)
 
 
 def _manifest(contents: Contents, files: Sequence[WrittenFile]) -> dict[str, Any]:
@@ -163,7 +172,7 @@ def _manifest(contents: Contents, files: Sequence[WrittenFile]) -> dict[str, Any
         "dtype": str(contents.dtype).removeprefix("torch."),
         "model": dataclasses.asdict(contents.model),
         "tensors": _tensor_table(contents.shapes, files),
-        "files": {file.name: {"bytes": file.num_bytes, "hash": file.hash} for file in files},
+        "files": {file.name: file.entry() for file in files},
         "training": dict(contents.training),
         "versions": {"torch": torch.__version__, "python": platform.python_version()},
     }
