@@ -23,7 +23,7 @@ from longctx.checkpoint_format import list_checkpoints
 from parallel.transport.exchange import TAG_GRADIENTS, TAG_KEYS
 from tests.launcher.runs import STEPS
 from tests.launcher.workers import end_guarded, rows, run, train
-from tests.parallel.messages import faults
+from tests.parallel.runtime.messages import faults
 
 pytestmark = pytest.mark.timeout(240)
 

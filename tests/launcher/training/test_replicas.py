@@ -26,7 +26,7 @@ from parallel.zero.replicas import Odd, Part, judge
 from tests.launcher.runs import SCREEN
 from tests.launcher.training.test_messages import Row
 from tests.launcher.workers import breaking_step, build, end_guarded, rows, run, train
-from tests.parallel.messages.faults import flip_bit
+from tests.parallel.runtime.messages.faults import flip_bit
 
 pytestmark = pytest.mark.timeout(240)
 

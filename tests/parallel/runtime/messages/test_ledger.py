@@ -14,14 +14,14 @@ import torch
 
 from parallel.loss import sum_over_ranks
 from parallel.mesh import Mesh
-from parallel.messages.differences import find_differences
-from parallel.messages.kinds import Kind
-from parallel.messages.ledger import Ledger, is_balanced
+from parallel.runtime.messages.differences import find_differences
+from parallel.runtime.messages.kinds import Kind
+from parallel.runtime.messages.ledger import Ledger, is_balanced
 from parallel.runtime.watch.spans import begin, enter_layer
 from parallel.transport.exchange import TAG_GRADIENTS, TAG_KEYS
 from tests.helpers import run_distributed
 from tests.parallel.attention.attention_cases import Case, spread
-from tests.parallel.messages import faults
+from tests.parallel.runtime.messages import faults
 
 CPU = torch.device("cpu")
 WAYS: dict[str, dict[str, Any]] = {
