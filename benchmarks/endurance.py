@@ -205,6 +205,21 @@ def bounds_of(ranks: dict[str, Any]) -> list[Bound]:
     return bounds
 
 
+def table(result: dict[str, Any]) -> tuple[list[str], list[list[str]]]:
+    """Head and rows for a page: each count of each rank."""
+    head = ["rank", *(f"{NAMES[name]}: median, least … most, rise" for name in COUNTS), "log, bytes a step"]
+    rows = []
+    for rank, found in result["ranks"].items():
+        cells = [_cell(found[name], 1 << 20 if name == "memory_bytes" else 1) for name in COUNTS]
+        rows.append([rank, *cells, f"{found['log']['early']:.0f}, late {found['log']['late']:.0f}"])
+    return head, rows
+
+
+def _cell(found: dict[str, float], unit: int) -> str:
+    median, least, most = (f"{found[name] / unit:,.0f}" for name in ("median", "least", "most"))
+    return f"{median}, {least} … {most}, {found['rise']:+.2%}"
+
+
 def main() -> int:
     """Run the benchmark."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)

@@ -36,8 +36,6 @@ class MappedShard:
         tokens, names = batch.column("tokens"), batch.column("name")
         self._batch = batch
         self.offsets = tokens.offsets.to_numpy(zero_copy_only=True)
-        # Plain integers come from here, in a third of the time that numpy takes.
-        self._offset_of = memoryview(self.offsets)
         self.values = tokens.values.to_numpy(zero_copy_only=True)
         self._offsets_buffer, values = tokens.offsets.buffers()[1], tokens.values.buffers()[1]
         self._name_offsets = np.frombuffer(names.buffers()[1], np.int32)
@@ -46,7 +44,8 @@ class MappedShard:
         self._offsets_at, self._values_at, self._name_offsets_at, self._names_at = (
             _place(part, content, path) for part in parts
         )
-        self.tokens = self._reader()
+        # Plain integers come from a memory view, in a third of the time that numpy takes.
+        self.tokens = _reader(path, blocks, self.values, memoryview(self.offsets), self._offsets_at, self._values_at)
         """Reads tokens ``start`` to ``stop`` of a document (to its end if None), as a view."""
         # Tokens are read in runs; of everything else a few bytes here and there.
         advise(values, mmap.MADV_NORMAL)
@@ -80,37 +79,6 @@ class MappedShard:
     def num_documents(self) -> int:
         """Documents in this file."""
         return len(self.offsets) - 1
-
-    def _reader(self) -> Callable[..., np.ndarray]:
-        """``tokens``, which has what it needs at hand: a method would look it up for a third of its time.
-
-        It does not know the shard itself, which goes with its last user, and not when Python looks for circles.
-        """
-        path, blocks, values, offset_of = self.path, self._blocks, self.values, self._offset_of
-        offsets_at, values_at, token_bytes, num_tokens = self._offsets_at, self._values_at, values.itemsize, len(values)
-
-        def tokens(row: int, start: int = 0, stop: int | None = None) -> np.ndarray:
-            if not blocks.all_seen:
-                at = offsets_at + _OFFSET * row
-                # ``check`` asks the same. Here it would take a quarter of the time of the whole read.
-                if not (blocks.seen[at >> BLOCK_SHIFT] and blocks.seen[(at + 2 * _OFFSET - 1) >> BLOCK_SHIFT]):
-                    blocks.check(at, at + 2 * _OFFSET)
-            first, last = offset_of[row], offset_of[row + 1]
-            # A slice of wrong offsets would be another document's tokens, or fewer than the plan counts on.
-            if not 0 <= first < last <= num_tokens:
-                raise _wrong_offsets(path)
-            if stop is not None and first + stop < last:
-                last = first + stop
-            first += start
-            if first >= last:
-                return values[:0]
-            if not blocks.all_seen:
-                begin, end = values_at + token_bytes * first, values_at + token_bytes * last
-                if blocks.seen.find(0, begin >> BLOCK_SHIFT, ((end - 1) >> BLOCK_SHIFT) + 1) >= 0:
-                    blocks.check(begin, end)
-            return values[first:last]
-
-        return tokens
 
     def all_tokens(self) -> np.ndarray:
         """The tokens of all documents, as a view."""
@@ -179,6 +147,39 @@ class MappedShard:
         """
         # Of a file that is mapped for reading: nothing can be lost.
         advise(self._offsets_buffer, mmap.MADV_DONTNEED)
+
+
+def _reader(
+    path: Path, blocks: Blocks, values: np.ndarray, offset_of: memoryview, offsets_at: int, values_at: int
+) -> Callable[..., np.ndarray]:
+    """``MappedShard.tokens``, which has what it needs at hand: a method would look it up for a third of its time.
+
+    It does not know the shard itself, which goes with its last user, and not when Python looks for circles.
+    """
+    token_bytes, num_tokens = values.itemsize, len(values)
+
+    def tokens(row: int, start: int = 0, stop: int | None = None) -> np.ndarray:
+        if not blocks.all_seen:
+            at = offsets_at + _OFFSET * row
+            # ``check`` asks the same. Here it would take a quarter of the time of the whole read.
+            if not (blocks.seen[at >> BLOCK_SHIFT] and blocks.seen[(at + 2 * _OFFSET - 1) >> BLOCK_SHIFT]):
+                blocks.check(at, at + 2 * _OFFSET)
+        first, last = offset_of[row], offset_of[row + 1]
+        # A slice of wrong offsets would be another document's tokens, or fewer than the plan counts on.
+        if not 0 <= first < last <= num_tokens:
+            raise _wrong_offsets(path)
+        if stop is not None and first + stop < last:
+            last = first + stop
+        first += start
+        if first >= last:
+            return values[:0]
+        if not blocks.all_seen:
+            begin, end = values_at + token_bytes * first, values_at + token_bytes * last
+            if blocks.seen.find(0, begin >> BLOCK_SHIFT, ((end - 1) >> BLOCK_SHIFT) + 1) >= 0:
+                blocks.check(begin, end)
+        return values[first:last]
+
+    return tokens
 
 
 def _wrong_offsets(path: Path) -> DataError:
