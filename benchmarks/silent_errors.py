@@ -105,7 +105,8 @@ def measure(data: Path, output: Path, settings: dict[str, Any], steps: int) -> d
     progress, _ = take(progress)
     found: dict[str, list[float]] = {name: [] for name in ("step", "of_messages", "of_replicas")}
     for _ in range(steps):
-        messages.take(), replicas.take()
+        messages.take()
+        replicas.take()
         summed.update(bytes=0, messages=0)
         began = time.thread_time()
         progress, _ = take(progress)
