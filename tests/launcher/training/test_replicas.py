@@ -105,7 +105,7 @@ def find(name: str, shards: Path, output: Path) -> None:
     assert trainer.progress.step == 2
 
 
-FAST = "moment, stage 3"
+FAST = "weight on one of two ranks, stage 1"
 
 
 @pytest.mark.parametrize("name", [FAST, *(pytest.param(n, marks=pytest.mark.slow) for n in FLIPS if n != FAST)])
