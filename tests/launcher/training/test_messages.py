@@ -29,7 +29,7 @@ pytestmark = pytest.mark.timeout(240)
 
 RING = {"parallel.context": 2, "parallel.layout": "zigzag"}
 TWO_LEVELS = {**RING, "parallel.context": 4, "parallel.transport": "two_level"}
-LINEAR = {"model.layers": "linear full", **RING}
+LINEAR = {"model.layers": "linear", **RING}
 BEFORE = 5
 """The step in which it goes wrong: a checkpoint of step 4 is there."""
 
