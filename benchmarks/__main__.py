@@ -42,6 +42,7 @@ NAMES = (
     "saving",
     "delivery",
     "build",
+    "audit",
 )
 TIMEOUT_SECONDS = 7200
 

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import json
 import logging
 import os
 import platform
 import socket
 import sys
+import time
+from contextlib import suppress
+from datetime import datetime
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -15,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 from launcher.cluster.exit import is_for_console
 from launcher.metrics.record import METRICS_FILE
 from longctx import __version__
-from longctx.errors import ConfigError
+from longctx.errors import ClusterError, ConfigError
 from longctx.files import replaced_file
 
 if TYPE_CHECKING:  # the report reads this file's names without torch
@@ -27,6 +32,10 @@ ENVIRONMENT_FILE = "environment.json"
 LOGS = "logs"
 IMPORTED = "imported"
 """Checkpoint that a Hugging Face folder was converted into, to start from."""
+HOLDER_FILE = "holder"
+"""In ``LOGS``: which process the folder belongs to, and its lock."""
+HOLD_SECONDS = 15.0
+"""How long a start waits for the process before it, which may be saving."""
 
 
 def prepare_folder(config: RunConfig) -> Path:
@@ -52,6 +61,41 @@ def prepare_folder(config: RunConfig) -> Path:
     return folder
 
 
+def hold_folder(folder: Path, *, wait_seconds: float = HOLD_SECONDS) -> None:
+    """Keep other runs out of a folder as long as this process lives; ClusterError where one is at work there.
+
+    Rank 0 does it. The system lets go of it when the process ends, however it ends.
+    """
+    path = folder / LOGS / HOLDER_FILE
+    handle = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
+    deadline = time.monotonic() + wait_seconds
+    # A run that is asked to stop may still be writing its last checkpoint when the next attempt begins.
+    while not _is_locked(handle):
+        if time.monotonic() > deadline:
+            holder = os.pread(handle, 200, 0).decode(errors="replace").strip() or "another process"
+            os.close(handle)
+            raise ClusterError(
+                f"run.output_dir={str(folder)!r} belongs to a run that is under way: {holder}.\n"
+                "Two would write over one another. End that one first, or choose another folder (--run.output_dir ...)."
+            )
+        time.sleep(0.1)
+    # The words are for people; the lock is there without them.
+    with suppress(OSError):
+        os.ftruncate(handle, 0)
+        os.pwrite(handle, f"process {os.getpid()} on {socket.gethostname()} since {datetime.now():%F %T}".encode(), 0)
+    # Not closed: with the handle goes the lock.
+
+
+def _is_locked(handle: int) -> bool:
+    """Whether this process has the lock now, or the file system knows of none."""
+    try:
+        # Not flock, which a forked child would hold on to.
+        fcntl.lockf(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        return error.errno not in (errno.EACCES, errno.EAGAIN)
+    return True
+
+
 def write_config_and_environment(folder: Path, config: RunConfig, mesh: Mesh, num_parameters: int) -> None:
     """Write the resolved config, and the environment of rank 0."""
     with replaced_file(folder / CONFIG_FILE) as temporary:
@@ -62,7 +106,7 @@ def write_config_and_environment(folder: Path, config: RunConfig, mesh: Mesh, nu
 
 def start_logging(folder: Path, rank: int) -> None:
     """Log INFO to ``logs/rank_N.log`` on every rank; on the console, INFO of rank 0 and warnings of the others."""
-    to_file = logging.FileHandler(folder / LOGS / f"rank_{rank}.log")
+    to_file = _LogFile(folder / LOGS / f"rank_{rank}.log")
     to_file.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
     to_console = logging.StreamHandler(sys.stdout)
     if rank == 0:
@@ -80,6 +124,23 @@ def start_logging(folder: Path, rank: int) -> None:
         logger.setLevel(logging.INFO)
         logger.propagate = False
         logger.handlers = [to_file, to_console]
+
+
+class _LogFile(logging.FileHandler):
+    """A rank's log. What cannot be written there ends no run, and is said once."""
+
+    _has_failed = False
+
+    def handleError(self, record: logging.LogRecord) -> None:  # noqa: N802
+        """Say once, on the console, that lines are missing from here on."""
+        error = sys.exc_info()[1]
+        # An error that ends the run says more, and is the last thing that a user reads.
+        if self._has_failed or not is_for_console(record):
+            return
+        self._has_failed = True
+        number = getattr(error, "errno", None)
+        sys.stdout.write(f"Lines are missing from {self.baseFilename}: errno {number}. The run goes on.\n")
+        sys.stdout.flush()
 
 
 def _environment(mesh: Mesh, num_parameters: int) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Our checkpoint on disk: a manifest and flat pieces of named tensors. Read here, with safetensors alone.
+"""Our checkpoint on disk: a manifest and flat pieces of named tensors in safetensors files. Read here.
 
 A checkpoint folder holds ``manifest.json`` (hashed), the tokenizer's files and safetensors files. Every logical tensor
 (a parameter under its Hugging Face in-memory name) exists in three fp32 roles: ``master``, ``exp_avg``, ``exp_avg_sq``.
@@ -8,22 +8,21 @@ and any number of ranks writes this format, and reads any range of it back. An i
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Collection, Iterable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
-from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from longctx.architecture.size import count_parameters
+from longctx.checkpoint_files import PieceFiles, link_problem
 from longctx.checkpoint_manifest import (
     FORMAT,
     PROVED,
     ROLES,
+    VALUE_BYTES,
     VERSION,
-    Piece,
     Pieces,
     canonical_hash,
     is_buffer,
@@ -35,7 +34,7 @@ from longctx.checkpoint_manifest import (
 )
 from longctx.config import ModelConfig
 from longctx.errors import CheckpointError
-from longctx.files import CHECKPOINTS, MANIFEST, check_link, hash_file, list_checkpoints
+from longctx.files import CHECKPOINTS, MANIFEST, hash_file, list_checkpoints
 
 __all__ = [
     "CHECKPOINTS",
@@ -54,26 +53,24 @@ __all__ = [
 
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-_HEADER_BYTES, _ENTRY_BYTES = 2 * 2**20, 1024
-"""What the header of a file of pieces takes at most: what a writer reserves, and for each piece."""
 _SPARE_VALUES = 2**20
 """By how many values tensors may fall short of a model before they are compared with it name by name."""
-_ADVICE = "Take another checkpoint; `longctx checkpoint verify` says whether it is whole."
 
 
 class CheckpointReader:
     """A committed checkpoint, opened lazily: nothing but the manifest is read until a range is asked for."""
 
-    def __init__(self, folder: str | Path) -> None:
-        """Read and check the manifest; CheckpointError when it is missing, damaged, made up or of another version."""
+    def __init__(self, folder: str | Path, *, past_cache: bool = False) -> None:
+        """Read and check the manifest; CheckpointError when it is missing, damaged, made up or of another version.
+
+        ``past_cache`` reads values past the page cache: quicker where each is read once.
+        """
         self.folder = Path(folder)
         self.manifest = read_manifest(self.folder)
         self._pieces = read_pieces(self.manifest, self.folder / MANIFEST)
         self._roles = _common_roles(self._pieces, self.folder)
-        self._num_pieces = Counter(
-            piece.file for roles in self._pieces.values() for found in roles.values() for piece in found
-        )
-        self._open: dict[str, Any] = {}
+        pieces = (piece for roles in self._pieces.values() for found in roles.values() for piece in found)
+        self._files = PieceFiles(self.folder, self.manifest["files"], pieces, past_cache=past_cache)
 
     @property
     def step(self) -> int:
@@ -109,25 +106,20 @@ class CheckpointReader:
         return self.read_range(name, role, 0, torch.Size(shape).numel()).view(shape)
 
     def read_range(self, name: str, role: str, start: int, numel: int) -> Tensor:
-        """``numel`` values of the flattened tensor from ``start``, fp32 [numel]; reads only the pieces it needs."""
-        if role not in self._roles:
-            raise CheckpointError(
-                f"{self.folder} has no {role}: it was imported, so optimiser and schedule start anew."
-            )
-        if start < 0 or start + numel > torch.Size(self.shape(name)).numel():
-            raise ValueError(f"values {start} to {start + numel} are not all in {name}, shape {self.shape(name)}")
-        # The overlap of what is asked for and what each piece holds.
-        needed: list[tuple[int, int, Piece, Any]] = []
-        for piece in self._pieces[name][role]:
-            lo, hi = max(start, piece.start), min(start + numel, piece.start + piece.numel)
-            if lo < hi:
-                needed.append((lo, hi, piece, self._entry(piece)))
-        # Only now: every piece is there, in its size, so that no manifest alone can ask for memory.
+        """``numel`` values of the flattened tensor from ``start``, fp32 [numel]."""
+        # First: every piece is there, in its size, so that no manifest alone can ask for memory.
+        places = self._places(name, role, start, numel)
         out = torch.empty(numel, dtype=torch.float32)
-        for lo, hi, piece, entry in needed:
-            # safetensors reads a slice from the disk.
-            out[lo - start : hi - start] = entry[lo - piece.start : hi - piece.start]
+        self._fill(out, start, places)
         return out
+
+    def read_into(self, name: str, role: str, start: int, out: Tensor) -> None:
+        """Fill ``out``, flat, of any dtype and on any device, with values of the flattened tensor from ``start``.
+
+        Only what is needed is read, and hashed before it is used, where the manifest has hashes of blocks.
+        CheckpointError where the file is damaged there: what was filled before is right, the rest is untouched.
+        """
+        self._fill(out, start, self._places(name, role, start, len(out)))
 
     def state_dict(self, dtype: torch.dtype | None = None) -> Iterator[tuple[str, Tensor]]:
         """Every weight, one at a time, in ``dtype`` (default: the run's); buffers in float32, as they are."""
@@ -143,25 +135,23 @@ class CheckpointReader:
         if files is None:
             files, problems = self.manifest["files"], _proof_problem(self.folder)
         for name in files or ():
-            entry = self.manifest["files"][name]
-            path = self.folder / name
-            if link := _link_problem(self.folder, name):
-                problems.append(link)
-            elif not path.is_file():
-                problems.append(f"{name} is missing")
             # The size first: it is free, and a copy that was cut short is the usual damage.
-            elif path.stat().st_size != entry["bytes"]:
-                problems.append(f"{name} has {path.stat().st_size} bytes, the manifest says {entry['bytes']}")
-            elif hash_file(path) != entry["hash"]:
-                problems.append(f"{name} is damaged: its xxh3-128 is not the manifest's")
+            problem = self._wrong_size(name)
+            if not problem and hash_file(self.folder / name) != self.manifest["files"][name]["hash"]:
+                problem = f"{name} is damaged: its xxh3-128 is not the manifest's"
+            problems += [problem] * bool(problem)
         return problems
+
+    def wrong_sizes(self) -> list[str]:
+        """Files that are not there, or not as long as the manifest says: what costs no reading."""
+        return [problem for problem in map(self._wrong_size, self.manifest["files"]) if problem]
 
     def check_entries(self) -> None:
         """CheckpointError unless every piece is in its file, in its size; headers alone are read."""
         for roles in self._pieces.values():
             for found in roles.values():
                 for piece in found:
-                    self._entry(piece)
+                    self._files.place(piece)
         self.close()
 
     def unlisted(self) -> list[str]:
@@ -173,43 +163,48 @@ class CheckpointReader:
 
     def close(self) -> None:
         """Close the open files."""
-        self._open.clear()
+        self._files.close()
 
-    def _opened(self, file: str) -> Any:
-        """A file of pieces, its header read. OSError or CheckpointError where it is not one of this manifest."""
-        if file not in self._open:
-            if problem := _link_problem(self.folder, file):
-                raise CheckpointError(problem)
-            # To open a pipe that nobody writes to would hang.
-            if not (self.folder / file).is_file():
-                raise FileNotFoundError("it is missing, or no plain file")
-            # The library takes any header of up to 100 MB, and several times as much memory.
-            with (self.folder / file).open("rb") as content:
-                header_bytes = int.from_bytes(content.read(8), "little")
-            num_pieces = self._num_pieces[file]
-            if header_bytes > _HEADER_BYTES + num_pieces * _ENTRY_BYTES:
-                raise CheckpointError(
-                    f"{self.folder / file} has a header of {header_bytes:,} bytes, and the manifest names "
-                    f"{num_pieces:,} pieces in it. {_ADVICE}"
-                )
-            self._open[file] = safe_open(self.folder / file, framework="pt")
-        return self._open[file]
+    def _wrong_size(self, name: str) -> str:
+        """What is wrong with a file without reading it; empty where all is well."""
+        path, num_bytes = self.folder / name, self.manifest["files"][name]["bytes"]
+        if link := link_problem(self.folder, name):
+            return link
+        if not path.is_file():
+            return f"{name} is missing"
+        if path.stat().st_size != num_bytes:
+            return f"{name} has {path.stat().st_size} bytes, the manifest says {num_bytes}"
+        return ""
 
-    def _entry(self, piece: Piece) -> Any:
-        """The file's entry of a piece, checked against the manifest; its values are read when it is sliced."""
-        try:
-            entry = self._opened(piece.file).get_slice(piece.key)
-        except (OSError, SafetensorError) as error:
+    def _places(self, name: str, role: str, start: int, numel: int) -> list[_Place]:
+        """Where the values of a range lie; CheckpointError where there are none."""
+        if role not in self._roles:
             raise CheckpointError(
-                f"{self.folder / piece.file} cannot be read: {error}.\n"
-                "`longctx checkpoint verify` names every damaged file; resume from an older checkpoint."
-            ) from error
-        if entry.get_dtype() != "F32" or entry.get_shape() != [piece.numel]:
-            raise CheckpointError(
-                f"{piece.key} in {self.folder / piece.file} is {entry.get_dtype()} {entry.get_shape()}; "
-                f"the manifest says F32 [{piece.numel}]."
+                f"{self.folder} has no {role}: it was imported, so optimiser and schedule start anew."
             )
-        return entry
+        if start < 0 or start + numel > torch.Size(self.shape(name)).numel():
+            raise ValueError(f"values {start} to {start + numel} are not all in {name}, shape {self.shape(name)}")
+        found = []
+        # The overlap of what is asked for and what each piece holds.
+        for piece in self._pieces[name][role]:
+            lo, hi = max(start, piece.start), min(start + numel, piece.start + piece.numel)
+            if lo < hi:
+                first = self._files.place(piece) + VALUE_BYTES * (lo - piece.start)
+                found.append(_Place(lo, hi, piece.file, first))
+        return found
+
+    def _fill(self, out: Tensor, start: int, places: Iterable[_Place]) -> None:
+        for place in places:
+            self._files.read_into(place.file, place.first, out[place.lo - start : place.hi - start])
+
+
+class _Place(NamedTuple):
+    """Values ``lo`` to ``hi`` of a flattened tensor lie in a file, from this byte on."""
+
+    lo: int
+    hi: int
+    file: str
+    first: int
 
 
 def _common_roles(pieces: Pieces, folder: Path) -> tuple[str, ...]:
@@ -221,16 +216,6 @@ def _common_roles(pieces: Pieces, folder: Path) -> tuple[str, ...]:
             f"{folder}: its tensors must all have the roles {ROLES}, or all the master alone, as buffers have."
         )
     return tuple(role for role in ROLES if role in next(iter(found)))
-
-
-def _link_problem(folder: Path, file: str) -> str:
-    """What is wrong with a file that is a link: it must not make us read elsewhere. Empty where all is well."""
-    if (folder / file).is_symlink():
-        try:
-            check_link(folder, file, CheckpointError)
-        except CheckpointError as error:
-            return str(error)
-    return ""
 
 
 def _proof_problem(folder: Path) -> list[str]:

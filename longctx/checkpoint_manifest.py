@@ -15,6 +15,7 @@ from typing import Any
 
 import xxhash
 
+from longctx.checkpoint_blocks import HASH_DIGITS, num_blocks
 from longctx.errors import CheckpointError, DataError
 from longctx.files import MANIFEST, read_manifest_json
 from longctx.untrusted.reading import read_json, shown
@@ -41,7 +42,7 @@ ROLES = ("master", "exp_avg", "exp_avg_sq")
 DTYPES = ("float32", "bfloat16", "float16")
 """The dtypes that a run computes in, or that an import may come in."""
 
-_VALUE_BYTES = 4
+VALUE_BYTES = 4
 """Bytes of a float32 in a file."""
 _ADVICE = "Take a checkpoint that a run or `longctx convert` wrote."
 
@@ -150,13 +151,17 @@ def _problems(manifest: dict[str, Any], pieces: Pieces) -> Iterator[str]:
                     yield f"{name} ({role}) lies in {shown(piece.key)} of {piece.file}, where another piece lies"
                 seen.add((piece.file, piece.key))
                 at += piece.numel
-                held[piece.file] += _VALUE_BYTES * piece.numel
+                held[piece.file] += VALUE_BYTES * piece.numel
             if at != size:
                 yield f"{name} ({role}) ends at value {at} of {size}"
     # Bounds everything that is reserved by these numbers: a file's size is compared with the manifest's.
     for file, num_bytes in held.items():
-        if num_bytes > manifest["files"][file]["bytes"]:
-            yield f"{file} has {manifest['files'][file]['bytes']} bytes, and its pieces {num_bytes}"
+        entry = manifest["files"][file]
+        if num_bytes > entry["bytes"]:
+            yield f"{file} has {entry['bytes']} bytes, and its pieces {num_bytes}"
+        # Without one for each of them, some bytes would be used as they are.
+        if "blocks" in entry and len(entry["blocks"]) != HASH_DIGITS * num_blocks(entry["bytes"]):
+            yield f"{file} has {entry['bytes']} bytes, and {len(entry['blocks']) // HASH_DIGITS} hashes of blocks"
 
 
 def num_values(shape: list[int] | tuple[int, ...]) -> int:
@@ -229,6 +234,8 @@ def _no_manifest(value: Any, where: str) -> None:
         raise ValueError(f"{where} is {MANIFEST}, which cannot vouch for itself")
 
 
+_BLOCK_HASHES = text(r"([0-9a-f]{32})*", "row of checksums of 32 hex digits each")
+
 _MANIFEST: Check = record(
     {
         "format": anything,
@@ -237,7 +244,7 @@ _MANIFEST: Check = record(
         "dtype": one_of(DTYPES),
         # ModelConfig reads its own fields, strictly.
         "model": mapping(NAME, anything),
-        "files": mapping(_no_manifest, record({"bytes": whole(), "hash": HASH})),
+        "files": mapping(_no_manifest, record({"bytes": whole(), "hash": HASH}, {"blocks": _BLOCK_HASHES})),
         "tensors": mapping(NAME, _TENSOR, least=1),
         "training": _TRAINING,
         "hash": HASH,

@@ -11,6 +11,8 @@ from pathlib import Path
 import pytest
 from hypothesis import settings
 
+from tests.faults import FaultRows
+
 LONGEST = (
     "tests/launcher/test_pretrain.py",
     "tests/launcher/checkpoint/test_checkpoint.py",
@@ -37,10 +39,19 @@ settings.register_profile("search", deadline=None, print_blob=True)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """``--part 2/3`` runs the second of three parts."""
+    """``--part 2/3`` runs the second of three parts; ``--fault-rows FILE`` keeps what the fault suite measures."""
     parser.addoption("--part", default="1/1", metavar="K/N", help="run the K-th of N parts of the selected tests")
+    parser.addoption("--fault-rows", type=Path, metavar="FILE", help="append the rows of the fault suite to a file")
 
 
+@pytest.fixture(scope="session")
+def fault_rows(request: pytest.FixtureRequest) -> FaultRows:
+    """Where a test of the fault suite puts its rows."""
+    return FaultRows(request.config.getoption("--fault-rows"))
+
+
+# Before pytest reads -m.
+@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Keep the tests of the part that was asked for, the longest files first.
 
@@ -49,6 +60,10 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     match = re.fullmatch(r"([1-9]\d*)/([1-9]\d*)", config.getoption("--part"))
     if match is None or int(match[1]) > int(match[2]):
         raise pytest.UsageError(f"--part={config.getoption('--part')} must be K/N with 1 <= K <= N, such as 2/3.")
+    for item in items:
+        # Whatever records a row is one of the suite, directly or by another fixture.
+        if "fault_rows" in getattr(item, "fixturenames", ()):
+            item.add_marker("fault")
     part, parts = int(match[1]), int(match[2])
     kept = [item for item in items if zlib.crc32(item.nodeid.encode()) % parts == part - 1]
     config.hook.pytest_deselected(items=[item for item in items if item not in set(kept)])

@@ -13,15 +13,29 @@ import os
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from types import TracebackType
+from typing import NamedTuple
 
 import xxhash
+
+from longctx.checkpoint_blocks import BLOCK_BYTES as HASHED_BYTES
+from longctx.checkpoint_blocks import fill_block, open_file
 
 ALIGNMENT = 4096
 """Direct I/O wants addresses, offsets and lengths in multiples of a disk's sector; no disk has larger ones."""
 BLOCK_BYTES = 8 << 20
-"""Bytes of one transfer."""
+"""Bytes of one transfer: blocks that have a hash each, as a whole."""
 BLOCKS = 4
 """Transfers under way at a time: what a file takes of memory is so many blocks."""
+
+
+class Written(NamedTuple):
+    """A file on the disk."""
+
+    num_bytes: int
+    hash: str
+    """xxh3-128 of all its bytes."""
+    block_hashes: str
+    """Those of its blocks, one after the other, as a manifest has them."""
 
 
 class HashedWriter:
@@ -34,7 +48,8 @@ class HashedWriter:
         self._fd, self._direct = _open(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC)
         self._workers = ThreadPoolExecutor(BLOCKS, thread_name_prefix="checkpoint")
         self._blocks = [mmap.mmap(-1, BLOCK_BYTES) for _ in range(BLOCKS)]
-        self._writes: list[Future[None] | None] = [None] * BLOCKS
+        self._writes: list[Future[str] | None] = [None] * BLOCKS
+        self._hashes: list[str] = []
         self._turn = self._filled = 0
 
     def write(self, content: memoryview | bytes) -> None:
@@ -48,18 +63,18 @@ class HashedWriter:
             if self._filled == BLOCK_BYTES:
                 self._send()
 
-    def close(self) -> tuple[int, str]:
-        """Write the rest and wait until the disk has all of it; returns bytes and their xxh3-128."""
+    def close(self) -> Written:
+        """Write the rest and wait until the disk has all of it."""
         size = self._size + self._filled
         if self._filled:
             self._send()
-        for write in self._writes:
-            if write is not None:
-                write.result()
+        # In the order in which they were sent.
+        for turn in range(self._turn, self._turn + BLOCKS):
+            self._finish(turn % BLOCKS)
         # The last block went as a whole one.
         os.ftruncate(self._fd, size)
         os.fsync(self._fd)
-        return size, self._digest.hexdigest()
+        return Written(size, self._digest.hexdigest(), "".join(self._hashes))
 
     def _send(self) -> None:
         """Hash the block that is filled, begin to write it, and wait for the next one to be free."""
@@ -67,19 +82,26 @@ class HashedWriter:
         padded = count
         if self._direct:
             padded = -(-count // ALIGNMENT) * ALIGNMENT
-        self._writes[self._turn] = self._workers.submit(self._write_block, block[:padded], self._size)
+        self._writes[self._turn] = self._workers.submit(self._write_block, block[:padded], self._size, count)
         # While it is on its way: both read the block.
         self._digest.update(block[:count])
         self._size += count
         self._turn, self._filled = (self._turn + 1) % BLOCKS, 0
-        before = self._writes[self._turn]
-        if before is not None:
-            before.result()
+        self._finish(self._turn)
 
-    def _write_block(self, block: memoryview, offset: int) -> None:
+    def _finish(self, turn: int) -> None:
+        """Wait until what was last sent from this memory is written, and take its hashes."""
+        write, self._writes[turn] = self._writes[turn], None
+        if write is not None:
+            self._hashes.append(write.result())
+
+    def _write_block(self, block: memoryview, offset: int, count: int) -> str:
+        """Write all of a block; returns the hashes of its first ``count`` bytes, the content."""
+        starts = range(0, count, HASHED_BYTES)
+        hashes = [xxhash.xxh3_128_hexdigest(block[start : min(start + HASHED_BYTES, count)]) for start in starts]
         while block:
             try:
-                count = os.pwrite(self._fd, block, offset)
+                written = os.pwrite(self._fd, block, offset)
             except OSError as error:
                 if error.errno != errno.EINVAL or not self._direct:
                     raise
@@ -87,9 +109,10 @@ class HashedWriter:
                 # says what was wrong.
                 with self._path.open("r+b", buffering=0) as file:
                     file.seek(offset)
-                    count = file.write(block) or 0
-            offset += count
-            block = block[count:]
+                    written = file.write(block) or 0
+            offset += written
+            block = block[written:]
+        return "".join(hashes)
 
     def __enter__(self) -> HashedWriter:
         return self
@@ -105,9 +128,9 @@ class HashedWriter:
 def read_back(path: Path) -> str:
     """xxh3-128 of a file as the disk has it, several blocks read at a time."""
     digest = xxhash.xxh3_128()
-    fd, _ = _open(path, os.O_RDONLY)
     blocks = [mmap.mmap(-1, BLOCK_BYTES) for _ in range(BLOCKS)]
-    try:
+    with open_file(path, past_cache=True) as file:
+        fd = file.fileno()
         size = os.fstat(fd).st_size
         # Where there is no direct I/O: what was synced leaves the page cache, and comes from the disk again.
         if hasattr(os, "posix_fadvise"):
@@ -126,22 +149,14 @@ def read_back(path: Path) -> str:
                 following = start + BLOCKS * BLOCK_BYTES
                 if following < size:
                     reads[n % BLOCKS] = workers.submit(_read_block, fd, block, following, size)
-    finally:
-        os.close(fd)
     return digest.hexdigest()
 
 
 def _read_block(fd: int, block: memoryview, start: int, size: int) -> int:
     """Read a block of the file, or what there is of it; returns how many bytes."""
-    wanted = min(len(block), size - start)
-    done = 0
-    while done < wanted:
-        # The whole block, also behind the end: direct I/O wants whole sectors.
-        count = os.preadv(fd, [block[done:]], start + done)
-        if not count:
-            raise OSError(errno.EIO, f"the file ends at byte {start + done}")
-        done += count
-    return wanted
+    count = min(len(block), size - start)
+    fill_block(fd, block, start, count)
+    return count
 
 
 def _open(path: Path, flags: int) -> tuple[int, bool]:

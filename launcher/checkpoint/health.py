@@ -60,7 +60,7 @@ def _summary(folder: Path, *, check: bool) -> Summary:
     except LongCtxError as error:
         return Summary(step=step, folder=folder, age_seconds=age, health=DAMAGED, problem=str(error))
     # From cheap to expensive.
-    problems = _wrong_sizes(reader)
+    problems = reader.wrong_sizes()
     if check and not problems:
         problems = problems_of(folder)
     # A proof is of what was saved: it says nothing of files that were damaged since.
@@ -79,18 +79,6 @@ def _summary(folder: Path, *, check: bool) -> Summary:
         dtype=reader.manifest["dtype"],
         problem="; ".join(problems) or None,
     )
-
-
-def _wrong_sizes(reader: CheckpointReader) -> list[str]:
-    """Files that are not there, or not as long as the manifest says: what costs no reading."""
-    problems = []
-    for name, entry in reader.manifest["files"].items():
-        path = reader.folder / name
-        if not path.is_file():
-            problems.append(f"{name} is missing")
-        elif path.stat().st_size != entry["bytes"]:
-            problems.append(f"{name} has {path.stat().st_size} bytes, the manifest says {entry['bytes']}")
-    return problems
 
 
 def _retention_of(run: Path) -> Retention | None:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch.distributed as dist
+from torch import Tensor
 
 from launcher.config.model import MAY_CHANGE, fixed_differences, model_changes
 from longctx.checkpoint_format import (
@@ -22,27 +24,28 @@ if TYPE_CHECKING:  # importing DeepSpeed takes seconds, and decides on a device
     from parallel.zero.engine import ZeroEngine
 
 
+_TRY_ANOTHER = "Try --run.resume newest-good, which passes damaged ones over."
+_COPY_AGAIN = "Copy or convert it again, or start from another one."
+
+
 def load_checkpoint(folder: Path, engine: ZeroEngine, model: ModelConfig) -> CheckpointReader:
     """Load weights and moments into the engine; returns the reader, whose manifest has the rest. Collective.
 
-    Every file's hash is checked first, each rank checking some of the files. CheckpointError on all ranks when the
-    checkpoint is damaged or is of another model.
+    Every block is hashed before its values are used. CheckpointError on all ranks when the checkpoint is damaged, and
+    the engine is then of no use, or is of another model.
     """
 
     def read_and_check() -> CheckpointReader:
-        # From cheap to expensive: the manifest, then shapes, then every byte.
-        reader = CheckpointReader(folder)
+        # From cheap to expensive: the manifest, then shapes, then files.
+        reader = CheckpointReader(folder, past_cache=True)
         check_model(reader, model)
         _check_shapes(reader, engine)
-        _check_files(reader, "Try --run.resume newest-good, which passes damaged ones over.")
+        _check_files(reader, _TRY_ANOTHER)
         return reader
 
-    # All ranks agree that it is whole before any weight changes.
     reader = on_every_rank(read_and_check)
-    # Each rank reads the ranges that it owns, whatever world and ZeRO stage wrote them. Imported and upcycled
-    # checkpoints have weights alone.
-    engine.load(reader.read_range, step=_optimizer_steps(reader), moments=set(ROLES) <= set(reader.roles))
-    reader.close()
+    # Imported and upcycled checkpoints have weights alone.
+    _fill(engine, reader, _TRY_ANOTHER, step=_optimizer_steps(reader), moments=set(ROLES) <= set(reader.roles))
     return reader
 
 
@@ -54,15 +57,14 @@ def load_weights(folder: Path, engine: ZeroEngine, model: ModelConfig) -> None:
     """
 
     def read_and_check() -> CheckpointReader:
-        reader = CheckpointReader(folder)
+        reader = CheckpointReader(folder, past_cache=True)
         check_start(reader, model)
         _check_shapes(reader, engine)
-        _check_files(reader, "Copy or convert it again, or start from another one.")
+        _check_files(reader, _COPY_AGAIN)
         return reader
 
     reader = on_every_rank(read_and_check)
-    engine.load(reader.read_range, step=0, moments=False)
-    reader.close()
+    _fill(engine, reader, _COPY_AGAIN, step=0, moments=False)
 
 
 def check_model(reader: CheckpointReader, model: ModelConfig) -> None:
@@ -112,7 +114,38 @@ def _check_shapes(reader: CheckpointReader, engine: ZeroEngine) -> None:
 
 
 def _check_files(reader: CheckpointReader, advice: str) -> None:
-    """CheckpointError unless this rank's part of the files is whole."""
-    names = sorted(reader.manifest["files"])[dist.get_rank() :: dist.get_world_size()]
-    if problems := reader.verify(names):
+    """CheckpointError unless the checkpoint's files are there, and those whole that are not hashed while they are read.
+
+    Each rank hashes some of these: earlier releases listed no hashes of blocks.
+    """
+    listed = reader.manifest["files"]
+    problems = reader.wrong_sizes()
+    if not problems:
+        unhashed = sorted(name for name, entry in listed.items() if "blocks" not in entry)
+        problems = reader.verify(unhashed[dist.get_rank() :: dist.get_world_size()])
+    if problems:
         raise CheckpointError(f"{reader.folder}: {'; '.join(problems)}.\n{advice}")
+
+
+def _fill(engine: ZeroEngine, reader: CheckpointReader, advice: str, *, step: int, moments: bool) -> None:
+    """Fill the engine from a checkpoint; each rank reads the ranges that it owns, whatever ranks and stage wrote them.
+
+    CheckpointError on all ranks where any of them met damage. Collective.
+    """
+    problems: list[str] = []
+
+    def read_into(name: str, role: str, start: int, out: Tensor) -> None:
+        try:
+            reader.read_into(name, role, start, out)
+        except CheckpointError as error:
+            # The others are on their way into collectives: this rank goes along, and its damage is told in the end.
+            problems.append(str(error))
+            out.fill_(math.nan)
+
+    def check() -> None:
+        if problems:
+            raise CheckpointError(f"{problems[0]}\n{advice}")
+
+    engine.load(read_into, step=step, moments=moments)
+    reader.close()
+    on_every_rank(check)

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from launcher.checkpoint.disk import HashedWriter
+from launcher.checkpoint.disk import HashedWriter, Written
 
 if TYPE_CHECKING:  # importing DeepSpeed takes seconds, and decides on a device
     from parallel.zero.state import Piece
@@ -24,11 +24,10 @@ ITEM_BYTES = 4
 """Of a float32 value."""
 
 
-def write_pieces(path: Path, pieces: Sequence[Piece], values: Iterable[Tensor]) -> tuple[int, str]:
+def write_pieces(path: Path, pieces: Sequence[Piece], values: Iterable[Tensor]) -> Written:
     """Write the values of the pieces as float32 entries named by ``piece_key``, onto the disk.
 
-    Values are taken one piece after the other: each may be gone when the next is asked for. Returns the file's bytes
-    and its xxh3-128.
+    Values are taken one piece after the other: each may be gone when the next is asked for.
     """
     with HashedWriter(path) as file:
         file.write(_header(pieces))

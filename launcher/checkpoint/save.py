@@ -48,8 +48,17 @@ class WrittenFile(NamedTuple):
     name: str
     num_bytes: int
     hash: str
-    pieces: list[tuple[str, str, dict[str, Any]]]
+    pieces: Sequence[tuple[str, str, dict[str, Any]]] = ()
     """(tensor, role, where its values lie in the file)."""
+    block_hashes: str = ""
+    """Of the blocks of a file with pieces."""
+
+    def entry(self) -> dict[str, Any]:
+        """What the manifest says of its bytes."""
+        entry: dict[str, Any] = {"bytes": self.num_bytes, "hash": self.hash}
+        if self.block_hashes:
+            entry["blocks"] = self.block_hashes
+        return entry
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -101,13 +110,13 @@ def write_rank_file(folder: Path, rank: int, pieces: Sequence[Piece], values: It
     Values are taken one piece after the other: views of what ZeRO holds leave the device a part at a time.
     """
     path = folder / f"rank_{rank:05d}.safetensors"
-    num_bytes, digest = write_pieces(path, pieces, values)
-    _check_read_back(path, digest)
-    written = []
+    written = write_pieces(path, pieces, values)
+    _check_read_back(path, written.hash)
+    listed = []
     for one in pieces:
         where = {"file": path.name, "key": piece_key(one), "start": one.start, "numel": one.numel}
-        written.append((one.name, one.role, where))
-    return WrittenFile(path.name, num_bytes, digest, written)
+        listed.append((one.name, one.role, where))
+    return WrittenFile(path.name, written.num_bytes, written.hash, listed, written.block_hashes)
 
 
 def commit(target: Path, files: Sequence[WrittenFile], contents: Contents) -> str:
@@ -151,7 +160,7 @@ def _write_beside(path: Path, content: bytes) -> WrittenFile:
     write_synced(path, content)
     digest = xxhash.xxh3_128_hexdigest(content)
     _check_read_back(path, digest)
-    return WrittenFile(path.name, len(content), digest, [])
+    return WrittenFile(path.name, len(content), digest)
 
 
 def _manifest(contents: Contents, files: Sequence[WrittenFile]) -> dict[str, Any]:
@@ -163,7 +172,7 @@ def _manifest(contents: Contents, files: Sequence[WrittenFile]) -> dict[str, Any
         "dtype": str(contents.dtype).removeprefix("torch."),
         "model": dataclasses.asdict(contents.model),
         "tensors": _tensor_table(contents.shapes, files),
-        "files": {file.name: {"bytes": file.num_bytes, "hash": file.hash} for file in files},
+        "files": {file.name: file.entry() for file in files},
         "training": dict(contents.training),
         "versions": {"torch": torch.__version__, "python": platform.python_version()},
     }
@@ -190,6 +199,12 @@ def explained(error: OSError | CheckpointError, target: Path) -> CheckpointError
     """The error that a user reads, with what to do; one that says it is left as it is."""
     if isinstance(error, CheckpointError):
         return error
+    run_folder = target.parent.parent
+    if not run_folder.is_dir():
+        return CheckpointError(
+            f"{run_folder} is gone: somebody has removed or renamed the run's folder, and its checkpoints with it.\n"
+            "Put it back, then go on with --run.resume latest; without it the run begins anew."
+        )
     advice = "Mend that"
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
         advice = "The disk is full: free some space, or set checkpoint.keep_last lower"
@@ -202,4 +217,6 @@ def explained(error: OSError | CheckpointError, target: Path) -> CheckpointError
 def make_empty(folder: Path) -> None:
     """Make the folder anew, without what a killed save has left in it."""
     shutil.rmtree(folder, ignore_errors=True)
-    folder.mkdir(parents=True)
+    # Not the run's folder: one that is gone was removed while the run went on.
+    folder.parent.mkdir(exist_ok=True)
+    folder.mkdir()

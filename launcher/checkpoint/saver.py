@@ -308,6 +308,8 @@ def save_checkpoint(
     tokenizer_files: Mapping[str, bytes],
 ) -> Path:
     """Commit the state after ``step`` optimiser steps and return its folder, of no run that goes on. Collective."""
+    if dist.get_rank() == 0:
+        run_folder.mkdir(parents=True, exist_ok=True)
     Saver(run_folder, engine, model=model, tokenizer_files=tokenizer_files).save(
         step=step, training=training, wait=True
     )

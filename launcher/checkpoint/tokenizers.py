@@ -7,10 +7,12 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from data_pipeline.shards.reader import ShardSet
+from longctx.checkpoint_format import MANIFEST, CheckpointReader
 from longctx.config import ModelConfig
 from longctx.errors import CheckpointError, ConfigError, DataError
 from longctx.tokenizer import Tokenizer, load_tokenizer
 from longctx.tokenizer.load import (
+    CARRIED_FILES,
     GENERATION_CONFIG,
     TOKENIZER_FILES,
     fingerprints,
@@ -30,6 +32,7 @@ def check_same_tokenizer(checkpoint: Path, data: ShardSet) -> None:
     """
     if not has_tokenizer(checkpoint) or same_files(checkpoint, data.folder):
         return
+    _check_whole(checkpoint)
     known = fingerprints(checkpoint)
     if data.manifest.tokenizer in known.values():
         return
@@ -40,6 +43,20 @@ def check_same_tokenizer(checkpoint: Path, data: ShardSet) -> None:
         f"  checkpoint: {theirs.describe()}\n"
         f"Build the data again: longctx data build --tokenizer {checkpoint} …"
     )
+
+
+def _check_whole(checkpoint: Path) -> None:
+    """CheckpointError where a checkpoint's tokenizer is not the one that it was written with."""
+    # Else a flipped bit in it would read as another tokenizer, with the advice to build the data again.
+    if not (checkpoint / MANIFEST).is_file():
+        return
+    reader = CheckpointReader(checkpoint)
+    names = [name for name in CARRIED_FILES if name in reader.manifest["files"]]
+    if problems := reader.verify(names):
+        raise CheckpointError(
+            f"{checkpoint}: {'; '.join(problems)}.\n"
+            "Use another checkpoint of the run, or newest-good, which passes damaged ones over."
+        )
 
 
 def check_same_data(data: ShardSet, validation: ShardSet) -> None:

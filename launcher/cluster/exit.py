@@ -38,6 +38,8 @@ _LOST_PEER = (
     *("remote process exited", "ncclRemoteError", "failed to recv"),
 )
 _DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+_DISK_GONE = (errno.EROFS, errno.ESTALE, errno.ENOTCONN, errno.ENODEV, errno.ENXIO)
+"""A file system that was unmounted, removed, or made read-only, as the system does when a disk fails."""
 
 HEAD_START_SECONDS = 10.0
 """How long a silent rank waits for rank 0 to report: the launcher ends all ranks as soon as one has failed."""
@@ -212,6 +214,12 @@ def _explain(error: BaseException) -> str:
         return f"{who} could not write: {error}.\nFree some space, then go on with --run.resume latest."
     if isinstance(error, OSError) and error.errno == errno.EIO:
         return f"{who} met a disk that fails: {error}.\nGo on from another one with --run.resume latest."
+    if isinstance(error, OSError) and error.errno in _DISK_GONE:
+        return (
+            f"{who} can no longer write: {error}.\n"
+            "Its folder or file system was removed, unmounted or made read-only. Mend that, then go on with "
+            "--run.resume latest."
+        )
     described = "".join(traceback.format_exception(error))
     return f"{who} met an unexpected error; this is a fault of longctx:\n{described}"
 

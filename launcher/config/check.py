@@ -138,6 +138,7 @@ def _check_ranges(config: RunConfig) -> None:
         "run.seed": (config.run.seed, 0),
         "run.log_every": (config.run.log_every, 1),
         "run.replicas_every": (config.run.replicas_every, 0),
+        "run.audit_every": (config.run.audit_every, 0),
         "parallel.expert_tile_tokens": (config.expert_tile_tokens, 0),
     }
     for name, (value, least) in at_least.items():

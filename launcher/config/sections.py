@@ -58,8 +58,16 @@ class RunSection:
     earlier by what a step and the last save took, so that the save is within them."""
     orphan_seconds: float = 10.0
     """How long a run whose launcher is gone may take to end its step; then it ends without a save."""
+    audit_every: int = 100
+    """Every so many steps, one call of each rank (a matrix product, attention, a range of AdamW's update) is computed
+    again on two others: a wrong number ends the run and names the rank. 0: never. What it costs: docs/silent-errors.md.
+    """
     log_every: int = 1
     """Steps from a line of the log and the console to the next; metrics.jsonl has every step in any case."""
+    trackers: tuple[Literal["wandb", "trackio", "mlflow"], ...] = ()
+    """Experiment trackers besides TensorBoard, each in a process of its own; `pip install 'longctx-train[NAME]'`."""
+    tracker_project: str = "longctx"
+    """Their project (MLflow: experiment); the run is called like its folder."""
     replicas_every: int = 20
     """Steps from one comparison, over ranks, of the bits of weights that several hold alike to the next, and of what
     each rank alone holds with what it left there a step before; 0 never. A save compares weights, too."""

@@ -78,6 +78,8 @@ def _train_parts(record: Mapping[str, Any]) -> list[str]:
         ("data_wait_seconds", lambda x: f"data {x:.2f} s"),
         ("max_memory_bytes", lambda x: f"mem {x / 2**30:.1f} GiB"),
         ("mfu", lambda x: f"mfu {x:.1%}"),
+        ("goodput", lambda x: f"goodput {x:.1%}"),
+        ("stalled_seconds", lambda x: f"stalled {x:.1f} s"),
     )
     parts = []
     for key, form in formats:

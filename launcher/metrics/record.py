@@ -36,6 +36,7 @@ DISCARDED_FILE = "metrics.discarded.jsonl"
 TIMING_KEYS = frozenset(
     {"bytes", "hardware", "peak_bytes", "peak_error", "seconds", "seconds_error"}
     | {"tokens_per_second", "step_seconds", "data_wait_seconds", "max_memory_bytes", "model_tflops", "mfu", "time"}
+    | {"goodput", "stalls", "stalled_seconds", "restarts"}
 )
 """Keys that may differ between two runs that computed the same thing."""
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import errno
 import logging
+import os
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -14,9 +16,11 @@ from typing import Any
 
 from launcher.metrics.console import Pace, console_line
 from launcher.metrics.expert_history import shortened
+from launcher.metrics.goodput.live import RunTime
 from launcher.metrics.live import LiveLine, is_watched
 from launcher.metrics.record import METRICS_FILE, Record, check_record, encode, settle
 from launcher.metrics.tensorboard import check_tensorboard, first_new_step, open_tensorboard, scalars
+from launcher.metrics.trackers.feed import TrackerFeed
 from parallel.runtime.watch.spans import begin
 
 log = logging.getLogger(__name__)
@@ -44,12 +48,15 @@ class MetricsWriter:
         """Append one record and draw it; ``time`` is added where it is missing. ValueError when a required key is."""
         self.draw(self.append(record))
 
-    def append(self, record: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Append one record to the file, and flush it; returns the record as it was written."""
+    def append(self, record: Mapping[str, Any]) -> Record:
+        """Append one record to the file, and flush it; returns the record as it was written. OSError: it cannot be."""
         if "time" not in record:
             record = {**record, "time": timestamp()}
         check_record(record)
         record = shortened(record)
+        # The system takes writes to a file that was removed, and nobody would ever read them.
+        if os.fstat(self._file.fileno()).st_nlink == 0:
+            raise OSError(errno.ESTALE, "somebody has removed the run's metrics", str(self._folder / METRICS_FILE))
         self._file.write(encode(record) + "\n")
         # Line by line: a killed run loses no step that it has taken. TensorBoard's curves can be drawn again.
         self._file.flush()
@@ -116,38 +123,51 @@ class Lines:
 class RecordWriter:
     """Writes records to the run folder, the log and the console on rank 0; does nothing on the others."""
 
-    def __init__(self, folder: Path, lines: Lines, *, is_rank_0: bool) -> None:
-        self._lines = lines
+    def __init__(self, folder: Path, lines: Lines, *, is_rank_0: bool, trackers: Sequence[TrackerFeed] = ()) -> None:
+        self._lines, self._trackers = lines, trackers
         self._pace = Pace(lines.first_step, time.monotonic())
         self._writer = None
+        self._time = None
         if is_rank_0:
             self._writer = MetricsWriter(folder)
+            self._time = RunTime(folder, step=lines.first_step)
         self._live = LiveLine(lines.total_steps, is_shown=is_rank_0 and is_watched(sys.stdout))
 
     def write(self, record: Record) -> None:
         """Write a record everywhere; a line of the log only where it is due."""
-        if self._writer is None:
+        if self._writer is None or self._time is None:
             return
+        record = {**record, **self._time.see(record)}
         written = self._writer.append(record)
         left = self._pace.seconds_left(record["step"], self._lines.last_step, time.monotonic())
         if self._lines.is_due(record):
             log.info("%s", console_line(record, self._lines.total_steps, seconds_left=left))
         if record["kind"] == "train":
             self._live.update(record, seconds_left=left)
+        for tracker in self._trackers:
+            tracker.send(written)
         # An event has no curve, and TensorBoard is not imported before the first step.
         if record["kind"] != "event":
             self._writer.draw(written)
 
     def doing(self, what: str) -> None:
         """Say on the living line what happens between two steps, such as "saving", and to the watch."""
-        begin(what, disk=what.startswith("saving"))
+        saving = what.startswith("saving")
+        begin(what, disk=saving)
         self._live.say(what)
+        if self._time is not None:
+            self._time.doing("saving" if saving else "validating")
 
     def __enter__(self) -> RecordWriter:
         self._live.start()
         return self
 
-    def __exit__(self, *_: Any) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: Any) -> None:
         self._live.stop()
+        if self._time is not None:
+            if told := self._time.end(failed=kind is not None):
+                log.info("%s", told)
+            for tracker in self._trackers:
+                tracker.close(self._time.how)
         if self._writer is not None:
             self._writer.close()

@@ -11,6 +11,7 @@ from typing import Any
 
 from launcher.metrics.console import short_number
 from launcher.metrics.expert_load import DEAD_AFTER_STEPS
+from launcher.metrics.goodput.account import effective_share
 from launcher.metrics.record import DISCARDED_FILE, METRICS_FILE, Record
 from launcher.report import experts, figures
 from launcher.report.run import Run
@@ -150,6 +151,11 @@ def _speed_figures(run: Run) -> list[Figure]:
     if ends:
         note = f"of it {duration(sum(known(run.train, 'step_seconds')))} in steps"
         found.append(Figure(label="Wall time", value=duration(max(ends) - min(starts)), note=note))
+    trained = run.goodput.seconds()
+    share = effective_share(trained)
+    if share is not None:
+        note = f"of {duration(run.goodput.wall - trained['paused'])}, {plural(len(run.goodput.attempts), 'attempt')}"
+        found.append(Figure(label="Effective training time", value=f"{share:.1%}", note=note))
     memory = max(known(run.train, "max_memory_bytes"), default=0)
     if memory:
         found.append(Figure(label="Peak memory", value=f"{memory / 2**30:.1f} GiB", note="of rank 0"))

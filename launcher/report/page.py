@@ -15,6 +15,7 @@ from launcher.metrics.expert_load import DEAD_AFTER_STEPS
 from launcher.metrics.record import Record
 from launcher.report import experts, figures
 from launcher.report.evaluation.sections import evaluation_sections
+from launcher.report.goodput import goodput_section
 from launcher.report.head import key_figures, progress, remarks, state
 from launcher.report.planned import planned_section
 from launcher.report.run import Run, load_run
@@ -72,7 +73,8 @@ def render(run: Run) -> str:
 def sections(run: Run) -> list[Section]:
     """Every part in the order shown; a part without data says so."""
     parts = [_loss_section(run), *_validation_sections(run), _position_section(run), _speed_section(run)]
-    parts += [*_work_sections(run), *planned_section(run), _optimizer_section(run)]
+    parts += _work_sections(run) + goodput_section(run.goodput) + planned_section(run)
+    parts.append(_optimizer_section(run))
     parts += _expert_sections(run)
     for evaluation in run.evaluations:
         parts += evaluation_sections(evaluation)

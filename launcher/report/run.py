@@ -8,6 +8,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from launcher.metrics.goodput.account import Goodput, read_goodput
 from launcher.metrics.record import DISCARDED_FILE, METRICS_FILE, Record, read_metrics
 from launcher.report.evaluation.folder import Evaluation, load_evaluations
 from launcher.run_folder import CONFIG_FILE, ENVIRONMENT_FILE
@@ -27,6 +28,8 @@ class Run:
     """Empty when the file is missing."""
     num_discarded: int
     """Lines of ``metrics.discarded.jsonl``."""
+    goodput: Goodput = field(default_factory=lambda: Goodput(attempts=()))
+    """Where its seconds went; without attempts in a run that has kept no timeline."""
     evaluations: list[Evaluation] = field(default_factory=list)
     """Those whose folders are in the run's."""
     unread_evaluations: list[str] = field(default_factory=list)
@@ -105,6 +108,7 @@ def load_run(folder: Path) -> Run:
         config=config,
         environment=_load_environment(folder / ENVIRONMENT_FILE),
         num_discarded=num_discarded,
+        goodput=read_goodput(folder),
         evaluations=evaluations,
         unread_evaluations=unread,
     )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import subprocess
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -26,6 +26,18 @@ def silent_hosts(slots: Mapping[str, int]) -> list[str]:
     with ThreadPoolExecutor(min(len(hosts), _AT_ONCE)) as pool:
         answers = list(pool.map(_answers, hosts))
     return [host for host, answered in zip(hosts, answers, strict=True) if not answered]
+
+
+def trusted_hosts(
+    slots: Mapping[str, int], suspects: Sequence[str], config: RunConfig
+) -> tuple[dict[str, int], list[str]]:
+    """The hosts without those that computed a wrong number, and these; all where the others make no valid run."""
+    left_out = [host for host in slots if host in suspects]
+    trusted = {host: count for host, count in slots.items() if host not in left_out}
+    # Better a host that was wrong once than no run: an audit will say so again.
+    if not largest_valid(trusted, config):
+        return dict(slots), []
+    return trusted, left_out
 
 
 def largest_valid(slots: Mapping[str, int], config: RunConfig) -> dict[str, int]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
+from launcher.cluster.suspects import AUDIT_EVENT
 from launcher.metrics.record import METRICS_FILE, STOP_EVENT, Record, decode, settle
 from longctx.checkpoint_format import list_checkpoints
 
@@ -21,6 +22,14 @@ def last_stop(folder: Path) -> Record | None:
     """The event of the stop that was asked for, where that is the last thing that the run has recorded."""
     newest = next(_newest_first(folder), None)
     if newest is None or newest.get("event") != STOP_EVENT:
+        return None
+    return newest
+
+
+def last_audit(folder: Path) -> Record | None:
+    """The event of a wrong number, where that is the last thing that the run has recorded."""
+    newest = next(_newest_first(folder), None)
+    if newest is None or newest.get("event") != AUDIT_EVENT:
         return None
     return newest
 

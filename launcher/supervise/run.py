@@ -12,13 +12,14 @@ from typing import Any
 
 from launcher.cluster.exit import FAILED, INTERRUPTED
 from launcher.cluster.hostfile import read_hostfile
+from launcher.cluster.suspects import hosts_of, suspected_ranks
 from launcher.config.load import load_run_config
 from launcher.config.sections import RunConfig
 from launcher.metrics.record import Record
 from launcher.supervise.attempt import Ending, Stop, attempt
 from launcher.supervise.command import TrainingCommand
-from launcher.supervise.hosts import largest_valid, silent_hosts, write_hostfile
-from launcher.supervise.progress import begin_anew, last_step, last_stop, newest_checkpoint
+from launcher.supervise.hosts import largest_valid, silent_hosts, trusted_hosts, write_hostfile
+from launcher.supervise.progress import begin_anew, last_audit, last_step, last_stop, newest_checkpoint
 from launcher.supervise.verdict import AGAIN, Judge, Patience, State
 
 log = logging.getLogger(__name__)
@@ -60,14 +61,14 @@ class Supervised:
                 line = self._line(stop)
                 if line is None:
                     return INTERRUPTED
-                earlier = last_stop(self.folder)
+                earlier = last_stop(self.folder), last_audit(self.folder)
                 ending = attempt(line.words, stop)
                 if ending.left_behind:
                     self.tell(f"longctx run: ended {ending.left_behind} processes that the launcher had left behind.")
                 if stop.signal is not None:
                     # Whoever asked for it knows why it ended.
                     return ending.code
-                verdict = judge.verdict(ending, self._state(earlier))
+                verdict = judge.verdict(ending, self._state(earlier, line))
                 if verdict is None:
                     return ending.code
                 self._record(ending, verdict)
@@ -79,12 +80,18 @@ class Supervised:
                 if stop.wait(seconds):
                     return INTERRUPTED
 
-    def _state(self, earlier: Record | None) -> State:
-        """What the folder says; ``earlier`` is the stop that it spoke of before the attempt."""
-        stop, reason = last_stop(self.folder), None
-        if stop is not None and stop != earlier:
+    def _state(self, earlier: tuple[Record | None, Record | None], line: TrainingCommand) -> State:
+        """What the folder says; ``earlier`` are the stop and the wrong number that it spoke of before the attempt."""
+        stop, audit = last_stop(self.folder), last_audit(self.folder)
+        reason, wrong = None, []
+        if stop is not None and stop != earlier[0]:
             reason = stop["reason"]
-        return State(step=last_step(self.folder), saved=self._saved, stopped=reason)
+        if audit is not None and audit != earlier[1]:
+            slots = {}
+            if line.hostfile is not None:
+                slots = read_hostfile(line.hostfile)
+            wrong = hosts_of(suspected_ranks(audit), slots, audit["world_size"])
+        return State(step=last_step(self.folder), saved=self._saved, stopped=reason, wrong=wrong)
 
     @property
     def _saved(self) -> int | None:
@@ -109,14 +116,20 @@ class Supervised:
 
     def _on_answering(self, line: TrainingCommand, slots: dict[str, int], stop: Stop) -> TrainingCommand | None:
         """The same on the hosts that answer; waits where these are too few."""
+        slots, suspects = trusted_hosts(slots, self.judge.suspects, self.config)
         questions = 0
-        while silent := silent_hosts(slots):
+        while (silent := silent_hosts(slots)) or suspects:
             chosen = largest_valid({host: n for host, n in slots.items() if host not in silent}, self.config)
-            gone = f"longctx run: {', '.join(silent)} does not answer over ssh"
+            reasons = []
+            if suspects:
+                reasons.append(f"{', '.join(suspects)} computed a wrong number and is left out")
+            if silent:
+                reasons.append(f"{', '.join(silent)} does not answer over ssh")
+            gone = f"longctx run: {'; '.join(reasons)}"
             if chosen:
                 write_hostfile(self.folder / HOSTFILE, chosen)
-                ranks = sum(chosen.values())
-                self.tell(f"{gone}. Going on with {len(chosen)} of {len(slots)} hosts, {ranks} ranks.")
+                ranks, all_hosts = sum(chosen.values()), len(slots) + len(suspects)
+                self.tell(f"{gone}. Going on with {len(chosen)} of {all_hosts} hosts, {ranks} ranks.")
                 return line.on_hosts(self.folder / HOSTFILE)
             questions += 1
             # At least a second: with --wait-seconds 0 it would ask without a pause.

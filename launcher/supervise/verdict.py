@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from launcher.cluster.exit import DONE, INTERRUPTED, WRONG_USAGE
@@ -40,6 +41,8 @@ class State:
     """That of the newest checkpoint; None without one."""
     stopped: str | None = None
     """Why the attempt stopped with a checkpoint before its end; None where it did not."""
+    wrong: Sequence[str] = ()
+    """The hosts that computed a wrong number, which ended the attempt (``run.audit_every``)."""
 
 
 @dataclass
@@ -56,6 +59,8 @@ class Judge:
     """In a row, without an advance between them."""
     reached: int | None = field(default=None, init=False)
     """The step of the last failure; None where that made none."""
+    suspects: list[str] = field(default_factory=list, init=False)
+    """Hosts that computed a wrong number in an attempt."""
 
     def verdict(self, ending: Ending, state: State) -> str | None:
         """None where the run is done, ``AGAIN``, or in words why it ends here."""
@@ -77,6 +82,10 @@ class Judge:
             return f"the training was asked to stop, and has saved {self.where()}: it is not started again."
         if ending.code in _SIGNALS:
             return f"somebody ended the training by {_SIGNALS[ending.code]}: it is not started again."
+        twice = [host for host in state.wrong if host in self.suspects]
+        if twice:
+            return f"{' and '.join(twice)} computed wrong numbers in two attempts: that machine is not to be trusted."
+        self.suspects += state.wrong
         if is_the_same:
             return f"two attempts in a row ended {self.where()}: to start it again would not help."
         if self.attempts > self.patience.retries:

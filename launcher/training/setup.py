@@ -32,9 +32,10 @@ from launcher.config.zero import zero_options
 from launcher.metrics.record import Record
 from launcher.metrics.tensorboard import check_tensorboard
 from launcher.metrics.throughput import training_flops
+from launcher.metrics.trackers.feed import check_trackers
 from launcher.plan.memory import check_memory, free_bytes, memory_of_rank
 from launcher.plan.world import World
-from launcher.run_folder import LOGS, prepare_folder, start_logging
+from launcher.run_folder import LOGS, hold_folder, prepare_folder, start_logging
 from launcher.training.chunks import settle_free_chunks
 from launcher.training.compiling import settle_compile
 from launcher.training.data_check import check_data
@@ -168,10 +169,12 @@ def build_run(config: RunConfig, device: torch.device, stop: Stop | None = None)
     check_device(zero_options(config.zero), device.type)
     on_every_rank(lambda: check_memory(config, model, mesh.world_size, mesh.ranks_per_node, device))
     folder = on_every_rank(lambda: prepare_folder(config))
+    on_rank_0(lambda: hold_folder(folder))
     start_logging(folder, mesh.rank)
     log.info("Every rank's log: %s/rank_N.log", folder / LOGS)
     on_every_rank(lambda: check_swap_folders(config, model, mesh.world_size, mesh.ranks_per_node))
     on_every_rank(check_tensorboard)
+    on_rank_0(lambda: check_trackers(config.run.trackers))
     if config.zero.offload != "none":
         on_every_rank(compile_cpu_adam)
 

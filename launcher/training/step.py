@@ -14,6 +14,7 @@ from launcher.metrics.throughput import (
     tokens_per_second,
     training_flops,
 )
+from launcher.training.audit import StepAudit
 from launcher.training.expert_record import expert_record
 from launcher.training.feed import StepData
 from launcher.training.learning_rate import learning_rate
@@ -34,7 +35,7 @@ class TrainStep:
     """Takes a run's optimiser steps, one a call."""
 
     def __init__(self, run: Run) -> None:
-        self.run = run
+        self.run, self.audit = run, StepAudit(run)
         self._replicas = ReplicaWatch(run)
 
     def __call__(self, progress: Progress) -> tuple[Progress, Record]:
@@ -59,7 +60,10 @@ class TrainStep:
         # the step's loss is one sum over one count whatever the degrees and the accumulation.
         begin("counting tokens")
         counts = sum_counts(data.own_counts)
-        sums = self.forward_backward(data, counts, progress)
+        with self.audit.watching(step, update=False):
+            sums = self.forward_backward(data, counts, progress)
+        # Before anything changes: a number that other ranks compute otherwise ends the run here.
+        self.audit.settle(step, update=False)
         begin("summing the step")
         totals = sums.over_ranks(_model_flops(run, data), stop_asked=run.stop.is_asked(), ledger=run.mesh.ledger)
         # Nothing has changed yet: a gradient of wrong bytes must not reach the weights.
@@ -70,7 +74,9 @@ class TrainStep:
         # too many of them in a row end the run here.
         loss, lr = counts.mean_nll(totals.nll), learning_rate(step, run.config.train)
         update = Update(run=run, step=step, loss=loss, lr=lr, order=order, history=progress.history)
-        grad_norm, skipped, history = update.take(sums, totals)
+        with self.audit.watching(step, update=True):
+            grad_norm, skipped, history = update.take(sums, totals)
+        self.audit.settle(step, update=True)
 
         # 4. The step's expert load moves the selection bias (arXiv 2408.15664), after the optimiser, so that forward
         # and backward have seen one bias. The balance loss of the next step may read the load too.
@@ -98,6 +104,9 @@ class TrainStep:
         }
         if skipped:
             record["skipped"] = skipped
+        audited = self.audit.kind_of(step)
+        if audited is not None:
+            record["audited"] = audited
         run.stop.step_seconds = record["step_seconds"]
         return Progress(step=step, expert_load_LE=load_LE, history=history, stop_asked=totals.stop_asked), record
 

@@ -13,6 +13,7 @@ from typing import Any
 from launcher.checkpoint.folder import remove_leftovers, set_aside_newer
 from launcher.checkpoint.retention import VALIDATION_LOSS
 from launcher.metrics.record import Record, truncate_after
+from launcher.metrics.trackers.feed import TrackerFeed, open_trackers
 from launcher.metrics.writer import Lines, RecordWriter
 from launcher.run_folder import write_config_and_environment
 from launcher.training.compiling import CompileWatch
@@ -76,7 +77,8 @@ class Trainer:
             last_step=last,
             every=config.run.log_every,
         )
-        with closing(run.feed), RecordWriter(run.folder, lines, is_rank_0=run.is_rank_0) as writer:
+        records = RecordWriter(run.folder, lines, is_rank_0=run.is_rank_0, trackers=_open_trackers(run))
+        with closing(run.feed), records as writer:
             if run.origin == "resumed":
                 writer.write({"kind": "event", "event": "resume", "step": self.progress.step})
             for record in filter(None, (run.expected.record(self.progress.step), run.exclusions)):
@@ -180,6 +182,14 @@ class Trainer:
                 wait=self.progress.stop_asked or step == run.config.last_step,
             )
         self._stopping.saved(run.saver.seconds)
+
+
+def _open_trackers(run: Run) -> list[TrackerFeed]:
+    """Those of the config, on rank 0."""
+    config = run.config
+    if not run.is_rank_0:
+        return []
+    return open_trackers(config.run.trackers, run.folder, config.run.tracker_project, dataclasses.asdict(config))
 
 
 def _is_due(step: int, every: int, last: int) -> bool:

@@ -68,8 +68,6 @@ def read_master(reader: CheckpointReader, name: str, dtype: torch.dtype, *, exac
     flat = tensor.view(-1)
     for start in range(0, len(flat), _BLOCK):
         values = reader.read_range(name, "master", start, min(_BLOCK, len(flat) - start))
-        # Closed after each block: only so the pages that were read leave resident memory.
-        reader.close()
         result = values.to(dtype)
         if dtype == torch.float16 and not torch.equal(result.isfinite(), values.isfinite()):
             raise CheckpointError(f"{name} has values beyond float16's 65504. Choose bfloat16 or float32.")

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from longctx.checkpoint_blocks import describe_file
 from longctx.checkpoint_format import (
     FORMAT,
     MANIFEST,
@@ -26,7 +27,7 @@ from longctx.conversion.tensors import parameter_shapes
 from longctx.conversion.weights.json_files import write_json
 from longctx.conversion.weights.shard_writer import ShardWriter
 from longctx.errors import CheckpointError
-from longctx.files import hash_file, staged_folder
+from longctx.files import staged_folder
 
 
 def save_masters(
@@ -66,7 +67,7 @@ def save_masters(
             "dtype": str(dtype).removeprefix("torch."),
             "model": dataclasses.asdict(config),
             "tensors": {name: _entry(name, shape, file_of[name]) for name, shape in shapes.items()},
-            "files": {path.name: {"bytes": path.stat().st_size, "hash": hash_file(path)} for path in files},
+            "files": {path.name: _described(path) for path in files},
             "training": training,
         }
         write_json(staging / MANIFEST, manifest | {"hash": canonical_hash(manifest)})
@@ -89,6 +90,14 @@ def _each_once(
             raise_differences("the model", missing=(), unexpected=(), wrong=wrong)
         yield name, tensor
     raise_differences("the model", missing=remaining, unexpected=())
+
+
+def _described(path: Path) -> dict[str, Any]:
+    """The manifest's entry of a file; only what is read in parts has hashes of its parts."""
+    entry = describe_file(path)
+    if path.suffix != ".safetensors":
+        del entry["blocks"]
+    return entry
 
 
 def _entry(name: str, shape: tuple[int, ...], file: str) -> dict[str, Any]:

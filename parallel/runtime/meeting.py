@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import os
 import socket
+import threading
 import time
+from collections.abc import Callable
 from datetime import timedelta
 
 import torch.distributed as dist
@@ -16,28 +18,53 @@ MEET_SECONDS = 45.0
 def meeting_store(rank: int, world_size: int, timeout: timedelta) -> dist.Store:
     """The store: rank 0 has it, and returns at once; the others when they reach it.
 
-    OSError where that takes longer than ``timeout``, RuntimeError (torch's) where rank 0 cannot have the port.
+    OSError where that takes longer than ``timeout`` (twice that, where a stranger answers nothing), RuntimeError
+    (torch's) where rank 0 cannot have the port.
     """
     host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     if rank != 0:
         _reach(host, port, timeout.total_seconds())
     # torchrun has a store of its own there, which outlives the ranks that it starts again.
     is_agents = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-    # Without a wait for all ranks: that would end by a time-out which tells nobody who is missing.
-    store = dist.TCPStore(
-        host,
-        port,
-        world_size,
-        is_master=rank == 0 and not is_agents,
-        timeout=timeout,
-        wait_for_workers=False,
-        multi_tenant=True,
-    )
+    is_master = rank == 0 and not is_agents
+
+    def build() -> dist.TCPStore:
+        # Without a wait for all ranks: that would end by a time-out which tells nobody who is missing.
+        options = {"wait_for_workers": False, "multi_tenant": True}
+        return dist.TCPStore(host, port, world_size, is_master=is_master, timeout=timeout, **options)
+
+    if is_master:
+        store = build()
+    else:
+        store = _within(build, timeout.total_seconds())
     # Under torchrun's store the keys of a start that failed are still there.
     prefix = "longctx"
     if is_agents:
         prefix = f"longctx/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
     return dist.PrefixStore(prefix, store)
+
+
+def _within(build: Callable[[], dist.TCPStore], seconds: float) -> dist.TCPStore:
+    """The store that ``build`` returns. OSError where it takes longer than so many seconds."""
+    # torch waits without a limit for the first answer of whoever listens, which may be another program.
+    found: list[dist.TCPStore | BaseException] = []
+
+    def act() -> None:
+        try:
+            found.append(build())
+        # The caller raises it.
+        except BaseException as error:
+            found.append(error)
+
+    # A thread that is stuck does not keep the process: it ends by ``os._exit``.
+    thread = threading.Thread(target=act, name="meeting", daemon=True)
+    thread.start()
+    thread.join(seconds)
+    if not found:
+        raise OSError(f"what listens there gives no answer within {seconds:.0f} s, so it is no rank 0")
+    if isinstance(found[0], BaseException):
+        raise found[0]
+    return found[0]
 
 
 def _reach(host: str, port: int, seconds: float) -> None:

@@ -13,8 +13,8 @@ from parallel.runtime.communicate import named_collective
 BLOCK_VALUES = 1 << 24
 """Values that are on their way at a time: 64 MiB in float32, however large the tensor is."""
 
-Read = Callable[[int, int], Tensor]
-"""(start, count) -> flat float32 values on the CPU."""
+Read = Callable[[int, Tensor], None]
+"""(start, out) fills the flat tensor ``out``, of any dtype and on any device, with float32 values from ``start``."""
 
 
 def fill(out: Tensor, read: Read, *, shared_by: dist.ProcessGroup | None = None) -> None:
@@ -27,8 +27,7 @@ def fill(out: Tensor, read: Read, *, shared_by: dist.ProcessGroup | None = None)
         _fill_together(out, read, shared_by)
         return
     for start in range(0, out.numel(), BLOCK_VALUES):
-        block = out[start : start + BLOCK_VALUES]
-        block.copy_(read(start, block.numel()))
+        read(start, out[start : start + BLOCK_VALUES])
 
 
 def _fill_together(out: Tensor, read: Read, group: dist.ProcessGroup) -> None:
@@ -43,7 +42,7 @@ def _fill_together(out: Tensor, read: Read, group: dist.ProcessGroup) -> None:
     for start in range(0, part_numel, block_numel):
         count = len(parts[rank][start : start + block_numel])
         if count:
-            own[:count].copy_(read(rank * part_numel + start, count))
+            read(rank * part_numel + start, own[:count])
         named_collective(
             lambda: dist.all_gather_into_tensor(gathered.view(-1), own, group=group), "sharing out the model's weights"
         )

@@ -20,12 +20,13 @@ class InitialWeights:
         self._config, self._shapes, self._seed, self._dtype = config, shapes, seed, dtype
         self._name, self._tensor = "", InitialTensor("", 0, config, seed)
 
-    def read(self, name: str, role: str, start: int, count: int) -> Tensor:
-        """``count`` values of the flattened tensor from ``start``, float32; buffers start as 0."""
+    def read(self, name: str, role: str, start: int, out: Tensor) -> None:
+        """Fill ``out`` with values of the flattened tensor from ``start``; buffers start as 0."""
         if is_buffer(name):
-            return torch.zeros(count)
+            out.zero_()
+            return
         # One tensor after the other, in blocks: its generator goes on where it stands.
         if name != self._name:
             self._tensor = InitialTensor(name, self._shapes[name].numel(), self._config, self._seed)
             self._name = name
-        return self._tensor.read(start, count).to(self._dtype).float()
+        out.copy_(self._tensor.read(start, len(out)).to(self._dtype))

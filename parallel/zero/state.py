@@ -15,8 +15,8 @@ from parallel.zero.fill import Read, fill
 from parallel.zero.partition import MASTER, Partition, set_steps
 from parallel.zero.tensors import ModelTensors
 
-ReadRange = Callable[[str, str, int, int], Tensor]
-"""(tensor name, role, start, count) -> flat fp32 values."""
+ReadRange = Callable[[str, str, int, Tensor], None]
+"""(tensor name, role, start, out) fills the flat tensor ``out``, of any dtype and on any device."""
 
 
 class Piece(NamedTuple):
@@ -113,4 +113,4 @@ def write_state(
 
 def _reader(read: ReadRange, name: str, role: str, first: int) -> Read:
     """Reads one tensor in one role, counted from its value ``first``."""
-    return lambda start, count: read(name, role, first + start, count)
+    return lambda start, out: read(name, role, first + start, out)

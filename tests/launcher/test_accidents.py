@@ -98,6 +98,16 @@ class Accident:
     """Whether groups block for ever where another rank is gone, as NCCL's."""
     ranks: int = RANKS
     script: str = "launcher/pretrain.py"
+    step: int = 0
+    """Calls count from this step on."""
+    file: str = ""
+    """Calls count whose first argument is a file of this name; every call where it is empty."""
+    after: float = 0.5
+    """Seconds from the call to the accident: the other ranks are inside of a collective by then."""
+    command: str = ""
+    """Of the kind "command": what a shell then does."""
+    seconds: float = 3.0
+    """Of the kind "pause": how long it lasts."""
 
     def words(self) -> str:
         """What the user must read."""
@@ -127,7 +137,8 @@ class Outcome:
 def environment_of(accident: Accident, happened: Path) -> dict[str, str]:
     told = {
         **{"rank": accident.rank, "module": accident.place.module, "function": accident.place.function},
-        **{"call": accident.place.call, "kind": accident.kind, "after": 0.5, "happened": str(happened)},
+        **{"call": accident.place.call, "kind": accident.kind, "after": accident.after, "happened": str(happened)},
+        **{"step": accident.step, "file": accident.file, "command": accident.command, "seconds": accident.seconds},
     }
     added = {
         "PYTHONPATH": f"{ACCIDENTS}:{REPOSITORY}",

@@ -133,7 +133,7 @@ def test_a_rank_that_is_stopped_for_a_while_goes_on(rank, shards, tmp_path):
 
 def test_a_rank_that_works_for_long_is_waited_for_and_named(shards, tmp_path):
     """Longer than the time-out, where others are patient: as rank 0 does that hashes a large file."""
-    place = Place("save", "launcher.checkpoint.save", "_commit", rank=0)
+    place = Place("save", "launcher.checkpoint.saver", "commit", rank=0)
     outcome = run(Accident(rank=0, place=place, kind="late", ranks=2), shards, tmp_path, {"run.timeout_seconds": 3.0})
     assert outcome.codes == [0, 0], outcome.text
     assert re.search(r"rank 0 on \S+ keeps others waiting, for \d s; for \d+ s in: saving", outcome.text), outcome.text

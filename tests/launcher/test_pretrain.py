@@ -20,11 +20,14 @@ import pytest
 import torch.distributed as dist
 
 from launcher.config.load import from_values, load_run_config
+from launcher.metrics.goodput.timeline import TIMELINE_FILE
 from launcher.metrics.record import METRICS_FILE, read_metrics
+from launcher.supervise.progress import last_step, newest_checkpoint
 from longctx.checkpoint_format import CHECKPOINTS, CheckpointReader, list_checkpoints
 from longctx.errors import ClusterError
 from longctx.kernels.processor import has_native_bfloat16
 from parallel.runtime.process import start_process_group
+from tests.faults import FaultRow, verdict
 from tests.helpers import REPOSITORY
 from tests.launcher.runs import STEPS, Ended, Launch, flags, pretrain
 from tests.launcher.workers import end_guarded_each, rows, run, train
@@ -51,6 +54,7 @@ def test_what_a_run_leaves_behind(finished, shards):
     folder = finished.folder
     names = {p.name for p in folder.iterdir()}
     wanted = {"config.toml", "environment.json", METRICS_FILE, "logs", CHECKPOINTS, "report.html", "tensorboard"}
+    wanted.add(TIMELINE_FILE)
     assert names == wanted
     config = from_values(tomllib.loads((folder / "config.toml").read_text()))
     asked = load_run_config(flags(shards, folder)).resolve(native_bfloat16=has_native_bfloat16())
@@ -134,7 +138,7 @@ def test_a_lone_process_needs_no_launcher_no_held_out_documents_and_no_slow_impo
 
 
 @pytest.mark.slow
-def test_a_killed_rank_ends_the_launch_and_resuming_equals_never_stopping(shards, finished, tmp_path):
+def test_a_killed_rank_ends_the_launch_and_resuming_equals_never_stopping(shards, finished, fault_rows, tmp_path):
     """Quickly without the command: ``checkpoint/test_checkpoint.py`` and ``test_accidents.py``."""
     folder = tmp_path / "run"
     launch = Launch(flags(shards, folder))
@@ -145,15 +149,31 @@ def test_a_killed_rank_ends_the_launch_and_resuming_equals_never_stopping(shards
     killed = time.monotonic()
     ended = launch.wait()
     assert ended.code != 0
-    assert time.monotonic() - killed < 30
+    seconds = time.monotonic() - killed
+    assert seconds < 30
     # Whichever notices first: the watch of the other rank, or the command, which then ends that rank.
     noticed = ("died without a message", "exits with return code = -9")
-    assert any(words in ended.text for words in noticed)
+    noticed = [words for words in noticed if words in ended.text]
+    assert noticed, ended.text
     assert "Traceback" not in ended.text
     assert not ended.orphans
     assert len(rows(folder)) < len(rows(finished.folder)), "it was killed too late to show anything"
+    taken, newest = last_step(folder) or 0, newest_checkpoint(folder) or 0
     run(train, 2, shards, folder, {"run.resume": "latest"})
     assert rows(folder) == rows(finished.folder), "to the last bit"
+    resumed = [row["step"] for row in read_metrics(folder) if row.get("event") == "resume"][-1]
+    fault_rows.add(
+        FaultRow(
+            group="process",
+            kind="SIGKILL of a rank under deepspeed",
+            injected="rank 1 of 2 is killed once there is a checkpoint",
+            seen=verdict(ended.text, noticed[0], {folder: "RUN"}),
+            seconds=round(seconds, 2),
+            steps_lost=taken - resumed,
+            beyond_checkpoint=newest - resumed,
+            equal=rows(folder) == rows(finished.folder),
+        )
+    )
 
 
 @pytest.mark.slow

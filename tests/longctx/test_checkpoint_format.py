@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import json
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from safetensors.torch import save_file
 
+from longctx import checkpoint_blocks
+from longctx.checkpoint_blocks import describe_file
 from longctx.checkpoint_format import (
     FORMAT,
     MANIFEST,
@@ -24,7 +27,6 @@ from longctx.checkpoint_format import (
 )
 from longctx.config import ModelConfig
 from longctx.errors import CheckpointError, ConfigError
-from longctx.files import hash_file
 
 SHAPES = {"a.weight": (4, 5), "b.bias": (3,), "c.experts": (2, 3, 2)}
 
@@ -56,7 +58,7 @@ def write(folder: Path, cuts: dict[str, list[int]] | None = None, roles=ROLES, *
     manifest = {
         "format": FORMAT, "version": VERSION, "step": 7, "dtype": "bfloat16", "model": {"num_layers": 2},
         "tensors": table, "training": {},
-        "files": {p.name: {"bytes": p.stat().st_size, "hash": hash_file(p)} for p in paths},
+        "files": {p.name: describe_file(p) for p in paths},
     }  # fmt: skip
     return seal(folder, manifest | changes)
 
@@ -87,6 +89,88 @@ def test_any_cut_gives_the_same_tensor(tmp_path_factory, data):
     assert reader.verify() == []
     reader.close()
     assert torch.equal(reader.read("a.weight"), tensor("a.weight", "master"))
+
+
+@pytest.fixture
+def small_blocks(monkeypatch):
+    """Files of a few hundred bytes have many blocks."""
+    monkeypatch.setattr(checkpoint_blocks, "BLOCK_BYTES", 64)
+
+
+@settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(data=st.data())
+def test_any_ranges_in_any_order_over_any_blocks(tmp_path_factory, small_blocks, data):
+    cuts = {"a.weight": [7], "c.experts": [5]}
+    reader = CheckpointReader(write(tmp_path_factory.mktemp("ckpt"), cuts))
+    for _ in range(data.draw(st.integers(1, 12))):
+        name, role = data.draw(st.sampled_from(list(SHAPES))), data.draw(st.sampled_from(ROLES))
+        whole = tensor(name, role).flatten()
+        a, b = sorted(data.draw(st.tuples(*[st.integers(0, whole.numel())] * 2)))
+        out = torch.full((b - a,), -1.0, dtype=data.draw(st.sampled_from([torch.float32, torch.float64])))
+        reader.read_into(name, role, a, out)
+        assert torch.equal(out.float(), whole[a:b])
+    reader.close()
+
+
+def problem_of(action) -> str:
+    try:
+        action()
+    except CheckpointError as error:
+        return str(error)
+    return ""
+
+
+def test_no_value_of_a_damaged_block_is_used(tmp_path, small_blocks):
+    folder = write(tmp_path / "c", {"a.weight": [7]})
+    path = folder / "f0.safetensors"
+    content = path.read_bytes()
+    for at in range(0, len(content), 29):
+        path.write_bytes(content[:at] + bytes([content[at] ^ 4]) + content[at + 1 :])
+        reader, damaged = CheckpointReader(folder), 0
+        for name, role in [(name, role) for name in SHAPES for role in ROLES]:
+            out, whole = torch.full((torch.Size(SHAPES[name]).numel(),), -1.0), tensor(name, role).flatten()
+            said = problem_of(partial(reader.read_into, name, role, 0, out))
+            if said:
+                damaged += 1
+                assert f"{path} is damaged: bytes {at // 64 * 64:,} to " in said
+                out = torch.where(out == -1, whole, out)
+            assert torch.equal(out, whole), "what was filled is right"
+        assert damaged, at
+        assert CheckpointReader(folder).verify() == ["f0.safetensors is damaged: its xxh3-128 is not the manifest's"]
+
+
+def test_blocks_without_a_hash_are_refused(tmp_path):
+    folder = write(tmp_path / "c")
+    manifest = manifest_of(folder)
+    for hashes, said in {"": "0 hashes of blocks", "0" * 64: "2 hashes of blocks", "z" * 32: "no row of"}.items():
+        manifest["files"]["f0.safetensors"]["blocks"] = hashes
+        with pytest.raises(CheckpointError, match=said):
+            CheckpointReader(seal(folder, manifest))
+    # Earlier releases wrote none: their files are hashed whole before a run reads them.
+    del manifest["files"]["f0.safetensors"]["blocks"]
+    assert torch.equal(CheckpointReader(seal(folder, manifest)).read("a.weight"), tensor("a.weight", "master"))
+
+
+@pytest.mark.parametrize("past_cache", [True, False])
+def test_files_of_many_blocks(tmp_path, monkeypatch, past_cache):
+    """Real ones, of which more than memory is taken for are read ahead; one is damaged and not asked for."""
+    monkeypatch.setattr(checkpoint_blocks, "BLOCK_BYTES", 4096)
+    values = torch.arange(100_000, dtype=torch.float32)
+    path = tmp_path / "file.safetensors"
+    save_file({"x": values}, path)
+    entry, begin = describe_file(path), path.stat().st_size - values.nbytes
+    with path.open("r+b") as file:
+        file.seek(80 * 4096)
+        file.write(b"damaged")
+    reader = checkpoint_blocks.BlockReader(past_cache=past_cache)
+    reader.add(path, entry["bytes"], entry["blocks"])
+    for start, stop in [(0, 1000), (1000, 70_000), (5, 60_000), (90_000, 100_000), (99_999, 100_000)]:
+        out = torch.zeros(stop - start)
+        reader.read_into(path.name, begin + 4 * start, out.view(torch.uint8))
+        assert torch.equal(out, values[start:stop])
+    with pytest.raises(CheckpointError, match=r"is damaged: bytes 327,680 to 331,776 "):
+        reader.read_into(path.name, begin, torch.zeros(100_000).view(torch.uint8))
+    reader.close()
 
 
 def test_what_a_reader_tells(tmp_path):
@@ -151,7 +235,10 @@ def test_listed_files_lie_in_the_folder(tmp_path):
 @pytest.mark.parametrize("content", [torch.zeros(19), torch.zeros(20, dtype=torch.bfloat16), torch.zeros(4, 5)])
 def test_a_piece_is_what_the_manifest_says(tmp_path, content):
     folder = write(tmp_path / "c", roles=("master",))
-    save_file({"a.weight/master/0/0": content}, folder / "f0.safetensors")
+    save_file({"a.weight/master/0/0": content, "others": torch.zeros(40)}, folder / "f0.safetensors")
+    manifest = manifest_of(folder)
+    manifest["files"]["f0.safetensors"] = describe_file(folder / "f0.safetensors")
+    seal(folder, manifest)
     with pytest.raises(CheckpointError, match=r"the manifest says F32 \[20\]"):
         CheckpointReader(folder).read("a.weight")
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -18,34 +17,19 @@ import xxhash
 from torch import Tensor
 
 from longctx.errors import CheckpointError
-from longctx.untrusted.reading import parse_json, shown
+from longctx.untrusted.reading import parse_json
+from longctx.untrusted.tensor_header import Entry, header_entries
 
 DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 """safetensors' names of the dtypes that fit the fp32 masters without loss."""
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
-# Dtypes that are refused have a size too: their ranges are checked like the others'.
-_ITEM_BYTES: dict[str, int] = dict.fromkeys(("F64", "I64", "U64"), 8)
-_ITEM_BYTES |= dict.fromkeys(("F32", "I32", "U32"), 4)
-_ITEM_BYTES |= dict.fromkeys(("F16", "BF16", "I16", "U16"), 2)
-_ITEM_BYTES |= dict.fromkeys(("I8", "U8", "BOOL", "F8_E4M3", "F8_E5M2"), 1)
 MAX_HEADER_BYTES = 100_000_000
 """The longest header that the safetensors library reads."""
 _MOST_HEADER_VALUES = 8_000_000
 """Each tensor has some eight."""
-_MOST_NAME, _MOST_DIMS, _MOST_SIZE = 400, 16, 2**64
 BLOCK_BYTES = 16 * 2**20
 RESERVED_BYTES = 2**20
 """Bytes reserved for the header, which is written last: enough for the names of some 7,000 tensors."""
-
-
-@dataclass(frozen=True)
-class Entry:
-    """One tensor: bytes ``start`` to ``stop`` of the file."""
-
-    dtype: str
-    shape: tuple[int, ...]
-    start: int
-    stop: int
 
 
 class SafetensorsFile:
@@ -124,53 +108,7 @@ def _read_entries(path: Path) -> dict[str, Entry]:
         if header_bytes > min(size - 8, MAX_HEADER_BYTES):
             raise ValueError(f"its header claims {header_bytes} bytes, the file has {size}")
         header = parse_json(file.read(header_bytes), most_values=_MOST_HEADER_VALUES)
-    if not isinstance(header, dict):
-        raise ValueError("its header is no JSON object")
-    # Free text, and no tensor.
-    header.pop("__metadata__", None)
-    begin = 8 + header_bytes
-    entries = {name: _entry(name, fields, begin, size) for name, fields in header.items()}
-    _check_cover(entries, begin, size)
-    return entries
-
-
-def _entry(name: str, fields: Any, begin: int, size: int) -> Entry:
-    """A tensor's entry, checked; its byte offsets count from the beginning of the file."""
-    if not name or len(name) > _MOST_NAME:
-        raise ValueError(f"its header names a tensor {shown(name)}, and a name has 1 to {_MOST_NAME} characters")
-    if not isinstance(fields, dict) or set(fields) != {"dtype", "shape", "data_offsets"}:
-        raise ValueError(f"its header does not describe {name} by dtype, shape and data_offsets")
-    kind, shape, offsets = fields["dtype"], fields["shape"], fields["data_offsets"]
-    if not isinstance(kind, str) or not _is_sizes(shape) or not _is_sizes(offsets) or len(offsets) != 2:
-        raise ValueError(
-            f"its header describes {name} by dtype={shown(kind)} shape={shown(shape)} data_offsets={shown(offsets)}"
-        )
-    start, stop = begin + offsets[0], begin + offsets[1]
-    if start > stop or stop > size:
-        raise ValueError(f"{name} is at bytes {offsets}, past the end of the {size - begin} bytes of data")
-    if kind in _ITEM_BYTES and stop - start != math.prod(shape) * _ITEM_BYTES[kind]:
-        raise ValueError(f"{name} is {kind} {shape}, which is not {stop - start} bytes")
-    return Entry(kind, tuple(shape), start, stop)
-
-
-def _is_sizes(value: Any) -> bool:
-    """Whether a value is a short list of whole numbers of at least 0; ``True`` is none."""
-    if not isinstance(value, list) or len(value) > _MOST_DIMS:
-        return False
-    return all(type(v) is int and 0 <= v < _MOST_SIZE for v in value)
-
-
-def _check_cover(entries: dict[str, Entry], begin: int, size: int) -> None:
-    """ValueError unless the tensors follow one another, from the header to the end of the file."""
-    at, before = begin, "the header"
-    for name, entry in sorted(entries.items(), key=lambda item: (item[1].start, item[1].stop)):
-        if entry.start < at:
-            raise ValueError(f"{before} and {name} overlap")
-        if entry.start > at:
-            raise ValueError(f"{before} and {name} leave bytes between them to nobody")
-        at, before = entry.stop, name
-    if at != size:
-        raise ValueError(f"{size - at} bytes after {before} belong to nobody")
+    return header_entries(header, 8 + header_bytes, size)
 
 
 class SafetensorsWriter:

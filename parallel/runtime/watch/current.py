@@ -7,11 +7,14 @@ import os
 import socket
 from typing import Protocol
 
+from parallel.runtime.watch.guard import start_guard
 from parallel.runtime.watch.hub import Hub
 from parallel.runtime.watch.member import Member
 from parallel.runtime.watch.options import WatchOptions
 
 _KEY = "longctx/watch"
+_GUARD_SECONDS = 10.0
+"""Beyond the time-out: when a stopped rank is let go on that is alone on its machine."""
 
 # One in a process, as torch's world group is.
 _member: Member | None = None
@@ -58,6 +61,9 @@ def start_watch(store: Store, options: WatchOptions) -> None:
     connection.settimeout(None)
     _member = Member(connection, options, token=token, hub=hub, interrupted=_interrupted)
     _member.wait_for_all()
+    # Nobody else ends a rank of this machine that is stopped. Later than the others end.
+    if len(_member.line.neighbours) == 1:
+        start_guard(options.timeout + _GUARD_SECONDS, port)
 
 
 def stop_watch() -> None:

@@ -1,7 +1,8 @@
 """Python imports this when it starts: one rank of a run then meets an accident, of which the product knows nothing.
 
-``LONGCTX_ACCIDENT`` has the accident as JSON: the rank, the place (a module and a function in it), the number of the
-call, what happens in it and after how many seconds. The time is written to a file.
+``LONGCTX_ACCIDENT`` has the accident as JSON: the rank, the place (a module and a function in it), which of its calls
+count (from a step on, about one file), the number of the call, what happens in it and after how many seconds. The time
+is written to a file.
 """
 
 from __future__ import annotations
@@ -20,13 +21,15 @@ import time
 from pathlib import Path
 
 STALLING = "LONGCTX_STALLING" in os.environ
+SKEW = json.loads(os.environ.get("LONGCTX_SKEW", "null"))
+"""A rank whose clock is wrong, and the environment that makes it so."""
 ACCIDENT = json.loads(os.environ.get("LONGCTX_ACCIDENT", "null"))
 WORDS = "an accident for the drill"
 
 
-def pause(seconds: float = 3.0) -> None:
+def pause() -> None:
     """Be stopped for a while."""
-    subprocess.Popen(["sh", "-c", f"sleep {seconds}; kill -CONT {os.getpid()}"])
+    subprocess.Popen(["sh", "-c", f"sleep {ACCIDENT['seconds']}; kill -CONT {os.getpid()}"])
     os.kill(os.getpid(), signal.SIGSTOP)
 
 
@@ -118,6 +121,9 @@ def happen(kind: str) -> None:
     if kind in HANGS:
         HANGS[kind]()
         return
+    if kind == "command":
+        subprocess.run(["sh", "-c", ACCIDENT["command"]], check=True)
+        return
     if kind == "OSError":
         raise OSError(errno.EIO, WORDS)
     if kind == "disk full":
@@ -135,6 +141,16 @@ def happen(kind: str) -> None:
     raise getattr(__builtins__, kind, None) or getattr(__import__("builtins"), kind)(WORDS)
 
 
+def counts(args: tuple) -> bool:
+    """Whether a call with these arguments is one that counts."""
+    if ACCIDENT["step"]:
+        from parallel.runtime.watch.spans import DOING
+
+        if ACCIDENT["step"] > DOING.step:
+            return False
+    return not ACCIDENT["file"] or Path(args[0]).name == ACCIDENT["file"]
+
+
 def breaking(function, call: int, kind: str):
     """The function, in whose ``call``-th call something happens first."""
     calls = 0
@@ -142,8 +158,9 @@ def breaking(function, call: int, kind: str):
     @functools.wraps(function)
     def wrapped(*args, **kwargs):
         nonlocal calls
-        calls += 1
-        if calls == call:
+        counted = counts(args)
+        calls += counted
+        if counted and calls == call:
             happen(kind)
         return function(*args, **kwargs)
 
@@ -196,6 +213,10 @@ class AfterImport(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         self.act(module)
 
 
+if SKEW and os.environ.get("RANK") == SKEW["rank"]:
+    # A library that is loaded before all others: the process must begin anew, and once.
+    del os.environ["LONGCTX_SKEW"]
+    os.execve(sys.executable, sys.orig_argv, {**os.environ, **SKEW["environment"]})
 if ACCIDENT and os.environ.get("RANK") == str(ACCIDENT["rank"]):
     sys.meta_path.insert(0, AfterImport(ACCIDENT["module"], break_function))
 if STALLING and "RANK" in os.environ:

@@ -199,6 +199,15 @@ def truncate(checkpoint: Path) -> str:
     return path.name
 
 
+def flip_a_bit_of_the_tokenizer(checkpoint: Path) -> str:
+    """It is no other tokenizer, with which the data would have to be built again."""
+    path = checkpoint / "tokenizer.model"
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.write_bytes(data)
+    return f"{path.name} is damaged"
+
+
 def lose_a_piece(checkpoint: Path) -> str:
     (checkpoint / "rank_00001.safetensors").unlink()
     return "rank_00001.safetensors is missing"
@@ -244,6 +253,7 @@ def link_a_piece(checkpoint: Path) -> str:
 DAMAGES = [
     flip_a_byte,
     truncate,
+    flip_a_bit_of_the_tokenizer,
     lose_a_piece,
     edit_the_manifest,
     empty_the_manifest,

@@ -17,6 +17,7 @@ import launcher.checkpoint.saver
 from launcher.checkpoint.disk import HashedWriter, read_back
 from launcher.checkpoint.host_copy import copies_checkpoints
 from launcher.metrics.record import read_metrics
+from longctx.checkpoint_blocks import describe_file
 from longctx.checkpoint_format import CHECKPOINTS, MANIFEST, PROVED, CheckpointReader, list_checkpoints
 from longctx.files import hash_file
 from tests.launcher.runs import STEPS, tiny_config
@@ -193,9 +194,11 @@ def test_what_was_written_is_read_back(tmp_path, count):
     with HashedWriter(path) as file:
         for start in range(0, count, 3 << 20):
             file.write(content[start : min(count, start + (3 << 20))])
-        size, digest = file.close()
-    assert (size, path.stat().st_size) == (count, count)
-    assert digest == hash_file(path) == read_back(path)
+        written = file.close()
+    assert (written.num_bytes, path.stat().st_size) == (count, count)
+    assert written.hash == hash_file(path) == read_back(path)
+    described = {"bytes": count, "hash": written.hash, "blocks": written.block_hashes}
+    assert describe_file(path) == described
     assert path.read_bytes() == content[:count]
 
 
@@ -203,7 +206,7 @@ def test_a_flipped_bit_is_seen_on_the_disk(tmp_path):
     path = tmp_path / "file"
     with HashedWriter(path) as file:
         file.write(bytes(10_000))
-        _, digest = file.close()
+        digest = file.close().hash
     with path.open("r+b") as other:
         other.seek(9_999)
         other.write(b"\x01")

@@ -12,7 +12,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
 from tests.launcher.cluster.cluster import missing_programs, server_program
@@ -91,6 +91,11 @@ class Namespaces:
             words = ("ip", "neigh", "replace", other, "lladdr", "02:00:00:00:00:99", "dev", "eth0", "nud", "permanent")
             run(*self.on(host, *words))
 
+    def mend(self, first: str, second: str) -> None:
+        """Undo ``cut``: they ask for each other's address again."""
+        for host, other in ((first, second), (second, first)):
+            run(*self.on(host, "ip", "neigh", "del", other, "dev", "eth0"))
+
     def cut_port(self, source: str, target: str, port: int) -> None:
         """Lose every packet from one host to a port of another, as a firewall that lets other ports pass."""
         nobody, table = "10.77.0.250", "100"
@@ -118,6 +123,12 @@ class Namespaces:
     def remove(self) -> None:
         """Remove all of them; what is connected goes with them."""
         for name in ("switch", *self.hosts):
+            # Those that talk across a network that is gone would wait for ever.
+            for pid in subprocess.run(
+                ["ip", "netns", "pids", self._namespace(name)], capture_output=True, text=True, check=False
+            ).stdout.split():
+                with suppress(ProcessLookupError):
+                    os.kill(int(pid), signal.SIGKILL)
             subprocess.run(["ip", "netns", "del", self._namespace(name)], capture_output=True, check=False)
 
     def _namespace(self, name: str) -> str:
@@ -125,8 +136,11 @@ class Namespaces:
 
 
 @contextmanager
-def namespaces(folder: Path, count: int) -> Iterator[Namespaces]:
-    """So many hosts with running ssh servers; they are gone after the block."""
+def namespaces(folder: Path, count: int, *, named: bool = False) -> Iterator[Namespaces]:
+    """So many hosts with running ssh servers; they are gone after the block.
+
+    With ``named`` each has a host name of its own: ranks take them for different machines.
+    """
     for name in ("host_key", "key"):
         subprocess.run(["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", folder / name], check=True)
     (folder / "sshd.conf").write_text(_SERVER.format(port=_PORT, folder=folder))
@@ -137,7 +151,11 @@ def namespaces(folder: Path, count: int) -> Iterator[Namespaces]:
         stack.callback(spaces.remove)
         spaces.make()
         for host in spaces.hosts:
-            words = spaces.on(host, str(server_program()), "-D", "-e", "-f", str(folder / "sshd.conf"))
+            words = [str(server_program()), "-D", "-e", "-f", str(folder / "sshd.conf")]
+            if named:
+                name = host.replace(".", "-")
+                words = ["unshare", "--uts", "sh", "-c", f'hostname host-{name}; exec "$@"', "sh", *words]
+            words = spaces.on(host, *words)
             server = subprocess.Popen(words, stderr=subprocess.DEVNULL)
             stack.callback(_end, server)
         _wait_for_servers(spaces)

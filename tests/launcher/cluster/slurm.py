@@ -9,9 +9,11 @@ import socket
 import subprocess
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
+
+import psutil
 
 from tests.launcher.runs import free_port
 
@@ -55,6 +57,33 @@ class Slurm:
     """A cluster that runs."""
 
     environment: dict[str, str]
+    stack: ExitStack
+    """What ends its programs."""
+
+    def start(self, *words: str) -> None:
+        """Start one of its programs, until the cluster ends."""
+        process = subprocess.Popen(
+            words, env=self.environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True
+        )
+        self.stack.callback(process.wait, 20)
+        self.stack.callback(process.terminate)
+        # The others ask the one before.
+        time.sleep(1.0)
+
+    def lose(self, node: str) -> None:
+        """Kill whatever runs on a node, its daemon first, as a power cut does; the controller is told so."""
+        for process in psutil.process_iter():
+            with suppress(psutil.Error):
+                if process.cmdline()[:1] == ["slurmd"] and node in process.cmdline():
+                    process.kill()
+        for process in psutil.process_iter():
+            with suppress(psutil.Error):
+                there = process.environ()
+                own = there.get("SLURM_CONF") == self.environment["SLURM_CONF"]
+                if own and there.get("SLURMD_NODENAME") == node:
+                    process.kill()
+        # It would find out by itself after SlurmdTimeout, five minutes.
+        self.run("scontrol", "update", f"NodeName={node}", "State=DOWN", "Reason=lost")
 
     def run(self, *words: str) -> str:
         """What one of its programs prints."""
@@ -105,15 +134,9 @@ def slurm(folder: Path) -> Iterator[Slurm]:
         ["slurmd", "-D", "-N", "zz-second"],
     ]
     with ExitStack() as stack:
+        cluster = Slurm(environment, stack)
         for words in programs:
-            process = subprocess.Popen(
-                words, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True
-            )
-            stack.callback(process.wait, 20)
-            stack.callback(process.terminate)
-            # The others ask the one before.
-            time.sleep(1.0)
-        cluster = Slurm(environment)
+            cluster.start(*words)
         # Before the programs end: what jobs have started would go on.
         stack.callback(cluster.end_jobs)
         yield cluster

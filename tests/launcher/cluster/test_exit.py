@@ -107,6 +107,15 @@ def test_a_lost_peer_is_one_line_on_the_rank_that_lost_it(rank, capfd, monkeypat
     assert "more" not in said
 
 
+@pytest.mark.parametrize("number", [errno.EROFS, errno.ESTALE])
+def test_a_disk_that_is_gone_is_no_fault_of_ours(number, capfd):
+    assert run_to_exit_code(raising(OSError(number, os.strerror(number), "metrics.jsonl"))) == FAILED
+    err = capfd.readouterr().err
+    assert f"rank 0 can no longer write: [Errno {number}]" in err
+    assert "--run.resume latest" in err
+    assert "Traceback" not in err
+
+
 def test_a_full_disk_is_no_fault_of_ours(capfd):
     assert run_to_exit_code(raising(OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "metrics.jsonl"))) == FAILED
     said = capfd.readouterr().err

@@ -61,7 +61,7 @@ def test_a_terminal_sees_it_below_the_log_and_no_file_has_it(tmp_path, monkeypat
     assert said.count("step 1/9  11%  loss 5.1023") == 1, "the line of the log stands above it"
     assert said.rstrip().endswith("after"), "the log goes on where it went before"
     text = (tmp_path / LOGS / "rank_0.log").read_text()
-    assert text.count("\n") == 2, "the first step's line, and what came after"
+    assert text.count("\n") == 3, "the first step's line, where the time went, and what came after"
     assert "\x1b" not in text
     assert "saving" not in text
     assert [record["step"] for record in read_metrics(tmp_path)] == [1, 2, 3], "every step, whatever log_every is"
@@ -71,7 +71,8 @@ def test_a_terminal_sees_it_below_the_log_and_no_file_has_it(tmp_path, monkeypat
 def test_a_pipe_sees_lines_alone(tmp_path, monkeypatch):
     said = record_three_steps(tmp_path, io.StringIO(), monkeypatch)
     assert said.splitlines()[0].startswith("step 1/9  11%  loss")
-    assert said.splitlines()[1:] == ["after"]
+    assert said.splitlines()[1].startswith("Effective training time: ")
+    assert said.splitlines()[2:] == ["after"]
 
 
 @pytest.mark.usefixtures("_own_handlers")

@@ -90,6 +90,15 @@ def test_each_line_is_on_disk_when_write_returns(tmp_path: Path) -> None:
         assert read_metrics(tmp_path) == [TRAIN]
 
 
+def test_a_file_that_was_removed_takes_no_more(tmp_path: Path) -> None:
+    """The system would take every line, and nobody could read one."""
+    with MetricsWriter(tmp_path, tensorboard=False) as writer:
+        writer.write(train(1))
+        (tmp_path / "metrics.jsonl").unlink()
+        with pytest.raises(OSError, match="somebody has removed the run's metrics"):
+            writer.write(train(2))
+
+
 def test_time_is_added(tmp_path: Path) -> None:
     write_all(tmp_path, [{"kind": "event", "event": "resume", "step": 3}])
     assert read_metrics(tmp_path)[0]["time"].endswith("+00:00")

@@ -14,6 +14,7 @@ import pytest
 from launcher.cluster.exit import INTERRUPTED, STOPPED
 from launcher.metrics.record import read_metrics
 from launcher.supervise.progress import last_step, last_stop, newest_checkpoint
+from tests.faults import FaultRow, FaultRows, verdict
 from tests.helpers import REPOSITORY
 from tests.launcher.cluster.cluster import missing_programs, two_hosts
 from tests.launcher.runs import Launch, flags, free_port
@@ -57,6 +58,23 @@ def check_resumes(shards: Path, folder: Path, undisturbed: Path, changed: dict |
     assert rows(folder) == rows(undisturbed), "to the last bit"
 
 
+def record(fault_rows: FaultRows, found: Disturbed, folder: Path, undisturbed: Path, kind: str, group: str) -> None:
+    """A row of the fault suite, of a run that has stopped and gone on."""
+    resumed = [row["step"] for row in read_metrics(folder) if row.get("event") == "resume"][-1]
+    fault_rows.add(
+        FaultRow(
+            group=group,
+            kind=kind,
+            injected=f"once step 3 of {STEPS} is taken",
+            seen=verdict(found.ended.text, "Stopped behind step", {folder: "RUN"}),
+            seconds=round(found.seconds, 2),
+            steps_lost=found.taken - resumed,
+            beyond_checkpoint=(found.saved or 0) - resumed,
+            equal=rows(folder) == rows(undisturbed),
+        )
+    )
+
+
 # What deepspeed ends with: of a signal to its launcher it makes 1, and of the launcher's death by one 0.
 @pytest.mark.parametrize(
     ("number", "whom", "code", "kind"),
@@ -67,15 +85,19 @@ def check_resumes(shards: Path, folder: Path, undisturbed: Path, changed: dict |
         *[(number, "runner", -number, "launcher") for number in (TERM, KILL)],
     ],
 )
-def test_whoever_is_told_all_ranks_save_and_leave(shards, tmp_path, undisturbed, number, whom, code, kind):
+def test_whoever_is_told_all_ranks_save_and_leave(shards, tmp_path, undisturbed, fault_rows, number, whom, code, kind):
     found = disturbed(shards, tmp_path / "run", send(number, whom))
     check_saved(found, kind)
     check_screen(found, "deepspeed --num_gpus 2")
     assert found.ended.code == code
     check_resumes(shards, tmp_path / "run", undisturbed)
+    whose = f"the {whom}"
+    if whom.startswith("rank"):
+        whose = "a rank"
+    record(fault_rows, found, tmp_path / "run", undisturbed, f"{number.name} to {whose}", "process")
 
 
-def test_ctrl_c_in_a_terminal(shards, tmp_path, undisturbed):
+def test_ctrl_c_in_a_terminal(shards, tmp_path, undisturbed, fault_rows):
     """It goes to every process of the command at once."""
 
     def act(launch: Launch) -> None:
@@ -87,6 +109,7 @@ def test_ctrl_c_in_a_terminal(shards, tmp_path, undisturbed):
     check_saved(found, "signal", tracebacks=1)
     check_screen(found, "deepspeed --num_gpus 2")
     check_resumes(shards, tmp_path / "run", undisturbed)
+    record(fault_rows, found, tmp_path / "run", undisturbed, "Ctrl-C in a terminal", "process")
 
 
 def test_a_second_ctrl_c_ends_at_once(shards, tmp_path):
@@ -170,7 +193,7 @@ def test_torchrun(shards, tmp_path, undisturbed, number, kind):
     ("number", "whom", "kind"),
     [(TERM, "rank", "signal"), (TERM, "runner", "launcher"), (KILL, "runner", "launcher"), (KILL, "ssh", "launcher")],
 )
-def test_over_two_hosts(shards, tmp_path, undisturbed, number, whom, kind):
+def test_over_two_hosts(shards, tmp_path, undisturbed, fault_rows, number, whom, kind):
     if reason := missing_programs():
         pytest.skip(reason)
 
@@ -191,6 +214,8 @@ def test_over_two_hosts(shards, tmp_path, undisturbed, number, whom, kind):
     if kind == "signal":
         assert found.ended.code == STOPPED
     check_resumes(shards, tmp_path / "run", undisturbed)
+    what = f"{number.name} to {whom}, over two hosts"
+    record(fault_rows, found, tmp_path / "run", undisturbed, what, "cluster")
 
 
 def is_rank_1(process: psutil.Process) -> bool:

@@ -74,6 +74,11 @@ def test_one_line_begins_a_run_and_goes_on_with_it(capsys, tmp_path: Path):
             "was asked to stop, and has saved behind step 2",
         ),
         ((Act(steps=(1, 2), saves=(2,), stop="max_seconds", code=1),), 1, "was asked to stop, and has saved"),
+        (
+            (Act(steps=(1, 2), saves=(1,), wrong=(0, 1)), Act(steps=(2, 3), wrong=(0, 1))),
+            1,
+            "this machine computed wrong numbers in two attempts",
+        ),
         ((Act(code=143),), 143, "somebody ended the training by SIGTERM"),
         # What a launcher says whose own launcher was killed.
         ((Act(steps=(1,), code=0), Act(steps=(1,), code=0)), 1, "two attempts in a row ended behind step 1"),
@@ -147,18 +152,25 @@ HOSTS = "one slots=2\ntwo slots=2\nthree slots=2\n"
 
 
 @pytest.mark.parametrize(
-    ("silent", "tokens", "hosts"),
+    ("silent", "wrong", "tokens", "hosts"),
     [
-        ([], 49152, None),
-        (["two"], 49152, "one slots=2\nthree slots=2\n"),
+        ([], (), 49152, None),
+        (["two"], (), 49152, "one slots=2\nthree slots=2\n"),
         # A step of 18 rows, which the four ranks that are left do not divide.
-        (["one"], 36864, "two slots=2\n"),
+        (["one"], (), 36864, "two slots=2\n"),
+        # Ranks 2 and 3 are on the second host.
+        ([], (3, 6), 49152, "one slots=2\nthree slots=2\n"),
+        (["one"], (3, 6), 49152, "three slots=2\n"),
+        # Not the ranks of this file.
+        ([], (3, 4), 49152, None),
     ],
 )
-def test_hosts_that_do_not_answer_are_left_out(capsys, monkeypatch, tmp_path: Path, silent, tokens, hosts):
-    trainer = Trainer(tmp_path, Act(steps=(1,), saves=(1,)), Act(steps=range(2, 11), code=0))
+def test_hosts_that_do_not_answer_or_compute_wrong_numbers_are_left_out(
+    capsys, monkeypatch, tmp_path: Path, silent, wrong, tokens, hosts
+):
+    trainer = Trainer(tmp_path, Act(steps=(1,), saves=(1,), wrong=wrong), Act(steps=range(2, 11), code=0))
     (tmp_path / "hostfile").write_text(HOSTS)
-    monkeypatch.setattr(supervised, "silent_hosts", lambda slots: silent)
+    monkeypatch.setattr(supervised, "silent_hosts", lambda slots: [host for host in silent if host in slots])
     python, script, *settings = trainer.words(
         *("--data.seq_len", 2048, "--train.tokens_per_step", tokens),
         *("--parallel.context", 1, "--parallel.expert", 1),
@@ -181,7 +193,10 @@ def test_hosts_that_do_not_answer_are_left_out(capsys, monkeypatch, tmp_path: Pa
         return
     assert second == f"--hostfile {trainer.run / 'hostfile.restart'}"
     assert (trainer.run / "hostfile.restart").read_text() == hosts
-    assert f"{silent[0]} does not answer over ssh" in err
+    for host in silent:
+        assert f"{host} does not answer over ssh" in err
+    if wrong:
+        assert "two computed a wrong number and is left out" in err
 
 
 def test_hosts_that_a_filter_picks_are_left_to_it():

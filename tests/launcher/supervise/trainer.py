@@ -32,6 +32,12 @@ for step in plan["saves"]:
 if plan["stop"]:
     with (folder / "metrics.jsonl").open("a") as file:
         file.write(json.dumps({"kind": "event", "event": "stop", "step": step, "reason": plan["stop"]}) + "\\n")
+if plan["wrong"]:
+    rank, world_size = plan["wrong"]
+    findings = [{"ranks": [rank], "hosts": ["node"]}]
+    event = {"kind": "event", "event": "audit", "step": step + 1, "world_size": world_size, "findings": findings}
+    with (folder / "metrics.jsonl").open("a") as file:
+        file.write(json.dumps(event) + "\\n")
 if plan["rank"]:
     rank = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
     (place / "rank").write_text(str(rank.pid))
@@ -57,6 +63,8 @@ class Act:
     """Its exit code; a negative one is a signal that kills it."""
     stop: str = ""
     """The reason of a stop that it records."""
+    wrong: Sequence[int] = ()
+    """The rank that an audit finds to have computed a wrong number, and how many ranks there are; empty: none."""
     rank: bool = False
     """Whether it leaves a process behind."""
     hangs: bool = False

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from launcher.metrics.record import Record
+from launcher.metrics.record import Record, read_metrics
 from launcher.report.page import remarks
 from launcher.report.run import load_run
 from launcher.training import history
@@ -21,6 +21,7 @@ from launcher.training.step import TrainStep
 from launcher.training.totals import StepSums
 from longctx.checkpoint_format import CHECKPOINTS, CheckpointReader
 from parallel.loss import StepCounts
+from tests.faults import FaultRow, verdict
 from tests.launcher.runs import STEPS
 from tests.launcher.training.test_non_finite import EXPERT, LAST_NORM, ROUTER
 from tests.launcher.workers import end_guarded_each, rows, run, train
@@ -37,6 +38,12 @@ KINDS = {
     "spike": (EXPERT, 1e4),
 }
 """What is spoilt on the last rank for one step: a weight by NaN, or a gradient by a factor."""
+WHAT = {
+    "loss": "NaN loss",
+    "router": "NaN in a router",
+    "gradient": "infinite gradient",
+    "spike": "spike of a gradient",
+}
 
 
 def broken_while(run: Run, kind: str) -> Callable[[], None]:
@@ -123,7 +130,7 @@ def resume(stage: int, shards: Path, output: Path) -> None:
         *(pytest.param(kind, stage, marks=pytest.mark.slow) for kind in KINDS for stage in range(4)),
     ],
 )
-def test_the_run_goes_on_as_if_it_had_none(shards, tmp_path, kind, stage):
+def test_the_run_goes_on_as_if_it_had_none(shards, tmp_path, fault_rows, kind, stage):
     run(train_spoilt, 2, kind, stage, shards, tmp_path)
     found = [row for row in rows(tmp_path / "spoilt") if row["kind"] == "train"]
     assert [row["step"] for row in found if "skipped" in row] == [LEFT_OUT]
@@ -140,6 +147,20 @@ def test_the_run_goes_on_as_if_it_had_none(shards, tmp_path, kind, stage):
     run(resume, 2, stage, shards, tmp_path / "spoilt")
     again = state(tmp_path / "spoilt")
     assert not [key for key in kept if not torch.equal(kept[key], again[key])]
+    log = (tmp_path / "spoilt" / "logs" / "rank_0.log").read_text()
+    fault_rows.add(
+        FaultRow(
+            group="numbers",
+            kind=WHAT[kind],
+            injected=f"on the last of 2 ranks in step {LEFT_OUT}; compared with a run that never took that step",
+            seen=verdict(log, f"Step {LEFT_OUT} is left out"),
+            # It is said at the end of the step.
+            seconds=next(r["step_seconds"] for r in read_metrics(tmp_path / "spoilt") if r["step"] == LEFT_OUT),
+            steps_lost=sum("skipped" in row for row in found),
+            beyond_checkpoint=0,
+            equal=[row for row in found if row is not left_out] == [row for row in wanted if row["step"] != LEFT_OUT],
+        )
+    )
     if kind != "loss":
         assert "1 step was left out" in " ".join(remarks(load_run(tmp_path / "spoilt")))
 

@@ -47,11 +47,11 @@ class Source:
             self.values[name, ROLES[2]] = x.flatten().square()
         self.read_ranges: dict[tuple[str, str], list[tuple[int, int]]] = defaultdict(list)
 
-    def read(self, name: str, role: str, start: int, count: int) -> Tensor:
-        whole = self.values[name, role]
+    def read(self, name: str, role: str, start: int, out: Tensor) -> None:
+        whole, count = self.values[name, role], len(out)
         assert 0 < count <= len(whole) - start, f"{name} {role}: {count} values from {start} of {len(whole)}"
         self.read_ranges[name, role].append((start, start + count))
-        return whole[start : start + count]
+        out.copy_(whole[start : start + count])
 
     def num_read(self) -> int:
         return sum(stop - start for ranges in self.read_ranges.values() for start, stop in ranges)

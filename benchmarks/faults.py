@@ -1,0 +1,88 @@
+"""The fault suite as a table: what was injected, what the user saw, seconds to the verdict, steps lost, recovery.
+
+    python -m benchmarks.faults [--only EXPRESSION] [--rows FILE]
+
+Runs the tests that record a row (``pytest -m fault``), one after the other: they are timed. ``--only`` takes a part of
+them, as pytest's ``-k`` does; rows of other tests stay as they were measured before. ``--rows`` keeps the rows in a
+file, from which a suite that was interrupted goes on. Exit code 1 if a test fails; its row is left out.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from dataclasses import asdict
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from benchmarks.machine import RESULTS, processor_kind, save
+from tests.faults import GROUPS, FaultRow, read_rows
+
+NAME = "faults"
+REPOSITORY = Path(__file__).resolve().parent.parent
+
+
+def run_suite(rows: Path, only: str) -> int:
+    """Run the tests of the suite, which append to ``rows``; returns pytest's exit code."""
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:xdist", "-m", "fault", "--timeout", "1800"]
+    return subprocess.run([*command, "-k", only, "--fault-rows", str(rows)], cwd=REPOSITORY, check=False).returncode
+
+
+def measured_before() -> list[dict[str, Any]]:
+    """The rows of the result that is there."""
+    path = RESULTS / processor_kind() / f"{NAME}.json"
+    if not path.exists():
+        return []
+    return json.loads(path.read_text())["rows"]
+
+
+def merged(before: Sequence[dict[str, Any]], found: Sequence[FaultRow]) -> list[dict[str, Any]]:
+    """Rows by group and kind, each with the day it was measured; those that were measured anew replace older ones."""
+    today = datetime.now(UTC).strftime("%Y-%m-%d")
+    rows = {(row["group"], row["kind"]): row for row in before}
+    rows |= {(row.group, row.kind): {**asdict(row), "date": today} for row in found}
+    return sorted(rows.values(), key=lambda row: (GROUPS.index(row["group"]), row["kind"]))
+
+
+def table(result: dict[str, Any]) -> tuple[Sequence[str], list[list[str]]]:
+    """Head and rows of the page's table."""
+    head = ("injected", "the user saw", "seconds", "steps lost", "metrics after recovery")
+    return head, [_line(row) for row in result["rows"]]
+
+
+def _line(row: dict[str, Any]) -> list[str]:
+    equality = "differ"
+    if row["equal"]:
+        equality = "equal"
+    # A bar would end the table's cell.
+    seen = row["seen"].replace("|", "\\|")
+    seconds = "< 0.1"
+    if row["seconds"] >= 0.1:
+        seconds = f"{row['seconds']:.1f}"
+    return [f"**{row['kind']}**: {row['injected']}", seen, seconds, str(row["steps_lost"]), equality]
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the suite, save its rows, say how many there are."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.faults", description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--only", default="", metavar="EXPRESSION", help="the tests to run, as pytest's -k takes them")
+    parser.add_argument("--rows", type=Path, metavar="FILE", help="keep the rows in this file, and begin with its rows")
+    options = parser.parse_args(arguments)
+    with tempfile.TemporaryDirectory() as folder:
+        path = options.rows or Path(folder) / "rows.jsonl"
+        code = run_suite(path.absolute(), options.only)
+        found = read_rows(path)
+    # Only a whole suite may forget a row: of a test that is there no more.
+    before = measured_before() if options.only or options.rows else []
+    rows = merged(before, [row for row in found if row.equal])
+    print(f"{len(rows)} kinds of faults: {save(NAME, {'rows': rows})}")
+    return int(code != 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

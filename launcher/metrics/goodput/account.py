@@ -1,0 +1,259 @@
+"""The account of a run's seconds: each belongs to one kind, over all attempts and what lies between them.
+
+Seconds of an attempt come from its steady clock, so their sum is what the attempt lasted, to the last one. Between two
+attempts it is the time since the machine's start where both ran on one machine, else the difference of two times of
+day, and never less than 0: hosts' clocks disagree.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+from pathlib import Path
+from typing import Literal
+
+import numpy as np
+
+from launcher.metrics.goodput.timeline import Line, read_timeline
+from launcher.metrics.goodput.usual import UsualStep
+
+InSteps = Literal["productive", "lost", "skipped", "stalled", "data", "warm_up"]
+Kind = InSteps | Literal["starting", "saving", "validation", "other", "stopped", "paused"]
+KINDS: dict[Kind, str] = {
+    "productive": "steps whose result the run goes on from",
+    "lost": "steps that were done again, or never ended",
+    "skipped": "steps that were left out",
+    "stalled": "beyond what a step usually takes",
+    "data": "waiting for rows",
+    "warm_up": "first steps beyond a usual one: compiling",
+    "starting": "from the start of a process to its first step",
+    "saving": "training waits for a checkpoint",
+    "validation": "validations and sample texts",
+    "other": "between steps: metrics, logs",
+    "stopped": "after an attempt that failed, until the next one",
+    "paused": "after a stop that was asked for, until the next attempt",
+}
+"""Every kind, in the order shown, and what it is."""
+_NAMES: list[Kind] = list(KINDS)
+_OF_DOING: dict[str, Kind] = {"starting": "starting", "saving": "saving", "validating": "validation"}
+_ON_PURPOSE = ("done", "stopped")
+"""Ends that somebody wanted."""
+
+Seconds = dict[Kind, float]
+
+
+class Tally:
+    """Adds up one attempt, line by line."""
+
+    def __init__(self, until: float = 0.0) -> None:
+        """Seconds of the attempt up to ``until`` are counted elsewhere."""
+        self.until, self.stalls, self.usual = until, 0, UsualStep()
+        self._seconds: Seconds = dict.fromkeys(KINDS, 0.0)
+
+    def add(self, line: Line) -> list[tuple[Kind, float]]:
+        """Take in a line; returns what lies between the end of the one before and this one's, part by part."""
+        # A clock never goes back, but a file may have been mended by hand.
+        passed = max(0.0, line["until"] - self.until)
+        seconds = min(max(0.0, line["seconds"]), passed)
+        parts: list[tuple[Kind, float]] = [("other", passed - seconds)]
+        if line["in"] == "step":
+            parts += self._step(line, seconds)
+        else:
+            parts.append((_OF_DOING.get(line["in"], "other"), seconds))
+        return self._count(parts)
+
+    def end(self, until: float, kind: Kind) -> list[tuple[Kind, float]]:
+        """Count what follows the last line until the attempt's end."""
+        return self._count([(kind, max(0.0, until - self.until))])
+
+    def seconds(self) -> Seconds:
+        """By kind, as far as it is known now."""
+        found = dict(self._seconds)
+        found["productive"] -= self.warm_up
+        found["warm_up"] += self.warm_up
+        return found
+
+    @property
+    def warm_up(self) -> float:
+        """Of the productive seconds, those that are none: of the first step that was taken."""
+        return self.usual.warm_up
+
+    def _step(self, line: Line, seconds: float) -> list[tuple[Kind, float]]:
+        # All of the wait: it is near 0 where the data keeps up, and a run that always waits is not at its best.
+        waited = min(max(0.0, line.get("wait", 0.0)), seconds)
+        computed = seconds - waited
+        if line.get("skipped"):
+            return [("data", waited), ("skipped", computed)]
+        stalled = self.usual.see(computed, line.get("work", 0.0))
+        self.stalls += stalled > 0
+        return [("data", waited), ("productive", computed - stalled), ("stalled", stalled)]
+
+    def _count(self, parts: list[tuple[Kind, float]]) -> list[tuple[Kind, float]]:
+        for kind, seconds in parts:
+            self._seconds[kind] += seconds
+            self.until += seconds
+        return parts
+
+
+@dataclass
+class Attempt:
+    """One start of the run, and what became of it."""
+
+    begin: Line
+    tally: Tally = field(default_factory=Tally)
+    how: str | None = None
+    """Why it ended; None of one that was killed, or goes on."""
+    last_step: int = 0
+    shift: float = 0.0
+    """By how much its time of day was set while it ran."""
+    after: tuple[Kind, float] | None = None
+    """What lies between it and the next one; None of the last one."""
+    alive: Line | None = None
+    """The last sign of life, if nothing has ended since."""
+    # One number for each part: a run may have millions of them.
+    kinds: array[int] = field(default_factory=lambda: array("b"))
+    lengths: array[float] = field(default_factory=lambda: array("d"))
+    steps: array[int] = field(default_factory=lambda: array("q"))
+
+    def see(self, line: Line) -> None:
+        """Take in a line that is not a beginning."""
+        self.shift = line.get("shift", self.shift)
+        if line.get("event") == "end":
+            self.how = line.get("how")
+            kind = _kind_of_rest(line)
+            if self.how != "failed" and kind == "lost":
+                # It had taken its last step: no other one was under way.
+                kind = "other"
+            self._place(self.tally.end(line["until"], kind), step=0)
+            self.alive = None
+        elif line.get("event") == "alive":
+            self.alive = line
+        else:
+            step = line.get("step", 0)
+            self._place(self.tally.add(line), step)
+            self.last_step = max(self.last_step, step)
+            self.alive = None
+
+    def close(self, redone_from: float) -> None:
+        """No line follows. Steps behind ``redone_from`` were done again by later attempts, or will be."""
+        if self.alive is not None:
+            self._place(self.tally.end(self.alive["until"], _kind_of_rest(self.alive)), step=0)
+        self._settle_first_step()
+        kinds, steps = np.frombuffer(self.kinds, dtype=np.int8), np.frombuffer(self.steps, dtype=np.int64)
+        kinds[(kinds == _NAMES.index("productive")) & (steps > redone_from)] = _NAMES.index("lost")
+
+    def seconds(self) -> Seconds:
+        """By kind, without what comes after it."""
+        kinds, lengths = np.frombuffer(self.kinds, dtype=np.int8), np.frombuffer(self.lengths)
+        sums = np.bincount(kinds, lengths, minlength=len(_NAMES))
+        return dict(zip(_NAMES, sums.tolist(), strict=True))
+
+    def parts(self) -> tuple[np.ndarray, np.ndarray]:
+        """Numbers of the kinds of its parts, in order, and their seconds."""
+        return np.frombuffer(self.kinds, dtype=np.int8), np.frombuffer(self.lengths)
+
+    @property
+    def began(self) -> float:
+        """Seconds since 1970, by its host's clock."""
+        return self.begin["time"]
+
+    def gap_to(self, later: Attempt) -> float:
+        """Seconds from its end to the beginning of a later one; negative where clocks disagree."""
+        here, there = self.begin, later.begin
+        if here.get("boot") and here.get("boot") == there.get("boot") and here.get("since_boot"):
+            # One machine: nobody can set this clock.
+            gap = there.get("since_boot", 0.0) - here["since_boot"] - self.tally.until
+            if gap >= 0:
+                return gap
+        return later.began - (self.began + self.tally.until + self.shift)
+
+    def _place(self, parts: list[tuple[Kind, float]], step: int) -> None:
+        for kind, seconds in parts:
+            if seconds > 0:
+                self.kinds.append(_NAMES.index(kind))
+                self.lengths.append(seconds)
+                self.steps.append(step)
+
+    def _settle_first_step(self) -> None:
+        """Split what the first step took beyond others from its part."""
+        first = next((at for at, kind in enumerate(self.kinds) if _NAMES[kind] == "productive"), None)
+        if first is None or not self.tally.warm_up:
+            return
+        warm_up = min(self.tally.warm_up, self.lengths[first])
+        self.lengths[first] -= warm_up
+        self.kinds.insert(first, _NAMES.index("warm_up"))
+        self.lengths.insert(first, warm_up)
+        self.steps.insert(first, self.steps[first])
+
+
+@dataclass(frozen=True, kw_only=True)
+class Goodput:
+    """All attempts of a run."""
+
+    attempts: Sequence[Attempt]
+    skewed: int = 0
+    """Stops of unknown length: clocks say that the next attempt began before the one before ended."""
+
+    def seconds(self) -> Seconds:
+        """By kind; their sum is ``wall``."""
+        found: Seconds = dict.fromkeys(KINDS, 0.0)
+        for attempt in self.attempts:
+            for kind, seconds in attempt.seconds().items():
+                found[kind] += seconds
+            if attempt.after is not None:
+                found[attempt.after[0]] += attempt.after[1]
+        return found
+
+    @property
+    def wall(self) -> float:
+        """Seconds since the first attempt began, to the last sign of the last one."""
+        between = sum(attempt.after[1] for attempt in self.attempts if attempt.after is not None)
+        return between + sum(attempt.tally.until for attempt in self.attempts)
+
+    @property
+    def stalls(self) -> int:
+        """Steps that were stalled."""
+        return sum(attempt.tally.stalls for attempt in self.attempts)
+
+
+def effective_share(seconds: Seconds) -> float | None:
+    """Productive seconds over all but pauses, 0 to 1: effective training time. None before the first second."""
+    counted = sum(seconds.values()) - seconds["paused"]
+    if counted <= 0:
+        return None
+    return seconds["productive"] / counted
+
+
+def goodput_of(lines: Iterable[Line]) -> Goodput:
+    """The account of a timeline's lines."""
+    attempts: list[Attempt] = []
+    for line in lines:
+        if line.get("event") == "begin":
+            attempts.append(Attempt(line))
+        elif attempts:
+            attempts[-1].see(line)
+    redone_from, skewed = float("inf"), 0
+    for attempt in reversed(attempts):
+        attempt.close(redone_from)
+        # A later attempt may go on from a checkpoint that is older than the one before it did.
+        redone_from = min(redone_from, attempt.begin["step"])
+    for attempt, later in pairwise(attempts):
+        gap = attempt.gap_to(later)
+        skewed += gap < 0
+        kind: Kind = "stopped"
+        if attempt.how in _ON_PURPOSE:
+            kind = "paused"
+        attempt.after = kind, max(0.0, gap)
+    return Goodput(attempts=attempts, skewed=skewed)
+
+
+def read_goodput(folder: Path) -> Goodput:
+    """The account of a run folder; without attempts where the run has kept no timeline."""
+    return goodput_of(read_timeline(folder))
+
+
+def _kind_of_rest(line: Line) -> Kind:
+    """What the time behind the last line was, by what was under way: a step that never ended is lost."""
+    return _OF_DOING.get(line.get("in", "step"), "lost")

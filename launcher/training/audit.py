@@ -1,0 +1,174 @@
+"""``StepAudit``: the audited steps of a run, and how it ends where a number was wrong (``run.audit_every``)."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Sequence
+from contextlib import AbstractContextManager
+from pathlib import Path
+
+from torch import Tensor
+
+from launcher.cluster.suspects import AUDIT_EVENT
+from launcher.metrics.record import Record
+from launcher.training.setup import Run
+from launcher.wording import plural
+from longctx.checkpoint_format import list_checkpoints
+from longctx.errors import TrainingError
+from parallel.audit.auditor import LIMIT_BYTES, Audited, Auditor
+from parallel.audit.sample import Kind
+from parallel.audit.verdict import Finding
+from parallel.zero.partition import MASTER
+
+log = logging.getLogger(__name__)
+
+
+class StepAudit:
+    """Looks at some calls of every ``run.audit_every``-th step."""
+
+    def __init__(self, run: Run) -> None:
+        self._run = run
+        config, optimizer = run.config, run.engine.partition.inner
+        if config.zero.offload != "none":
+            optimizer = None
+        audited = Audited(
+            device=run.device,
+            dtype=run.engine.dtype,
+            kernel=config.parallel.kernel,
+            weights=self._weights,
+            masters=self._masters,
+            optimizer=optimizer,
+        )
+        self._auditor = Auditor(audited, seed=config.run.seed, every=config.run.audit_every, rank=run.mesh.rank)
+        self._is_told = False
+
+    def kind_of(self, step: int) -> Kind | None:
+        """What is looked at in a step; None in one that is not audited."""
+        return self._auditor.kind_of(step)
+
+    def watching(self, step: int, *, update: bool) -> AbstractContextManager[None]:
+        """Copy a call of the step's forward and backward passes, or of its ``update``, if it is the audited part."""
+        return self._auditor.watching(step, update=update)
+
+    def settle(self, step: int, *, update: bool) -> None:
+        """Have what was copied computed again. TrainingError on every rank where results differ. Collective."""
+        findings = self._auditor.settle(step, update=update)
+        if findings:
+            raise self._error(step, findings, update=update)
+        if not self._is_told and self._auditor.assigned:
+            self._is_told = True
+            for line in self._what_is_audited():
+                log.info("%s", line)
+
+    def _what_is_audited(self) -> list[str]:
+        """What the log says once: who looks at whom, and what is not looked at."""
+        config, ranks, assigned = self._run.config, self._auditor.ranks, self._auditor.assigned
+        lines = [f"{self._who(len(ranks))} (run.audit_every={config.run.audit_every})."]
+        kinds = {x.kind for x in ranks}
+        if any(not x.exact for x in assigned):
+            lines.append(
+                f"Ranks compute {len(kinds)} kinds of bits: {'; '.join(sorted(kind[0] for kind in kinds))}. A rank "
+                "that is the only one of its kind is compared within the bounds of rounding, in products and updates."
+            )
+        for rank, x in enumerate(ranks):
+            peers = [other.results for other in ranks if other.machine == x.machine]
+            if peers.count(x.results) * 2 < len(peers):
+                lines.append(
+                    f"Rank {rank} on {x.host} computes other numbers than most ranks with its processor and its "
+                    f"libraries ({x.machine}): it may be at fault."
+                )
+            if not x.repeats:
+                lines.append(f"Rank {rank} on {x.host} does not compute the same bits twice: an audit may say so, too.")
+        left_out = []
+        if config.train.compile == "on":
+            left_out.append("what is computed inside of compiled regions")
+        if config.zero.offload != "none":
+            left_out.append("updates, which zero.offload has DeepSpeed's AdamW compute")
+        if self._run.device.type != "cpu":
+            left_out.append("attention's backward passes and a ring's attention, on a GPU")
+        if left_out:
+            lines.append(f"Not audited: {', and '.join(left_out)}.")
+        return lines
+
+    def _who(self, num_ranks: int) -> str:
+        """Who makes a call again."""
+        limit = f"{LIMIT_BYTES >> 20} MiB"
+        if num_ranks == 1:
+            return f"An audit makes one call of a step, of up to {limit}, once more on this rank, which is alone"
+        others = min(2, num_ranks - 1)
+        return (
+            f"An audit makes one call of each rank in a step, of up to {limit}, again on {plural(others, 'other rank')}"
+        )
+
+    def _error(self, step: int, findings: Sequence[Finding], *, update: bool) -> TrainingError:
+        """What ends the run."""
+        run = self._run
+        # The newest checkpoint may be one that is being written.
+        run.saver.finish()
+        checkpoint: Path | None = next(reversed(list_checkpoints(run.folder)), None)
+        return TrainingError(
+            message(step, findings, update=update, checkpoint=checkpoint), record(step, findings, run.mesh.world_size)
+        )
+
+    def _weights(self) -> Iterable[tuple[str, Tensor]]:
+        for name, p in self._run.engine.model.decoder.named_parameters():
+            yield name, p.data
+
+    def _masters(self) -> Iterable[tuple[str, Tensor]]:
+        partition = self._run.engine.partition
+        for name, p in self._run.engine.model.decoder.named_parameters():
+            part = partition.part(name, p, (MASTER,)).get(MASTER)
+            if part is not None:
+                yield name, part
+
+
+def message(step: int, findings: Sequence[Finding], *, update: bool, checkpoint: Path | None) -> str:
+    """What was wrong, where, and how to go on: one screen."""
+    first, *more = findings
+    lines = [first.describe(step)]
+    if more:
+        others = ", ".join(f"on rank {finding.of}: {finding.place.call}" for finding in more[:3])
+        lines.append(f"{plural(len(more), 'other call')} of this step went wrong, too ({others}).")
+    if update:
+        lines.append("The step was taken, so weights in memory may be wrong; no checkpoint of it is written.")
+    else:
+        lines.append("The step was not taken: weights, moments and checkpoints are those of the step before.")
+    lines.append(_way_out(findings, checkpoint))
+    lines.append(
+        "An audit sees a small part of a step: earlier ones may have had such numbers, too. Compare their loss."
+    )
+    return "\n".join(lines)
+
+
+def _way_out(findings: Sequence[Finding], checkpoint: Path | None) -> str:
+    """Where to go on from, and without whom."""
+    hosts = list(dict.fromkeys(host for finding in findings for host in finding.hosts))
+    go_on = "There is no checkpoint yet: start again"
+    if checkpoint is not None:
+        go_on = f"Go on from {checkpoint} or an older one (--run.resume newest-good)"
+    if all(finding.is_named for finding in findings):
+        return f"{go_on}, without {' and '.join(hosts)}: take its line out of the hostfile, and test its memory."
+    return f"{go_on}. To find out who is wrong, run on three ranks or more; the hosts are {' and '.join(hosts)}."
+
+
+def record(step: int, findings: Sequence[Finding], world_size: int) -> Record:
+    """The event of the run's metrics, by which ``longctx run`` knows whom to leave out."""
+    return {
+        "kind": "event",
+        "event": AUDIT_EVENT,
+        "step": step,
+        "world_size": world_size,
+        "findings": [
+            {
+                "ranks": list(finding.suspects),
+                "hosts": list(finding.hosts),
+                "rank_of_call": finding.of,
+                "what": finding.place.describe(),
+                "values": finding.difference.values,
+                "of_values": finding.difference.total,
+                "bits": list(finding.difference.bits),
+                "evidence": finding.evidence,
+            }
+            for finding in findings
+        ],
+    }

@@ -1,0 +1,185 @@
+"""The files of a checkpoint, read in blocks that are hashed before any of their bytes is used.
+
+The manifest has a hash for each block of a file beside that of the whole file. So whoever needs a range reads it once,
+into the memory where it belongs, and knows that it is right: no file has to be read through before.
+"""
+
+from __future__ import annotations
+
+import errno
+import mmap
+import os
+from collections import OrderedDict
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from io import FileIO
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import xxhash
+from torch import Tensor
+
+from longctx.errors import CheckpointError
+
+BLOCK_BYTES = 4 << 20
+"""Bytes that a hash is of; the last block of a file may be shorter. Part of the format."""
+HASH_DIGITS = 32
+"""Of an xxh3-128."""
+_DISK_AHEAD, _CACHE_AHEAD = 8, 2
+"""Blocks under way at a time: one does not keep a fast disk busy, but the page cache reads ahead itself."""
+
+
+def num_blocks(num_bytes: int) -> int:
+    """Blocks of a file of so many bytes."""
+    return -(-num_bytes // BLOCK_BYTES)
+
+
+def describe_file(path: Path) -> dict[str, Any]:
+    """The manifest's entry of a file of pieces: its bytes, its hash and those of its blocks, all xxh3-128."""
+    whole, blocks, size = xxhash.xxh3_128(), [], 0
+    with path.open("rb") as file:
+        while block := file.read(BLOCK_BYTES):
+            whole.update(block)
+            blocks.append(xxhash.xxh3_128_hexdigest(block))
+            size += len(block)
+    return {"bytes": size, "hash": whole.hexdigest(), "blocks": "".join(blocks)}
+
+
+def open_file(path: Path, *, past_cache: bool) -> FileIO:
+    """A file to read from, past the page cache if that is asked for and the file system has direct I/O."""
+    if past_cache and hasattr(os, "O_DIRECT"):
+        try:
+            return FileIO(os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_DIRECT))
+        except OSError as error:
+            # Some file systems have none.
+            if error.errno != errno.EINVAL:
+                raise
+    return path.open("rb", buffering=0)
+
+
+def fill_block(fd: int, block: memoryview, start: int, count: int) -> None:
+    """Read ``count`` bytes of a file from ``start`` into the first ones of a block; OSError where it ends before.
+
+    For direct I/O the block lies on whole pages, and is as long as whole sectors are.
+    """
+    done = 0
+    while done < count:
+        # All of the block, also behind the file's end.
+        read = os.preadv(fd, [block[done:]], start + done)
+        if not read:
+            raise OSError(errno.EIO, f"the file ends at byte {start + done}")
+        done += read
+
+
+@dataclass
+class _File:
+    """An open file."""
+
+    path: Path
+    content: FileIO
+    num_bytes: int
+    hashes: str | None
+    """Of its blocks, one after the other; None where the manifest has none."""
+    following: int = 0
+    """The byte after the last one that was asked for."""
+
+
+class _Block(NamedTuple):
+    """A block that is here, or on its way."""
+
+    memory: mmap.mmap
+    read: Future[None]
+
+
+class BlockReader:
+    """Reads ranges of files. Threads read and hash several blocks at a time; one thread asks."""
+
+    def __init__(self, *, past_cache: bool) -> None:
+        """``past_cache`` reads past the page cache, where the file system has direct I/O."""
+        self._past_cache, self._ahead = past_cache, _CACHE_AHEAD
+        if past_cache:
+            self._ahead = _DISK_AHEAD
+        # Ranges that share a block, or come in turns from a few files, find it in memory.
+        self._most_held = 2 * self._ahead
+        # Files, threads and memory go with the reader, also where nobody closes it.
+        self._files: dict[str, _File] = {}
+        self._blocks: OrderedDict[tuple[str, int], _Block] = OrderedDict()
+        """By file and number, those last used at the end."""
+        self._workers: ThreadPoolExecutor | None = None
+
+    def add(self, path: Path, num_bytes: int, hashes: str | None) -> None:
+        """Open a plain file; OSError where the system refuses, or it has not so many bytes."""
+        content = open_file(path, past_cache=self._past_cache)
+        found = os.fstat(content.fileno()).st_size
+        if found != num_bytes:
+            raise OSError(errno.EIO, f"it has {found} bytes, the manifest says {num_bytes}")
+        self._files[path.name] = _File(path, content, num_bytes, hashes)
+
+    def read_into(self, name: str, start: int, out: Tensor) -> None:
+        """Fill ``out``, flat uint8 on the CPU, with the bytes of a file from ``start``.
+
+        CheckpointError where a block of these is not what was written; what was filled before is right.
+        """
+        file = self._files[name]
+        stop = wanted = start + len(out)
+        # Whoever goes on where it stopped will do so again: values lie in the order in which a run asks for them.
+        if start == file.following:
+            wanted += self._ahead * BLOCK_BYTES
+        file.following = stop
+        end = min(num_blocks(wanted), num_blocks(file.num_bytes))
+        for number in range(start // BLOCK_BYTES, num_blocks(stop)):
+            for ahead in range(number, min(number + self._ahead, end)):
+                self._begin(file, ahead)
+            block = self._blocks[name, number]
+            block.read.result()
+            first = number * BLOCK_BYTES
+            lo, hi = max(start, first), min(stop, first + BLOCK_BYTES)
+            # PyTorch's copy lets other threads run meanwhile, Python's own would not.
+            values = torch.frombuffer(block.memory, dtype=torch.uint8, count=hi - lo, offset=lo - first)
+            out[lo - start : hi - start].copy_(values)
+
+    def close(self) -> None:
+        """Close the files and free the memory."""
+        if self._workers is not None:
+            self._workers.shutdown(cancel_futures=True)
+            self._workers = None
+        for file in self._files.values():
+            file.content.close()
+        self._files.clear()
+        self._blocks.clear()
+
+    def _begin(self, file: _File, number: int) -> None:
+        """Begin to read a block, unless it is here, or on its way."""
+        key = file.path.name, number
+        if key in self._blocks:
+            self._blocks.move_to_end(key)
+            return
+        if len(self._blocks) < self._most_held:
+            memory = mmap.mmap(-1, BLOCK_BYTES)
+        else:
+            # That of the block which was not used for longest, and may have been read in vain.
+            _, (memory, read) = self._blocks.popitem(last=False)
+            read.exception()
+        if self._workers is None:
+            # Not sooner: most readers are asked for the manifest alone.
+            self._workers = ThreadPoolExecutor(self._ahead, thread_name_prefix="checkpoint")
+        self._blocks[key] = _Block(memory, self._workers.submit(_read_block, file, number, memory))
+
+
+def _read_block(file: _File, number: int, memory: mmap.mmap) -> None:
+    """Read a block into memory; CheckpointError unless it is what was written."""
+    first = number * BLOCK_BYTES
+    count = min(BLOCK_BYTES, file.num_bytes - first)
+    block = memoryview(memory)
+    try:
+        fill_block(file.content.fileno(), block, first, count)
+    except OSError as error:
+        raise CheckpointError(f"{file.path} cannot be read: {error}.") from error
+    if file.hashes is None:
+        return
+    listed = file.hashes[number * HASH_DIGITS : (number + 1) * HASH_DIGITS]
+    if xxhash.xxh3_128_hexdigest(block[:count]) != listed:
+        raise CheckpointError(
+            f"{file.path} is damaged: bytes {first:,} to {first + count:,} do not have the manifest's xxh3-128."
+        )

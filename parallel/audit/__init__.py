@@ -1,0 +1,1 @@
+"""A step's numbers, computed again on another rank: products, attention, updates."""

@@ -1,0 +1,139 @@
+"""AdamW's update of a range of weights: as the optimiser has made it, and made again.
+
+The update is one formula for every value, so a range of a tensor has the bits that it has within the whole one.
+``is_elementwise`` looks whether that holds on a machine: a kernel may treat the end of a range in another way.
+"""
+
+from __future__ import annotations
+
+from random import Random
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from parallel.audit.copies import Copied, take_apart
+from parallel.audit.sample import UPDATE, Place, Sample
+from parallel.zero.uncompiled import AdamW
+
+_MOMENTS = ("exp_avg", "exp_avg_sq")
+_OPTIONS = ("lr", "betas", "eps", "weight_decay", "fused")
+_TENSORS = 7
+"""Tensors of a range that are copied: weight, gradient and two moments before, weight and moments after."""
+
+
+class UpdateCapture:
+    """Within its block, one range of what an optimiser updates is copied before and after."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer, chance: Random, limit_bytes: int) -> None:
+        """``chance`` draws the range; copies take at most ``limit_bytes``."""
+        self._optimizer, self._chance, self._limit = optimizer, chance, limit_bytes
+        self._seen = 0
+        self._drawn: tuple[Tensor, slice, dict[str, Any], list[Copied]] | None = None
+        """The weights, the range, the options, and copies of weight, gradient, moments and step."""
+        self.sample: Sample | None = None
+        self.master: Tensor | None = None
+        """The tensor that was drawn, to be named."""
+        self.start = 0
+
+    def __enter__(self) -> UpdateCapture:
+        # Hooks of PyTorch's optimiser, which every ZeRO stage calls at last: gradients are summed and clipped by then.
+        self._hooks = [
+            self._optimizer.register_step_pre_hook(self._before),
+            self._optimizer.register_step_post_hook(self._after),
+        ]
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for hook in self._hooks:
+            hook.remove()
+
+    def _before(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        # Stage 3 updates sub-group after sub-group, a call each: one of all of them is drawn, each as likely.
+        self._drawn = None
+        for group in optimizer.param_groups:
+            for p in group["params"]:
+                if p.grad is None or not p.numel():
+                    continue
+                self._seen += 1
+                if self._chance.random() * self._seen < 1:
+                    self._draw(optimizer, group, p)
+
+    def _draw(self, optimizer: torch.optim.Optimizer, group: dict[str, Any], p: Tensor) -> None:
+        count = min(p.numel(), max(1, self._limit // (_TENSORS * p.element_size())))
+        start = self._chance.randrange(p.numel() - count + 1)
+        part, state = slice(start, start + count), optimizer.state.get(p) or {}
+        # Before the first step there are none, which AdamW takes for zeros.
+        moments = [state.get(name, torch.zeros_like(p)) for name in _MOMENTS]
+        step = state.get("step", torch.tensor(0.0))
+        tensors = [p, p.grad]
+        tensors += moments
+        tensors = [x.detach().reshape(-1)[part] for x in tensors if x is not None]
+        # A copy: AdamW counts up in place.
+        tensors.append(torch.as_tensor(step))
+        options = {name: group.get(name) for name in _OPTIONS}
+        self._drawn = (p, part, options, [Copied.of(x) for x in tensors])
+
+    def _after(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        # Another sub-group's update, or one of nothing.
+        if self._drawn is None:
+            return
+        (p, part, options, inputs), self._drawn = self._drawn, None
+        state = optimizer.state[p]
+        after = [p] + [state[name] for name in _MOMENTS]
+        results = [x.detach().reshape(-1)[part].clone() for x in after]
+        # Every argument is a tensor; what matters is their number.
+        args = take_apart([torch.empty(0)] * len(inputs), [])
+        place = Place("update", f"AdamW of {part.stop - part.start} values", "", None, "")
+        # Which weights lie in the range is looked up later: names are the engine's.
+        self.master, self.start = p, part.start
+        self.sample = Sample(op=UPDATE, args=args, kwargs=options, inputs=inputs, outputs=results, place=place)
+
+
+def updated(
+    master: Tensor, gradient: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor, step: Tensor, **options: Any
+) -> list[Tensor]:
+    """Weights and moments after AdamW's step from these."""
+    master.requires_grad_()
+    master.grad = gradient
+    # The same options and the same class as in the run (``Wrapping``).
+    options["betas"] = tuple(options["betas"])
+    optimizer = AdamW([master], foreach=False, **options)
+    optimizer.state[master] = {"step": step.clone(), "exp_avg": exp_avg, "exp_avg_sq": exp_avg_sq}
+    optimizer.step()
+    return [master.detach(), exp_avg, exp_avg_sq]
+
+
+def is_elementwise(device: torch.device) -> bool:
+    """Whether an update of parts, cut anywhere, has the bits of the whole one's."""
+    # Longer than a thread's share of any kernel, with an end that fills no vector.
+    count = 1 << 15 | 3
+    values = [_numbers(count, seed, device) for seed in (1, 2, 3)]
+    values.append(_numbers(count, 4, device).abs())
+    options = {"lr": 3e-4, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1, "fused": device.type == "cuda"}
+    whole = _update_of(values, options)
+    start, width = 0, 1
+    while start < count:
+        parts = _update_of([x[start : start + width] for x in values], options)
+        if not all(torch.equal(part, of[start : start + width]) for part, of in zip(parts, whole, strict=True)):
+            return False
+        # Every length up to that of some vectors, then long ones: the check takes milliseconds.
+        start, width = start + width, width + 1
+        if width > 40:
+            width = 4099
+    return True
+
+
+def _update_of(values: list[Tensor], options: dict[str, Any]) -> list[Tensor]:
+    step = torch.tensor(7.0)
+    if options["fused"]:
+        step = step.to(values[0].device)
+    master, gradient, exp_avg, exp_avg_sq = (x.clone() for x in values)
+    return updated(master, gradient, exp_avg, exp_avg_sq, step, **options)
+
+
+def _numbers(count: int, seed: int, device: torch.device) -> Tensor:
+    """Fixed numbers of many sizes, the same on every machine: whole ones are drawn, and halved exactly."""
+    drawn = Random(seed)
+    values = [drawn.randrange(-(1 << 20), 1 << 20) * 2.0 ** -drawn.randrange(18, 26) for _ in range(count)]
+    return torch.tensor(values, dtype=torch.float32, device=device)

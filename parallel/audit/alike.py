@@ -1,0 +1,148 @@
+"""Which ranks compute equal bits, and which of them look at which.
+
+Ranks compare what a few fixed computations give, and the names of their processors and libraries. Where all of that is
+equal, a result on one is to be that of another to the last bit.
+"""
+
+from __future__ import annotations
+
+import platform
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from random import Random
+
+import torch
+from torch import Tensor
+
+from longctx.errors import ConfigError
+from longctx.kernels.attention import ops
+from longctx.kernels.attention.contract import KernelRequest, Scores
+from longctx.kernels.attention.select import choose_kernel
+from longctx.kernels.attention.slices import AttentionSlice, slice_table
+from parallel.audit.adamw import is_elementwise
+from parallel.audit.bits import digest
+
+_AUDITORS = 2
+"""Ranks that make a call again: with the one that made it first, three."""
+_SHAPES = ((3, 5, 7), (64, 96, 80), (257, 130, 61), (16, 1025, 33))
+"""Rows, terms and columns of the fixed products."""
+
+
+@dataclass(frozen=True)
+class Likeness:
+    """What a rank says of itself."""
+
+    host: str
+    machine: str
+    """Processor or GPU, and libraries."""
+    results: str
+    """A fingerprint of fixed computations."""
+    repeats: bool
+    """Whether they gave the same bits twice."""
+    updates: bool
+    """Whether AdamW gives a part of a tensor the bits that it has within the whole."""
+
+    @property
+    def kind(self) -> tuple[str, str]:
+        """What ranks that compute equal bits have in common."""
+        return self.machine, self.results
+
+
+@dataclass(frozen=True)
+class Assigned:
+    """Who makes a rank's calls again."""
+
+    auditors: tuple[int, ...]
+    exact: bool
+    """Whether they compute equal bits; else they compare within the bounds of rounding."""
+
+
+def likeness(host: str, device: torch.device, dtype: torch.dtype, kernel: str) -> Likeness:
+    """This rank's."""
+    # Twice: a rank that does not agree with itself has no bits to compare.
+    first, second = (_fixed_results(device, dtype, kernel) for _ in range(2))
+    return Likeness(host, _machine(device), first, first == second, is_elementwise(device))
+
+
+def assign(ranks: Sequence[Likeness]) -> list[Assigned]:
+    """The auditors of each rank, on other hosts where there are any."""
+    order = _dealt([x.host for x in ranks])
+    assigned: list[Assigned] = []
+    for rank, mine in enumerate(ranks):
+        others = _after(order, rank)
+        # The nearest ones, which is every rank's work in turn: each looks at two.
+        alike = [other for other in others if ranks[other].kind == mine.kind]
+        if alike or not others:
+            assigned.append(Assigned(tuple(alike[:_AUDITORS]), exact=True))
+        else:
+            assigned.append(Assigned(tuple(others[:_AUDITORS]), exact=False))
+    return assigned
+
+
+def _dealt(hosts: Sequence[str]) -> list[int]:
+    """The ranks host by host in turn: neighbours are on different hosts, as far as that goes."""
+    of_host: dict[str, list[int]] = {}
+    for rank, host in enumerate(hosts):
+        of_host.setdefault(host, []).append(rank)
+    longest = max(map(len, of_host.values()))
+    return [ranks[n] for n in range(longest) for ranks in of_host.values() if n < len(ranks)]
+
+
+def _after(order: Sequence[int], rank: int) -> list[int]:
+    """All other ranks, from the one that follows on."""
+    place = order.index(rank)
+    return list(order[place + 1 :]) + list(order[:place])
+
+
+def _machine(device: torch.device) -> str:
+    """What decides which instructions a library takes."""
+    # Threads too: they divide sums among them.
+    parts = [torch.__version__, str(torch.get_num_threads()), platform.machine()]
+    if device.type == "cuda":
+        parts += [torch.cuda.get_device_name(device), str(torch.version.cuda)]
+    else:
+        parts += [_processor(), torch.backends.cpu.get_cpu_capability()]
+    return ", ".join(parts)
+
+
+@cache
+def _processor() -> str:
+    try:
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            if line.startswith("model name"):
+                return line.split(":", 1)[1].strip()
+    except OSError:
+        pass  # not Linux
+    return platform.processor()
+
+
+def _fixed_results(device: torch.device, dtype: torch.dtype, kernel: str) -> str:
+    """A fingerprint of products and of attention."""
+    found: list[Tensor] = []
+    for n, k, m in _SHAPES:
+        for of in dict.fromkeys((dtype, torch.float32)):
+            a, b = _numbers((n, k), 1, of, device), _numbers((m, k), 2, of, device)
+            found += [(a @ b.T).flatten(), (b @ a.T).flatten()]
+    return digest(found + _attention(device, dtype, kernel))
+
+
+def _attention(device: torch.device, dtype: torch.dtype, kernel: str) -> list[Tensor]:
+    """A kernel's results for a short sequence; none where it does not serve heads of 64."""
+    t, H, K, D = 96, 4, 2, 64
+    try:
+        name = choose_kernel(kernel, KernelRequest(device.type, dtype, D, H, K)).name
+    except ConfigError:
+        return []
+    q, k, v = (_numbers((1, t, heads, D), heads, dtype, device) for heads in (H, K, K))
+    slices = slice_table((AttentionSlice(0, t, 0, t, lo=0),))
+    out, lse = ops.forward(name, q, k, v, slices, scores=Scores(scale=D**-0.5))
+    return [out.flatten(), lse.flatten()]
+
+
+def _numbers(shape: tuple[int, ...], seed: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Fixed numbers that are the same on every machine: whole ones, divided by a power of two."""
+    drawn = Random(seed)
+    values = [drawn.randrange(-127, 128) / 64 for _ in range(torch.Size(shape).numel())]
+    return torch.tensor(values, dtype=torch.float64).view(shape).to(dtype).to(device)

@@ -1,0 +1,217 @@
+"""``Auditor``: draws a call of a step, has other ranks make it again, and says who was wrong.
+
+    all ranks           draw alike: products, attention, or the update
+    each rank           copies one call of its own, of those that it makes in the step anyway
+    each rank           sends it to two others, makes its own again, and the two that came from others
+    all ranks           hear whether any two results differ
+
+Every rank is audited in the same step: the others would wait for one that is audited alone.
+"""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from hashlib import blake2b
+from random import Random
+
+import torch
+from torch import Tensor
+
+from parallel.audit.adamw import UpdateCapture
+from parallel.audit.again import compute_again
+from parallel.audit.alike import Assigned, Likeness, assign, likeness
+from parallel.audit.bits import Difference, difference, digest
+from parallel.audit.bound import outside, outside_update
+from parallel.audit.capture import Capture, operators_of
+from parallel.audit.exchange import exchange
+from parallel.audit.sample import UPDATE, Kind, Sample
+from parallel.audit.verdict import Answer, Case, Finding, judge
+from parallel.runtime.process import any_rank, gather_objects
+from parallel.runtime.watch.spans import begin
+
+CALLS = 4
+"""Calls of a rank that are looked at in a step; of updates it is one."""
+LIMIT_BYTES = 64 << 20
+"""Most bytes that a rank copies of them, inputs and outputs together."""
+
+SHARES: dict[Kind, int] = {"product": 6, "attention": 2, "update": 2}
+"""Audited steps of ten that look at each."""
+
+Named = Callable[[], Iterable[tuple[str, Tensor]]]
+"""Tensors and their names, as they are now."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Audited:
+    """What an auditor looks at."""
+
+    device: torch.device
+    dtype: torch.dtype
+    kernel: str
+    """Of attention, as the config names it."""
+    weights: Named
+    """What products read."""
+    masters: Named
+    """What the optimiser updates."""
+    optimizer: torch.optim.Optimizer | None
+    """None where its updates cannot be computed again."""
+
+
+class Auditor:
+    """Audits the steps of a run. Every rank has one and calls it alike."""
+
+    def __init__(self, audited: Audited, *, seed: int, every: int, rank: int, limit_bytes: int = LIMIT_BYTES) -> None:
+        """``every`` so many steps one is audited; 0 never."""
+        self._audited, self._seed, self._every, self._rank = audited, seed, every, rank
+        self._limit = limit_bytes
+        self._assigned: list[Assigned] = []
+        self._ranks: list[Likeness] = []
+        self._samples: list[Sample] = []
+
+    def kind_of(self, step: int) -> Kind | None:
+        """What is looked at in a step; None in one that is not audited."""
+        if not self._every or step % self._every:
+            return None
+        # By what all ranks know alike: they enter the same collectives.
+        kinds: list[Kind] = [kind for kind in SHARES if kind != "update" or self._audited.optimizer is not None]
+        return self._chance(step, -1).choices(kinds, [SHARES[kind] for kind in kinds])[0]
+
+    @property
+    def ranks(self) -> list[Likeness]:
+        """What the ranks said of themselves; empty before the first audit."""
+        return self._ranks
+
+    @property
+    def assigned(self) -> list[Assigned]:
+        """Who audits whom; empty before the first audit."""
+        return self._assigned
+
+    def prepare(self) -> None:
+        """Compare the ranks, before the first audit. Collective."""
+        begin("comparing what the ranks compute")
+        mine = likeness(socket.gethostname(), self._audited.device, self._audited.dtype, self._audited.kernel)
+        self._ranks = gather_objects(mine)
+        self._assigned = assign(self._ranks)
+
+    @contextmanager
+    def watching(self, step: int, *, update: bool) -> Iterator[None]:
+        """Copy a call of the step's forward and backward passes, or of its ``update``, if it is the audited part."""
+        kind = self.kind_of(step)
+        if kind is None or update != (kind == "update"):
+            yield
+            return
+        chance = self._chance(step, self._rank)
+        if kind == "update":
+            assert self._audited.optimizer is not None
+            with UpdateCapture(self._audited.optimizer, chance, self._limit) as captured:
+                yield
+            self._samples = self._named(captured)
+            return
+        operators = operators_of(kind, self._audited.device.type)
+        # Freed before the next one is made: a step that was broken off may have left it.
+        self._samples = []
+        options = {"count": CALLS, "limit_bytes": self._limit // CALLS}
+        with Capture(kind, operators, chance, name_of=self._weight_at, **options) as capture:
+            yield
+        self._samples = capture.samples
+
+    def settle(self, step: int, *, update: bool) -> list[Finding]:
+        """Have this part's call made again, and say what was wrong; the same on every rank. Collective."""
+        kind = self.kind_of(step)
+        if kind is None or update != (kind == "update"):
+            return []
+        begin("auditing")
+        # Not at the start: a run shorter than its first audit does not pay for it.
+        if not self._assigned:
+            self.prepare()
+        # Freed here at the latest: the optimiser needs the memory.
+        samples, self._samples = self._samples, []
+        arrived = exchange(samples, self._assigned, self._rank)
+        cases = [self._case(number, sample) for number, sample in enumerate(samples)]
+        answers = [
+            self._answer(victim, number, sample)
+            for victim, of_victim in arrived.items()
+            for number, sample in of_victim.items()
+        ]
+        differs = any(x.own is not None for x in cases) or any(x.difference is not None for x in answers)
+        # A single number for all: what was found travels only where there is something.
+        if not any_rank(differs):
+            return []
+        return _findings(gather_objects((cases, answers)))
+
+    def _case(self, number: int, sample: Sample) -> Case:
+        """This rank's own second try."""
+        own, second = sample.own, ""
+        if not sample.is_alone:
+            again = compute_again(sample, self._audited.device)
+            second = digest(again)
+            # Of a tile the rank has two results by itself; one that is found wrong already stays so.
+            own = own or difference(list(sample.outputs), again)
+        if sample.is_tile and sample.own is not None:
+            # The whole call was wrong, which says nothing of the tile.
+            second = ""
+        host = self._ranks[self._rank].host
+        return Case(rank=self._rank, host=host, number=number, place=sample.place, own=own, second=second)
+
+    def _answer(self, victim: int, number: int, sample: Sample) -> Answer:
+        again = compute_again(sample, self._audited.device)
+        if self._assigned[victim].exact:
+            found, seen = difference(list(sample.outputs), again), digest(again)
+        else:
+            # Ranks of another kind have other bits, right or wrong: what counts is whether they differ by too much.
+            found, seen = self._beyond_rounding(sample, again), ""
+        host = self._ranks[self._rank].host
+        return Answer(rank=self._rank, host=host, of=victim, number=number, digest=seen, difference=found)
+
+    def _beyond_rounding(self, sample: Sample, again: list[Tensor]) -> Difference | None:
+        """How a result differs from that of a rank of another kind; None of what has no bound."""
+        inputs = [x.laid_out(self._audited.device) for x in sample.inputs]
+        if sample.op == UPDATE:
+            befores = (inputs[0], inputs[2], inputs[3])
+            triples = zip(befores, sample.outputs, again, strict=True)
+            found = (outside_update(before, x.to(before.device), y) for before, x, y in triples)
+            return next(filter(None, found), None)
+        shape = (inputs[0].shape[0], inputs[1].shape[1])
+        used = sample.outputs[0].to(again[0].device)
+        return outside(inputs[0], inputs[1], used.view(shape), again[0].view(shape))
+
+    def _chance(self, step: int, rank: int) -> Random:
+        """Draws that depend on these alone; rank −1 is what all ranks draw alike."""
+        words = f"{self._seed} {step} {rank}".encode()
+        return Random(int.from_bytes(blake2b(words, digest_size=8).digest(), "big"))
+
+    def _weight_at(self, address: int) -> str:
+        return _name_at(address, self._audited.weights())
+
+    def _named(self, update: UpdateCapture) -> list[Sample]:
+        """The update's sample with the weights' name, where the range lies in one; none of a step left out."""
+        sample, master = update.sample, update.master
+        if sample is None or master is None:
+            return []
+        address = master.data_ptr() + update.start * master.element_size()
+        place = sample.place._replace(weight=_name_at(address, self._audited.masters()))
+        return [replace(sample, place=place)]
+
+
+def _findings(of_ranks: Sequence[tuple[list[Case], list[Answer]]]) -> list[Finding]:
+    """What is wrong with any call of any rank."""
+    found = []
+    answers = [answer for _, from_rank in of_ranks for answer in from_rank]
+    for cases, _ in of_ranks:
+        for case in cases:
+            found.append(judge(case, [x for x in answers if (x.of, x.number) == (case.rank, case.number)]))
+    return [finding for finding in found if finding is not None]
+
+
+def _name_at(address: int, named: Iterable[tuple[str, Tensor]]) -> str:
+    """The tensor that has this address in its memory; empty where none has."""
+    if not address:
+        return ""
+    for name, x in named:
+        start = x.data_ptr()
+        if start <= address < start + x.numel() * x.element_size():
+            return name
+    return ""

@@ -1,0 +1,107 @@
+"""How two results of one computation differ, bit by bit."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from hashlib import blake2b
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+_WORDS = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
+_MANTISSA_BITS = {torch.float64: 52, torch.float32: 23, torch.bfloat16: 7, torch.float16: 10}
+
+
+class Difference(NamedTuple):
+    """Where the first of two results is another one than the second."""
+
+    values: int
+    """How many values differ."""
+    total: int
+    """How many there are."""
+    bits: tuple[int, ...]
+    """The positions that differ in any of them; 0 is the lowest bit of the mantissa."""
+    parts: tuple[str, ...]
+    """What these positions are: mantissa, exponent, sign."""
+    example: tuple[float, float]
+    """The first value that differs, in both results."""
+
+    def describe(self) -> str:
+        """In words, for a message."""
+        bits = ", ".join(map(str, self.bits[:8]))
+        if len(self.bits) > 8:
+            bits += f" and {len(self.bits) - 8} more"
+        word = "bit"
+        if len(self.bits) > 1:
+            word = "bits"
+        return (
+            f"{self.values} of {self.total} values differ, in {word} {bits} ({', '.join(self.parts)}): the first is "
+            f"{self.example[0]:.9g} in place of {self.example[1]:.9g}"
+        )
+
+
+def difference(ours: Sequence[Tensor], theirs: Sequence[Tensor]) -> Difference | None:
+    """How flat tensors differ from those of the same shapes and dtypes; None where every bit is the same."""
+    assert [(x.shape, x.dtype) for x in ours] == [(x.shape, x.dtype) for x in theirs]
+    found: Difference | None = None
+    total = sum(x.numel() for x in ours)
+    for a, b in zip(ours, theirs, strict=True):
+        if not a.numel():
+            continue
+        # As whole numbers: NaN is equal to itself then, and −0 is not 0.
+        flipped = _words(a) ^ _words(b)
+        # Where nothing differs nothing is counted: the usual case, over millions of values.
+        places = np.flatnonzero(flipped)
+        if not len(places):
+            continue
+        positions = _positions(int(np.bitwise_or.reduce(flipped)))
+        first = int(places[0])
+        here = Difference(
+            len(places), total, positions, _parts(positions, a.dtype), (_value(a, first), _value(b, first))
+        )
+        if found is not None:
+            here = found._replace(
+                values=found.values + here.values,
+                bits=tuple(sorted(set(found.bits + here.bits))),
+                parts=tuple(dict.fromkeys(found.parts + here.parts)),
+            )
+        found = here
+    return found
+
+
+def digest(tensors: Sequence[Tensor]) -> str:
+    """A fingerprint of the bits."""
+    state = blake2b(digest_size=16)
+    for x in tensors:
+        state.update(_words(x).tobytes())
+    return state.hexdigest()
+
+
+def _words(x: Tensor) -> np.ndarray:
+    return x.detach().cpu().contiguous().view(torch.uint8).numpy().view(_WORDS[x.dtype.itemsize])
+
+
+def _value(x: Tensor, place: int) -> float:
+    return float(x[place])
+
+
+def _positions(word: int) -> tuple[int, ...]:
+    return tuple(n for n in range(word.bit_length()) if word >> n & 1)
+
+
+def _parts(positions: Sequence[int], dtype: torch.dtype) -> tuple[str, ...]:
+    """What bits at these positions are in a value of this dtype."""
+    mantissa, sign = _MANTISSA_BITS.get(dtype), 8 * dtype.itemsize - 1
+    found = {}
+    for n in positions:
+        name = "exponent"
+        if mantissa is None:
+            name = "a whole number"
+        elif n < mantissa:
+            name = "mantissa"
+        elif n == sign:
+            name = "sign"
+        found[name] = None
+    return tuple(found)

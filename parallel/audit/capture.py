@@ -1,0 +1,176 @@
+"""``Capture``: sees every call of a step's operators, and copies a few that are drawn among them.
+
+It is a dispatch mode of PyTorch's: below autograd, so that it meets the products of the backward pass and of recomputed
+layers too; nothing of the model knows of it, and outside its block nothing costs anything.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from random import Random
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from parallel.audit.again import flat, name_of, tensors_in
+from parallel.audit.copies import Copied, Layout, take_apart
+from parallel.audit.sample import Kind, Place, Sample
+from parallel.audit.tiles import sample_of_large
+from parallel.runtime.watch.spans import DOING
+
+_ATEN_PRODUCTS = ("mm", "addmm", "addmm_", "bmm", "baddbmm", "baddbmm_", "mv", "addmv", "_grouped_mm")
+_CPU_ATTENTION = "aten::_scaled_dot_product_flash_attention_for_cpu"
+OPERATORS: dict[Kind, frozenset[str]] = {
+    "product": frozenset({f"aten::{name}" for name in _ATEN_PRODUCTS} | {"longctx::multiply"}),
+    # Local attention is one operator of ours; in a ring the kernel calls PyTorch's. Not CUDA's backward passes: most of
+    # them add up in the order in which blocks happen to end, and have other bits each time.
+    "attention": frozenset({"longctx::attention_forward", _CPU_ATTENTION, f"{_CPU_ATTENTION}_backward"}),
+}
+"""What is looked at, by name without overload. An expert's block is a product, whichever rank holds it."""
+_ON_CPU: dict[Kind, frozenset[str]] = {
+    "product": frozenset({"longctx::multiply_backward"}),
+    "attention": frozenset({"longctx::attention_backward"}),
+}
+_COPY = "aten::_to_copy"
+
+NameOf = Callable[[int], str]
+"""The parameter that lies at an address; empty where none does."""
+
+
+def operators_of(kind: Kind, device_type: str) -> frozenset[str]:
+    """The operators of a kind on such a device."""
+    found = OPERATORS[kind]
+    if device_type == "cpu":
+        found |= _ON_CPU[kind]
+    return found
+
+
+class Capture(TorchDispatchMode):
+    """Within its block, ``count`` of all calls of some operators are copied, each as likely."""
+
+    def __init__(
+        self, kind: Kind, operators: frozenset[str], chance: Random, *, count: int, limit_bytes: int, name_of: NameOf
+    ) -> None:
+        """``chance`` draws the calls; what is copied of each takes at most ``limit_bytes``."""
+        super().__init__()
+        self._places: list[Sample | None] = [None] * count
+        self.seen = 0
+        """Calls that could have been drawn."""
+        self._kind: Kind = kind
+        self._operators, self._chance, self._limit, self._name_of = operators, chance, limit_bytes, name_of
+        self._copies: dict[int, int] = {}
+        """From the address of a converted copy to what it is of: a weight may be multiplied in another dtype."""
+        self._node, self._addresses = None, ()
+        """The node of autograd that the last call served, and its operands."""
+        self._unnamed: tuple[Any, int] | None = None
+        """The node whose next call will name a sample, and that one's place."""
+
+    @property
+    def samples(self) -> list[Sample]:
+        """What was copied."""
+        return [sample for sample in self._places if sample is not None]
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """Compiled regions stay compiled: the step computes what it computes without us."""
+        return True
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        name = func._schema.name
+        if name not in self._operators:
+            result = func(*args, **kwargs)
+            # A CPU without bfloat16 instructions multiplies a converted copy of the weight, which has no name.
+            if name == _COPY:
+                self._copies[result.data_ptr()] = args[0].data_ptr()
+            return result
+        return self._watch(func, args, kwargs)
+
+    def _watch(self, func: Any, args: Any, kwargs: Any) -> Any:
+        operands = list(tensors_in((args, kwargs)))
+        node, addresses = torch._C._current_autograd_node(), tuple(x.data_ptr() for x in operands)
+        if self._unnamed is not None and self._unnamed[0] == node:
+            self._name(self._unnamed[1], addresses)
+        self.seen += 1
+        # Each as likely, without knowing how many will come: the n-th takes one of k places with probability k/n. Of n
+        # calls about k·(1 + ln n/k) are copied (Vitter 1985, algorithm R).
+        drawn = self.seen - 1
+        if drawn >= len(self._places):
+            drawn = self._chance.randrange(self.seen)
+        if drawn < len(self._places):
+            result = self._take(drawn, func, args, kwargs, operands, addresses, node)
+        else:
+            result = func(*args, **kwargs)
+        self._node, self._addresses = node, addresses
+        return result
+
+    def _name(self, number: int, addresses: Sequence[int]) -> None:
+        """Name the sample of this place by the weight among these operands."""
+        sample, self._unnamed = self._places[number], None
+        if sample is not None:
+            self._places[number] = replace(sample, place=sample.place._replace(weight=self._weight(addresses)))
+
+    def _take(
+        self,
+        number: int,
+        func: Any,
+        args: Any,
+        kwargs: Any,
+        operands: Sequence[Tensor],
+        addresses: tuple[int, ...],
+        node: Any,
+    ) -> Any:
+        """Make the call, and keep it as the sample of this place."""
+        self._places[number] = None  # the earlier one makes room first
+        weight = self._weight(addresses)
+        if self._unnamed is not None and self._unnamed[1] == number:
+            self._unnamed = None
+        if not weight and node is not None:
+            # The gradient of a weight is a product of two activations. The other product of the same node reads the
+            # weight: it came right before, or comes next.
+            if node == self._node:
+                weight = self._weight(self._addresses)
+            else:
+                self._unnamed = (node, number)
+        place = self._place(func, operands, node, weight)
+        copied = None
+        # The span: a part of a larger tensor is laid out again with the gaps between its rows.
+        # Before the call, which may write to what it reads.
+        if sum(Layout.of(x).span_bytes for x in operands) <= self._limit:
+            copied = [Copied.of(x) for x in operands]
+        result = func(*args, **kwargs)
+        # The result's size is known only now; of a call that turns out too large the copies are dropped.
+        num_bytes = sum(x.numel() * x.element_size() for x in (*operands, *tensors_in(result)))
+        if copied is None or num_bytes > self._limit:
+            self._places[number] = sample_of_large(
+                func, args, kwargs, result, place, chance=self._chance, limit=self._limit
+            )
+            return result
+        tensors: list[Tensor] = []
+        slots = take_apart([list(args), dict(kwargs)], tensors)
+        self._places[number] = Sample(
+            op=name_of(func), args=slots[0], kwargs=slots[1], inputs=copied, outputs=flat(result), place=place
+        )
+        return result
+
+    def _place(self, func: Any, operands: Sequence[Tensor], node: Any, weight: str) -> Place:
+        # Within a node of autograd it is the backward pass, or a layer that is computed again for it.
+        phase, layer = "forward", None
+        if node is not None:
+            phase = "backward"
+        if DOING.layer >= 0:
+            layer = DOING.layer
+        shapes = " and ".join(str(list(x.shape)) for x in operands[:3])
+        dtype = str(operands[0].dtype).removeprefix("torch.")
+        return Place(self._kind, f"{func._schema.name} of {shapes}, {dtype}", phase, layer, weight)
+
+    def _weight(self, addresses: Sequence[int]) -> str:
+        """The parameter that one of these operands is, or is a copy of."""
+        for address in addresses:
+            found = self._name_of(address) or self._name_of(self._copies.get(address, 0))
+            if found:
+                return found
+        return ""

@@ -1,0 +1,140 @@
+"""Copies of a call's tensors that travel as bytes, and are laid out on another rank as they were.
+
+A library may sum in another order where a matrix has other strides, or begins elsewhere between two cache lines. So a
+copy keeps both: the same call then gives the same bits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+_LINE_BYTES = 64
+"""A cache line, and the widest vector: what a kernel may ask of an address."""
+
+
+class Layout(NamedTuple):
+    """How a tensor lies in memory."""
+
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+    phase: int
+    """Its address modulo a cache line, in bytes."""
+    on_cpu: bool
+    """Also where the run computes on a GPU: tables and counters."""
+
+    @classmethod
+    def of(cls, x: Tensor) -> Layout:
+        """That of a tensor."""
+        return cls(tuple(x.shape), tuple(x.stride()), x.dtype, x.data_ptr() % _LINE_BYTES, x.device.type == "cpu")
+
+    @property
+    def distinct_shape(self) -> tuple[int, ...]:
+        """The shape without what an expanded axis repeats."""
+        return tuple(1 if step == 0 else size for size, step in zip(self.shape, self.stride, strict=True))
+
+    @property
+    def num_values(self) -> int:
+        """Values that travel."""
+        return torch.Size(self.distinct_shape).numel()
+
+    @property
+    def num_bytes(self) -> int:
+        """Of the values that travel."""
+        return self.num_values * self.dtype.itemsize
+
+    @property
+    def span_bytes(self) -> int:
+        """From the first value to the last one, with whatever lies between."""
+        if 0 in self.shape:
+            return 0
+        steps = zip(self.shape, self.stride, strict=True)
+        return (1 + sum((size - 1) * step for size, step in steps)) * self.dtype.itemsize
+
+
+class Copied(NamedTuple):
+    """A tensor's layout and its values."""
+
+    layout: Layout
+    values: Tensor
+    """Flat, in the order of the axes."""
+
+    @classmethod
+    def of(cls, x: Tensor) -> Copied:
+        """A copy of a tensor, on its device."""
+        layout = Layout.of(x)
+        return cls(layout, _distinct(x, layout).clone(memory_format=torch.contiguous_format).flatten())
+
+    def laid_out(self, device: torch.device) -> Tensor:
+        """The tensor in memory of its own, with its strides and its place within a cache line.
+
+        ``device`` is that of the run.
+        """
+        layout = self.layout
+        if layout.on_cpu:
+            device = torch.device("cpu")
+        buffer = torch.empty(layout.span_bytes + 2 * _LINE_BYTES, dtype=torch.uint8, device=device)
+        # What the allocator gives is aligned, and the original may not have been: a part of a flat buffer.
+        start = (layout.phase - buffer.data_ptr()) % _LINE_BYTES
+        x = buffer[start : start + layout.span_bytes].view(layout.dtype).as_strided(layout.shape, layout.stride)
+        _distinct(x, layout).copy_(self.values.to(device).view(layout.distinct_shape))
+        return x
+
+
+def _distinct(x: Tensor, layout: Layout) -> Tensor:
+    """The tensor with one of each value that an expanded axis repeats."""
+    for dim, size in enumerate(layout.distinct_shape):
+        x = x.narrow(dim, 0, size)
+    return x
+
+
+class Slot(NamedTuple):
+    """The place of a tensor among the arguments of a call."""
+
+    number: int
+
+
+def take_apart(values: Any, tensors: list[Tensor]) -> Any:
+    """The arguments with a slot for each tensor; the tensors are appended to ``tensors``."""
+    if isinstance(values, Tensor):
+        tensors.append(values)
+        return Slot(len(tensors) - 1)
+    if isinstance(values, dict):
+        return {name: take_apart(value, tensors) for name, value in values.items()}
+    if isinstance(values, list | tuple):
+        return [take_apart(value, tensors) for value in values]
+    return values
+
+
+def put_together(values: Any, tensors: Sequence[Tensor]) -> Any:
+    """The arguments with their tensors: the inverse of ``take_apart``."""
+    if isinstance(values, Slot):
+        return tensors[values.number]
+    if isinstance(values, dict):
+        return {name: put_together(value, tensors) for name, value in values.items()}
+    if isinstance(values, list):
+        return [put_together(value, tensors) for value in values]
+    return values
+
+
+def as_bytes(tensors: Sequence[Tensor]) -> Tensor:
+    """Flat tensors end to end as bytes in the machine's memory."""
+    parts = [x.detach().cpu().view(torch.uint8) for x in tensors if x.numel()]
+    if not parts:
+        return torch.empty(0, dtype=torch.uint8)
+    return torch.cat(parts)
+
+
+def from_bytes(data: Tensor, kinds: Sequence[tuple[int, torch.dtype]]) -> list[Tensor]:
+    """The tensors of ``as_bytes``, from how many values each has and their dtype."""
+    found, start = [], 0
+    for count, dtype in kinds:
+        stop = start + count * dtype.itemsize
+        # a copy: a part of the buffer may begin where no value of its dtype may
+        found.append(data[start:stop].clone().view(dtype))
+        start = stop
+    return found

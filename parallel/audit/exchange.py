@@ -1,0 +1,57 @@
+"""Samples on their way to the ranks that compute them again."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+
+from parallel.audit.alike import Assigned
+from parallel.audit.sample import Header, Sample
+from parallel.runtime.communicate import named_collective
+from parallel.runtime.groups import control_group
+from parallel.runtime.process import gather_objects
+
+
+def exchange(samples: Sequence[Sample], assigned: Sequence[Assigned], rank: int) -> dict[int, dict[int, Sample]]:
+    """The samples that this rank is to compute again, by the rank whose they are and their number. Collective.
+
+    They travel through the machines' memory, also those of GPUs: a few times in a thousand steps.
+    """
+    # What ranks of another kind cannot look at stays here.
+    sent = {n: x for n, x in enumerate(samples) if not x.is_alone and (assigned[rank].exact or x.header.is_bounded)}
+    # Everybody knows what comes, and from whom, before the first byte travels.
+    headers: list[dict[int, Header]] = gather_objects({n: x.header for n, x in sent.items()})
+    arriving = {
+        victim: torch.empty(sum(header.num_bytes for header in of_victim.values()), dtype=torch.uint8)
+        for victim, of_victim in enumerate(headers)
+        if of_victim and rank in assigned[victim].auditors
+    }
+
+    def travel() -> None:
+        # All receives are posted before the first send is waited for: no order of ranks can block.
+        group, pending = control_group(), []
+        for victim, data in arriving.items():
+            pending.append(dist.irecv(data, victim, group=group))
+        if sent:
+            data = torch.cat([sample.bytes() for sample in sent.values()])
+            for auditor in assigned[rank].auditors:
+                pending.append(dist.isend(data, auditor, group=group))
+        for request in pending:
+            if request is not None:
+                request.wait()
+
+    if len(headers) > 1:
+        named_collective(travel, "sending what is audited to other ranks")
+    return {victim: _unpacked(headers[victim], data) for victim, data in arriving.items()}
+
+
+def _unpacked(headers: dict[int, Header], data: torch.Tensor) -> dict[int, Sample]:
+    """The samples of one rank from their bytes."""
+    found, start = {}, 0
+    for number, header in headers.items():
+        stop = start + header.num_bytes
+        found[number] = header.sample(data[start:stop])
+        start = stop
+    return found

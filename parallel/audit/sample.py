@@ -1,0 +1,125 @@
+"""``Sample``: one call of a step, with what it was given and what the step went on with."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple
+
+import torch
+from torch import Tensor
+
+from parallel.audit.bits import Difference
+from parallel.audit.copies import Copied, Layout, as_bytes, from_bytes, put_together
+
+Kind = Literal["product", "attention", "update"]
+"""What of a step is looked at: a matrix product, a call of an attention kernel, or AdamW's update of some weights."""
+
+
+UPDATE = "longctx::adamw"
+"""What a sample of an update names as its operator."""
+_BOUNDED = ("aten::mm.default", "aten::mm.out")
+
+
+class Place(NamedTuple):
+    """Where in a step a call stands."""
+
+    kind: Kind
+    call: str
+    """The operator, with the shapes that it was given."""
+    phase: str
+    """forward or backward; empty of an update."""
+    layer: int | None
+    """The decoder layer that was last entered; None outside of all."""
+    weight: str
+    """The parameter that the call reads, or whose gradient or update it forms; empty where none is known."""
+
+    def describe(self) -> str:
+        """In words, for a message."""
+        if self.kind == "update":
+            return f"the optimiser's update of {self.weight or 'some weights'} ({self.call})"
+        where = self.weight
+        if not where and self.layer is not None:
+            where = f"layer {self.layer}"
+        text = f"{_KINDS[self.kind]} in the {self.phase} pass ({self.call})"
+        if where:
+            text += f" of {where}"
+        return text
+
+
+_KINDS: dict[Kind, str] = {"product": "a product", "attention": "attention", "update": "the update"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sample:
+    """One call; everything that it takes to make it again."""
+
+    op: str
+    """The operator by name and overload, or ``UPDATE``."""
+    args: Any
+    """Arguments with slots for tensors."""
+    kwargs: Any
+    inputs: Sequence[Copied]
+    """The tensors for these slots, as they were before the call."""
+    outputs: Sequence[Tensor]
+    """Flat results, as the step went on with them."""
+    place: Place
+    own: Difference | None = None
+    """What this rank found by itself: how the step's result differs from that of the same call, made again at once.
+    None where that is equal, or was not tried."""
+    is_tile: bool = False
+    """Whether this is a part of a call that is too large to be sent."""
+    is_alone: bool = False
+    """Whether the call was too large even for that: it was made again here, and nothing is left to send."""
+
+    @property
+    def header(self) -> Header:
+        """What is said of it before its bytes."""
+        return Header(
+            op=self.op,
+            args=self.args,
+            kwargs=self.kwargs,
+            layouts=[x.layout for x in self.inputs],
+            results=[(x.numel(), x.dtype) for x in self.outputs],
+            place=self.place,
+        )
+
+    def bytes(self) -> Tensor:
+        """Inputs and outputs."""
+        return as_bytes([x.values for x in self.inputs] + list(self.outputs))
+
+    def call(self, device: torch.device) -> tuple[Any, Any]:
+        """The arguments and keyword arguments, laid out as they were."""
+        tensors = [x.laid_out(device) for x in self.inputs]
+        return put_together(self.args, tensors), put_together(self.kwargs, tensors)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Header:
+    """What another rank has to know before a sample's bytes come."""
+
+    op: str
+    args: Any
+    kwargs: Any
+    layouts: Sequence[Layout]
+    results: Sequence[tuple[int, torch.dtype]]
+    place: Place
+
+    @property
+    def is_bounded(self) -> bool:
+        """Whether ranks that compute other bits can look at it: a bound of its rounding is known."""
+        return self.op == UPDATE or self.op in _BOUNDED
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes that come."""
+        of_results = sum(count * dtype.itemsize for count, dtype in self.results)
+        return sum(layout.num_bytes for layout in self.layouts) + of_results
+
+    def sample(self, data: Tensor) -> Sample:
+        """The sample of which these are the bytes."""
+        kinds = [(layout.num_values, layout.dtype) for layout in self.layouts]
+        values = from_bytes(data, kinds + list(self.results))
+        inputs = [Copied(layout, x) for layout, x in zip(self.layouts, values, strict=False)]
+        outputs = values[len(inputs) :]
+        return Sample(op=self.op, args=self.args, kwargs=self.kwargs, inputs=inputs, outputs=outputs, place=self.place)

@@ -1,0 +1,130 @@
+"""A call that is too large to be sent: made again at once on the rank itself, and a part of it sent.
+
+The rank makes the whole call twice and compares all bits: that finds a number that was wrong once. It then cuts a tile
+out of a product, which every rank computes as a product of the tile's own shape, so that bits can be compared again:
+that finds a rank which is wrong each time. Between the tile and the same values of the step there is rounding, since
+libraries sum larger products in another order, so these two are compared within a bound.
+
+Axes: n rows and m columns of a tile, K summed terms.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from functools import partial
+from random import Random
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from parallel.audit.again import flat, tensors_in
+from parallel.audit.bits import Difference, difference
+from parallel.audit.bound import outside
+from parallel.audit.copies import Copied, Slot
+from parallel.audit.sample import Place, Sample
+
+_REPEATED = 4
+"""Times the bytes of a sample that the result of a repeated call may take."""
+
+
+def sample_of_large(
+    func: Any, args: Any, kwargs: Any, result: Any, place: Place, *, chance: Random, limit: int
+) -> Sample | None:
+    """What is looked at of a call that has just been made; None of one that cannot be looked at.
+
+    ``limit`` is how many bytes a sample may take.
+    """
+    call = _repeatable(func, args, kwargs)
+    if call is None:
+        return None
+    own: Difference | None = None
+    results = list(tensors_in(result))
+    is_repeated = sum(x.numel() * x.element_size() for x in results) <= _REPEATED * limit
+    if is_repeated:
+        own = _difference(results, list(tensors_in(call())))
+    # The second result is freed by now.
+    tile = _cut(func, args, result, chance, limit)
+    if tile is None:
+        if not is_repeated:
+            return None
+        return Sample(op="", args=[], kwargs={}, inputs=[], outputs=[], place=place, own=own, is_alone=True)
+    # Copies, which give the parts the layout that the other ranks will have.
+    inputs = [Copied.of(tile.rows_nK), Copied.of(tile.columns_Km)]
+    computed_nm = torch.mm(inputs[0].laid_out(result.device), inputs[1].laid_out(result.device))
+    # On a GPU sums may be rounded in between, as its settings say, and the bound would not hold.
+    if own is None and tile.used_nm is not None and result.device.type == "cpu":
+        own = outside(tile.rows_nK, tile.columns_Km, tile.used_nm, computed_nm)
+    n, m = computed_nm.shape
+    return Sample(
+        op="aten::mm.default",
+        args=[Slot(0), Slot(1)],
+        kwargs={},
+        inputs=inputs,
+        outputs=flat(computed_nm),
+        place=place._replace(call=f"{place.call}; of it a tile of [{n}, {m}]"),
+        own=own,
+        is_tile=True,
+    )
+
+
+class _Tile(NamedTuple):
+    """A part of a product."""
+
+    rows_nK: Tensor
+    columns_Km: Tensor
+    used_nm: Tensor | None
+    """The step's result; None where that has more in it than the product."""
+
+
+def tile_side(terms: int, values: int) -> int:
+    """The largest s for which s·K + K·s + s² values are no more than these."""
+    return math.isqrt(terms * terms + values) - terms
+
+
+def _repeatable(func: Any, args: Any, kwargs: Any) -> Callable[[], Any] | None:
+    """What makes the call once more; None where what it has read is gone, because it wrote to it."""
+    if func._schema.name == "aten::mm" and func._overloadname == "out":
+        return partial(torch.mm, *args)
+    if func._schema.is_mutable:
+        return None
+    return partial(func, *args, **kwargs)
+
+
+def _cut(func: Any, args: Any, result: Any, chance: Random, limit: int) -> _Tile | None:
+    """A tile of a product; None of anything else, and where one row and one column are too long."""
+    name, used = func._schema.name, result
+    if name == "aten::addmm":
+        args, used = args[1:], None
+    elif name not in ("aten::mm", "aten::bmm"):
+        return None
+    # More than two arguments: another dtype of the result.
+    if len(args) != 2:
+        return None
+    a, b = args
+    if name == "aten::bmm":
+        batch = chance.randrange(len(a))
+        a, b, used = a[batch], b[batch], result[batch]
+    # Square: the most values of the result for the bytes that travel.
+    side = tile_side(a.shape[1], limit // a.element_size())
+    if side < 1:
+        return None
+    rows, columns = _range(a.shape[0], side, chance), _range(b.shape[1], side, chance)
+    if used is not None:
+        used = used[rows, columns]
+    return _Tile(a[rows], b[:, columns], used)
+
+
+def _range(size: int, most: int, chance: Random) -> slice:
+    count = min(size, most)
+    start = chance.randrange(size - count + 1)
+    return slice(start, start + count)
+
+
+def _difference(used: list[Tensor], again: list[Tensor]) -> Difference | None:
+    """How results differ, without copies of equal ones."""
+    # NaN is unequal to itself: then the bits are looked at.
+    if all(torch.equal(a, b) for a, b in zip(used, again, strict=True)):
+        return None
+    return difference(flat(used), flat(again))

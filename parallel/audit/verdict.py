@@ -1,0 +1,162 @@
+"""What several ranks found out about one call, and who was wrong."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from parallel.audit.bits import Difference
+from parallel.audit.sample import Place
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """A rank's own call, and what it found when it made it once more."""
+
+    rank: int
+    host: str
+    number: int
+    """Which of its calls that are looked at in this step."""
+    place: Place
+    own: Difference | None
+    """How the step's result differs from this rank's second one; None where it does not."""
+    second: str
+    """The digest of the second result; empty where only the whole call was repeated, and not the part that was sent."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Answer:
+    """What another rank found when it made the call."""
+
+    rank: int
+    host: str
+    of: int
+    """The rank whose call it is."""
+    number: int
+    """Which of that rank's calls."""
+    digest: str
+    """That of its result; of a rank that computes other bits it says nothing."""
+    difference: Difference | None
+    """How the step's result differs from its own; None where it does not, or by no more than rounding."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Finding:
+    """A wrong number."""
+
+    place: Place
+    of: int
+    """The rank whose call it is."""
+    suspects: Sequence[int]
+    """Ranks one of which computed it; one where that is known."""
+    hosts: Sequence[str]
+    """The suspects' hosts."""
+    difference: Difference
+    evidence: str
+    """Who computed what, in a sentence."""
+
+    @property
+    def is_named(self) -> bool:
+        """Whether it is known which rank was wrong."""
+        return len(self.suspects) == 1
+
+    def describe(self, step: int) -> str:
+        """The first lines of the message that ends the run."""
+        if self.is_named:
+            who = f"rank {self.suspects[0]} on {self.hosts[0]} computed a wrong number in step {step}"
+        else:
+            who = f"ranks {_list(self.suspects)} disagree about a number of step {step}"
+        what = _sentence(self.difference.describe())
+        return f"{who}: {self.place.describe()} on rank {self.of}.\n{what}.\n{self.evidence}"
+
+
+def judge(case: Case, answers: Sequence[Answer]) -> Finding | None:
+    """What is wrong with a call; None where all that made it agree.
+
+    Two results that are equal outvote a third. A rank's own second result counts like that of another one: what is
+    wrong once is seldom wrong twice in the same way.
+    """
+    disagreeing = [answer for answer in answers if answer.difference is not None]
+    if not disagreeing:
+        return _of_own(case, answers)
+    difference = disagreeing[0].difference
+    assert difference is not None
+    if len(disagreeing) < len(answers):
+        # Another rank got what the step went on with.
+        return _finding(
+            case,
+            difference,
+            disagreeing,
+            f"{_agreeing(case, answers)}, rank {disagreeing[0].rank} alone got another one.",
+        )
+    # No answer agrees with the step. Whether they agree with one another says who is alone.
+    others = {answer.digest for answer in answers}
+    names = _ranks(answers)
+    everyone: list[Case | Answer] = [case]
+    everyone += answers
+    if case.own is not None and case.second in others:
+        text = (
+            f"{names} computed it again, and so did rank {case.rank}: all got one result, other than its first one. "
+            "The fault did not repeat."
+        )
+        return _finding(case, difference, [case], text)
+    # Two against one.
+    if len(answers) > 1 and len(others) == 1:
+        again = "Its own second try gives the wrong result again: the fault repeats."
+        if case.own is not None:
+            again = "Its own second try gives a third result."
+        return _finding(case, difference, [case], f"{names} computed it again, and agree with one another. {again}")
+    if len(answers) > 1:
+        return _finding(case, difference, everyone, "No two of three results agree.")
+    if case.own is not None:
+        return _finding(
+            case,
+            difference,
+            [case],
+            f"Rank {case.rank} tried again and got another result, and {names.lower()} a third one.",
+        )
+    return _finding(case, difference, everyone, "Each gets its own result again, and two can only disagree.")
+
+
+def _of_own(case: Case, answers: Sequence[Answer]) -> Finding | None:
+    """What is wrong where no other rank says so."""
+    if case.own is None:
+        return None
+    if answers and case.second:
+        text = (
+            f"{_ranks(answers)} got what the step went on with; rank {case.rank} itself got another result when it "
+            "tried again."
+        )
+    else:
+        text = f"Rank {case.rank} made the same call once more and got another result."
+    return _finding(case, case.own, [case], text)
+
+
+def _finding(case: Case, difference: Difference, suspects: Sequence[Case | Answer], evidence: str) -> Finding:
+    return Finding(
+        place=case.place,
+        of=case.rank,
+        suspects=[x.rank for x in suspects],
+        hosts=[x.host for x in suspects],
+        difference=difference,
+        evidence=evidence,
+    )
+
+
+def _agreeing(case: Case, answers: Sequence[Answer]) -> str:
+    agreeing = [case.rank] + [answer.rank for answer in answers if answer.difference is None]
+    return f"Ranks {_list(agreeing)} got the same result"
+
+
+def _ranks(answers: Sequence[Answer]) -> str:
+    if len(answers) == 1:
+        return f"Rank {answers[0].rank}"
+    return f"Ranks {_list([answer.rank for answer in answers])}"
+
+
+def _list(ranks: Sequence[int]) -> str:
+    return " and ".join(map(str, ranks))
+
+
+def _sentence(text: str) -> str:
+    return text[:1].upper() + text[1:]

@@ -1,0 +1,89 @@
+"""Ends a stopped rank that nobody else can: ``python guard.py PROCESS SECONDS PORT``.
+
+Ranks end one of their own machine that is stopped when the run ends. A rank that is alone on its machine has none: the
+run ends elsewhere, and its launcher waits for it for ever. So it starts this process, which looks at it once a second.
+When it has been stopped for so many SECONDS, and no other rank is connected to the hub at PORT any more, it is let go
+on, to hear why the run has ended; five seconds later it is killed. It imports little, as it lives as long as the rank.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+_LOOK_SECONDS = 1.0
+_ROUSED_SECONDS = 5.0
+"""How long a rank has to end by itself once it goes on."""
+_TABLES = ("/proc/net/tcp", "/proc/net/tcp6")
+_ESTABLISHED = "01"
+
+
+def start_guard(seconds: float, port: int) -> None:
+    """Have this process looked after, where the system shows what that needs."""
+    # Other systems have no such table; their users see the launcher wait.
+    if not Path(_TABLES[0]).exists():
+        return
+    # No stream of the rank's: ssh and launchers wait for all who hold one.
+    subprocess.Popen(
+        [sys.executable, "-I", "-S", __file__, str(os.getpid()), str(seconds), str(port)],
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        start_new_session=True,
+    )
+
+
+def main() -> None:
+    """Look at the process until it has ended."""
+    pid, seconds, port = int(sys.argv[1]), float(sys.argv[2]), int(sys.argv[3])
+    # A number may be another process's later: this one's parent is the rank, as long as that lives.
+    stopped_since = None
+    while os.getppid() == pid:
+        now = time.monotonic()
+        if not is_stopped(pid):
+            stopped_since = None
+        elif stopped_since is None:
+            stopped_since = now
+        elif now - stopped_since >= seconds and not is_connected(port):
+            os.kill(pid, signal.SIGCONT)
+            while os.getppid() == pid and time.monotonic() - now < _ROUSED_SECONDS:
+                time.sleep(_ROUSED_SECONDS / 100)
+            if os.getppid() == pid:
+                os.kill(pid, signal.SIGKILL)
+            return
+        time.sleep(_LOOK_SECONDS)
+
+
+def is_stopped(pid: int) -> bool:
+    """Whether a process is stopped by a signal or a debugger."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] in ("T", "t")
+    except (OSError, IndexError):
+        return False
+
+
+def is_connected(port: int) -> bool:
+    """Whether a connection to or from the hub's port, with another machine at its other end, is open on both sides.
+
+    The system drops one to a machine that is gone after a minute, whatever the process does.
+    """
+    for table in _TABLES:
+        try:
+            lines = Path(table).read_text().splitlines()[1:]
+        except OSError:
+            continue
+        for line in lines:
+            local, remote, state = line.split()[1:4]
+            (here, own_port), (there, other_port) = local.split(":"), remote.split(":")
+            # Rank 0 has one to its own hub.
+            if state == _ESTABLISHED and here != there and port in (int(own_port, 16), int(other_port, 16)):
+                return True
+    return False
+
+
+if __name__ == "__main__":
+    main()
