@@ -257,6 +257,9 @@ def main() -> None:
     """Inject each kind into a run; print a row as JSON for each."""
     from tests.launcher.conftest import build_tiny_shards
 
+    # Workers find a function by its module's name, which is not that of a script.
+    from tests.launcher.training.test_messages import check_fault
+
     for name in sys.argv[1:] or FAULTS:
         with tempfile.TemporaryDirectory() as place:
             row = check_fault(name, build_tiny_shards(Path(place)), Path(place))
