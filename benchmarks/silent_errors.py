@@ -79,8 +79,8 @@ def measure(data: Path, output: Path, settings: dict[str, Any], steps: int) -> d
     """Medians over steps of one rank."""
     from launcher.training.setup import build_run
     from launcher.training.step import TrainStep
-    from parallel.messages import ledger as ledgers
-    from parallel.messages.sums import bit_sum
+    from parallel.runtime.messages import ledger as ledgers
+    from parallel.runtime.messages.sums import bit_sum
     from parallel.zero.replicas import Replicas
 
     logging.disable(logging.CRITICAL)
@@ -105,7 +105,8 @@ def measure(data: Path, output: Path, settings: dict[str, Any], steps: int) -> d
     progress, _ = take(progress)
     found: dict[str, list[float]] = {name: [] for name in ("step", "of_messages", "of_replicas")}
     for _ in range(steps):
-        messages.take(), replicas.take()
+        messages.take()
+        replicas.take()
         summed.update(bytes=0, messages=0)
         began = time.thread_time()
         progress, _ = take(progress)

@@ -11,8 +11,8 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
 from longctx.errors import ConfigError
-from parallel.messages.ledger import Ledger
 from parallel.runtime.groups import device_backend, own_group
+from parallel.runtime.messages.ledger import Ledger
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -153,28 +153,6 @@ class Mesh:
         return self.rank - self.context_rank + context_rank
 
     @property
-    def others_in_ring(self) -> list[int]:
-        """Global ranks of the ring without this one, by ring rank."""
-        return [self.ring_peer(n) for n in range(self.ring_degree) if n != self.ring_rank]
-
-    @property
-    def others_in_context(self) -> list[int]:
-        """Global ranks of the context group without this one, by context rank."""
-        return [self.context_peer(n) for n in range(self.context) if n != self.context_rank]
-
-    @property
-    def expert_peers(self) -> range:
-        """Global ranks that hold all experts between them, this one included."""
-        first = self.rank - self.expert_rank
-        return range(first, first + self.expert)
-
-    @property
-    def ulysses_peers(self) -> range:
-        """Global ranks that hold the same rows, this one included."""
-        first = self.rank - self.ulysses_rank
-        return range(first, first + self.ulysses)
-
-    @property
     def ring_ranks_in_node(self) -> int:
         """Neighbouring ring ranks in one node; 1 where nodes do not hold equally many of them."""
         return _ranks_in_node([self.ring_peer(index) for index in range(self.ring_degree)], self.ranks_per_node)
@@ -187,6 +165,31 @@ class Mesh:
         if self.expert > 1:
             line += f", experts over {self.expert}"
         return line
+
+
+# Global ranks, by which messages are known: a rank has another number in each of its groups.
+
+
+def others_in_ring(mesh: Mesh) -> list[int]:
+    """The ring without this rank, by ring rank."""
+    return [mesh.ring_peer(n) for n in range(mesh.ring_degree) if n != mesh.ring_rank]
+
+
+def others_in_context(mesh: Mesh) -> list[int]:
+    """The context group without this rank, by context rank."""
+    return [mesh.context_peer(n) for n in range(mesh.context) if n != mesh.context_rank]
+
+
+def expert_peers(mesh: Mesh) -> range:
+    """The ranks that hold all experts between them, this one included."""
+    first = mesh.rank - mesh.expert_rank
+    return range(first, first + mesh.expert)
+
+
+def ulysses_peers(mesh: Mesh) -> range:
+    """The ranks that hold the same rows, this one included."""
+    first = mesh.rank - mesh.ulysses_rank
+    return range(first, first + mesh.ulysses)
 
 
 def _ranks_in_node(ring: Sequence[int], ranks_per_node: int) -> int:

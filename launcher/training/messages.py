@@ -6,8 +6,8 @@ from launcher.training.setup import Run
 from longctx.checkpoint_format import list_checkpoints
 from longctx.errors import ClusterError
 from parallel.loss import sum_over_ranks
-from parallel.messages.differences import find_differences
-from parallel.messages.ledger import is_balanced
+from parallel.runtime.messages.differences import find_differences
+from parallel.runtime.messages.ledger import is_balanced
 
 
 def settle_step(run: Run, step: int, *, all_arrived: bool) -> None:

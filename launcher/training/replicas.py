@@ -5,10 +5,12 @@ from __future__ import annotations
 import socket
 from collections.abc import Sequence
 
+from launcher.cluster.suspects import AUDIT_EVENT
+from launcher.metrics.record import Record
 from launcher.training.setup import Run
 from launcher.wording import first_names
 from longctx.checkpoint_format import list_checkpoints
-from longctx.errors import ClusterError
+from longctx.errors import TrainingError
 from parallel.runtime.process import gather_objects
 from parallel.zero.replicas import Odd, Replicas
 
@@ -23,7 +25,7 @@ class ReplicaWatch:
         self.run, self.replicas = run, Replicas(run.engine)
 
     def before_update(self, step: int) -> None:
-        """ClusterError where ranks differ, before the step changes anything. Collective where a comparison is due."""
+        """TrainingError where ranks differ, before the step changes anything. Collective where a comparison is due."""
         if self._is_due(step):
             _check(self.run, self.replicas, f"step {step}", step)
 
@@ -39,7 +41,7 @@ class ReplicaWatch:
 
 
 def check_before_save(run: Run, step: int) -> None:
-    """ClusterError where ranks differ in what is about to be saved. Collective."""
+    """TrainingError where ranks differ in what is about to be saved. Collective."""
     if run.config.run.replicas_every:
         _check(run, Replicas(run.engine), f"the weights after step {step}, which are not saved", step + 1)
 
@@ -47,12 +49,27 @@ def check_before_save(run: Run, step: int) -> None:
 def _check(run: Run, replicas: Replicas, where: str, step: int) -> None:
     odd = replicas.compare()
     if odd:
-        raise ClusterError(_message(run, odd, where, step))
+        hosts = gather_objects(socket.gethostname())
+        raise TrainingError(_message(run, odd, hosts, where, step), _record(run, odd, hosts, step))
 
 
-def _message(run: Run, odd: Sequence[Odd], where: str, step: int) -> str:
+def _record(run: Run, odd: Sequence[Odd], hosts: Sequence[str], step: int) -> Record:
+    """The event of the run's metrics, by which ``longctx run`` knows whom to leave out."""
+    findings = []
+    for one in odd:
+        of_hosts = [hosts[rank] for rank in one.ranks]
+        findings.append({"ranks": list(one.ranks), "hosts": of_hosts, "what": one.part.describe()})
+    return {
+        "kind": "event",
+        "event": AUDIT_EVENT,
+        "step": step,
+        "world_size": run.mesh.world_size,
+        "findings": findings,
+    }
+
+
+def _message(run: Run, odd: Sequence[Odd], hosts: Sequence[str], where: str, step: int) -> str:
     """What differs on whose machine, and how to go on: one screen, the same on every rank."""
-    hosts = gather_objects(socket.gethostname())
     lines = [f"in {where}, bits of weights or moments have changed that nobody wrote (run.replicas_every)."]
     found: dict[tuple[tuple[int, ...], bool, bool], list[str]] = {}
     for one in odd:

@@ -15,7 +15,7 @@ from torch import Tensor
 from longctx.model.experts.router import RouterDiagnostics
 from longctx.objectives.loss_sum import LossSum
 from parallel.loss import sum_over_ranks
-from parallel.messages.ledger import Ledger, is_balanced
+from parallel.runtime.messages.ledger import Ledger, is_balanced
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -12,9 +12,9 @@ from longctx.model.attention.cache import LayerBuffer
 from longctx.model.attention.core import TokenChunk
 from parallel.layout.cached import CachedLayout, ChunkPlacement, chunk_sizes
 from parallel.layout.sequence import SequenceLayout
-from parallel.mesh import Mesh
-from parallel.messages.kinds import Kind
+from parallel.mesh import Mesh, others_in_context
 from parallel.runtime.communicate import named_collective
+from parallel.runtime.messages.kinds import Kind
 
 
 class ShardedKVCache:
@@ -86,7 +86,7 @@ class ShardedKVCache:
             f"rank {self.mesh.rank} gathering what ranks computed of a chunk's tokens",
         )
         if self.mesh.ledger is not None:
-            arrival = self.mesh.ledger.post_same(Kind.CHUNK_VALUES, [mine], self.mesh.others_in_context)
+            arrival = self.mesh.ledger.post_same(Kind.CHUNK_VALUES, [mine], others_in_context(self.mesh))
             arrival.note([[part] for rank, part in enumerate(gathered) if rank != self.mesh.context_rank])
         return layout.join(list(gathered), 1)
 

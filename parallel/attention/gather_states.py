@@ -13,10 +13,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from parallel.mesh import Mesh
-from parallel.messages.kinds import Kind
-from parallel.messages.ledger import Arrival
+from parallel.mesh import Mesh, others_in_context
 from parallel.runtime.communicate import named_collective
+from parallel.runtime.messages.kinds import Kind
+from parallel.runtime.messages.ledger import Arrival
 from parallel.runtime.watch.spans import DOING
 from parallel.schedule.states import Open, StatePlan
 
@@ -84,7 +84,8 @@ class GatherStates:
         """Note what has been sent, where ranks compare it; returns where to note what arrives."""
         if self.mesh.ledger is None:
             return None
-        others = self.mesh.others_in_context
+        # With the padding, which travels too.
+        others = others_in_context(self.mesh)
         return self.mesh.ledger.post_same(Kind.STATES, [outgoing], others, layer=self.layer)
 
 

@@ -22,10 +22,10 @@ from longctx.errors import ConfigError
 from longctx.kernels.dtypes import accumulate_dtype
 from longctx.model.experts.dispatch import DispatchHandle, DispatchSizes, LocalDispatcher, Pending, TokenDispatcher
 from parallel.experts.replicated import ReplicatedTokens
-from parallel.mesh import Mesh
-from parallel.messages.kinds import Kind
-from parallel.messages.ledger import Arrival
+from parallel.mesh import Mesh, expert_peers, others_in_context
 from parallel.runtime.communicate import named_collective
+from parallel.runtime.messages.kinds import Kind
+from parallel.runtime.messages.ledger import Arrival
 from parallel.runtime.watch.spans import DOING
 
 _IDS = torch.int16
@@ -110,7 +110,7 @@ class AllToAllDispatcher:
 
     @property
     def _who(self) -> str:
-        peers = self.mesh.expert_peers
+        peers = expert_peers(self.mesh)
         return f"rank {self.mesh.rank} (experts over ranks {peers.start} to {peers.stop - 1})"
 
     def _is_sent(self, experts_nk: Tensor) -> Tensor:
@@ -151,7 +151,7 @@ class AllToAllDispatcher:
         """Note what has been sent to each rank, where ranks compare it; returns where to note what arrives."""
         if self.mesh.ledger is None:
             return None
-        parts = zip(self.mesh.expert_peers, by_rank, strict=True)
+        parts = zip(expert_peers(self.mesh), by_rank, strict=True)
         sent = {peer: [part] for peer, part in parts if peer != self.mesh.rank}
         return self.mesh.ledger.post(kind, sent, list(sent), layer=layer)
 
@@ -312,7 +312,7 @@ def _gather_over_context(mesh: Mesh, values_NX: Tensor) -> Tensor:
         f"rank {mesh.rank} gathering choices of experts",
     )
     if mesh.ledger is not None:
-        arrival = mesh.ledger.post_same(Kind.GATHERED_CHOICES, [values], mesh.others_in_context)
+        arrival = mesh.ledger.post_same(Kind.GATHERED_CHOICES, [values], others_in_context(mesh))
         parts = everyone.view(mesh.context, *values.shape)
         arrival.note([[part] for rank, part in enumerate(parts) if rank != mesh.context_rank])
     return everyone

@@ -15,9 +15,9 @@ from torch import Tensor
 from longctx.errors import ConfigError
 from longctx.kernels.dtypes import accumulate_dtype
 from longctx.model.experts.dispatch import DispatchHandle, DispatchSizes, Pending, Ready, TokenDispatcher
-from parallel.mesh import Mesh
-from parallel.messages.kinds import Kind
+from parallel.mesh import Mesh, expert_peers
 from parallel.runtime.communicate import named_collective
+from parallel.runtime.messages.kinds import Kind
 
 
 class ReplicatedTokens:
@@ -80,7 +80,7 @@ class _Handle:
             f"rank {mesh.rank} gathering what experts made of tokens that all ranks have",
         )
         if mesh.ledger is not None:
-            others = [peer for peer in mesh.expert_peers if peer != mesh.rank]
+            others = [peer for peer in expert_peers(mesh) if peer != mesh.rank]
             arrival = mesh.ledger.post_same(Kind.REPLICATED_SUMS, [mine], others)
             arrival.note([[part] for rank, part in enumerate(gathered) if rank != mesh.expert_rank])
         # An own loop and no sum(0): the same bits on every rank and in every run.

@@ -12,10 +12,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from parallel.mesh import Mesh
-from parallel.messages.kinds import Kind
-from parallel.messages.ledger import Arrival
+from parallel.mesh import Mesh, others_in_ring
 from parallel.runtime.communicate import named_collective
+from parallel.runtime.messages.kinds import Kind
+from parallel.runtime.messages.ledger import Arrival
 from parallel.schedule.schedule import Schedule
 from parallel.transport.block import KeysAndValues, KVBlock, PartialResult, merge_block_
 
@@ -74,7 +74,7 @@ class AllGather:
         keys, values, arrival = self._gather_one(k), self._gather_one(v), None
         if self.mesh.ledger is not None:
             outgoing = (keys.outgoing, values.outgoing)
-            arrival = self.mesh.ledger.post_same(Kind.GATHERED_KEYS, outgoing, self.mesh.others_in_ring)
+            arrival = self.mesh.ledger.post_same(Kind.GATHERED_KEYS, outgoing, others_in_ring(self.mesh))
         return _Gathering(keys, values, f"rank {self.mesh.rank} {_DESCRIBED}", self.mesh.ring_rank, arrival)
 
     def _gather_one(self, x: Tensor) -> _Gathered:

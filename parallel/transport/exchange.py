@@ -13,9 +13,9 @@ from torch import Tensor
 
 from longctx.kernels.dtypes import accumulate_dtype
 from parallel.mesh import Mesh
-from parallel.messages.kinds import Kind
-from parallel.messages.ledger import Arrival
 from parallel.runtime.communicate import named_collective
+from parallel.runtime.messages.kinds import Kind
+from parallel.runtime.messages.ledger import Arrival
 from parallel.schedule.rows import RowRanges
 from parallel.transport.block import KeysAndValues
 

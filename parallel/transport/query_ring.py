@@ -18,10 +18,10 @@ from torch import Tensor
 
 from longctx.kernels.attention.contract import merge_
 from longctx.kernels.dtypes import accumulate_dtype
-from parallel.mesh import Mesh
-from parallel.messages.kinds import Kind
-from parallel.messages.ledger import Arrival
+from parallel.mesh import Mesh, others_in_context
 from parallel.runtime.communicate import named_collective
+from parallel.runtime.messages.kinds import Kind
+from parallel.runtime.messages.ledger import Arrival
 from parallel.runtime.watch.spans import enter_hop
 from parallel.transport.block import PartialResult
 
@@ -69,7 +69,7 @@ def merge_gathered(mesh: Mesh, part: PartialResult) -> PartialResult:
         f"rank {mesh.rank} gathering attention over the keys of its cache",
     )
     if mesh.ledger is not None:
-        arrival = mesh.ledger.post_same(Kind.CACHED_RESULTS, [packed], mesh.others_in_context)
+        arrival = mesh.ledger.post_same(Kind.CACHED_RESULTS, [packed], others_in_context(mesh))
         arrival.note([[part] for rank, part in enumerate(gathered) if rank != mesh.context_rank])
     lse_bytes = lse.numel() * lse.element_size()
     out, lse = torch.zeros_like(out), torch.full_like(lse, -torch.inf)

@@ -65,6 +65,11 @@ class NodeRing:
         """The ring rank of the same local ring rank, so many nodes on."""
         return self.ranks_in_node(self.node + distance)[self.ring_rank % self.node_size]
 
+    def enter_hop(self, owner: int) -> None:
+        """Say whose rows are waited for and computed with."""
+        # Counted as in a ring of one level: then a hop has one name, whatever the transport.
+        enter_hop((self.ring_rank - owner) % self.degree)
+
     def busy_steps(self, schedule: Schedule) -> list[int]:
         """The steps, from 1, in which this rank may send or receive a row, between nodes or inside its own."""
         receivers = schedule.partners(self.ring_rank).receivers
@@ -150,7 +155,7 @@ class TwoLevel:
         yield 0, HeldRows(self.rank, self.schedule.hop(self.rank, self.rank).rows, own)
         for number, step in enumerate(self.steps):
             owner = self.ring.owner(step, 0)
-            self._enter_hop(owner)
+            self.ring.enter_hop(owner)
             arrived = crossing.wait()
             if arrived is None:
                 # Nobody in the node needs a row of that owner; hops go on with no rows, as on the other ranks.
@@ -164,7 +169,7 @@ class TwoLevel:
         arriving = self._hand_round(step, held, hop=1)
         yield self._block(held.owner, take_rows(held.tensors, held.needed_by(self.rank, self.schedule)))
         for hop in range(1, self.ring.node_size):
-            self._enter_hop(self.ring.owner(step, hop))
+            self.ring.enter_hop(self.ring.owner(step, hop))
             block = self._block(self.ring.owner(step, hop), arriving.wait())
             arriving = self._hand_round(step, held, hop + 1)
             yield block
@@ -224,10 +229,6 @@ class TwoLevel:
         return self.exchange.gradients(
             gradients, to=owner, like=own, rows=rows, source=receiver, tag=TAG_GRADIENTS_BETWEEN_NODES
         )
-
-    def _enter_hop(self, owner: int) -> None:
-        """Say whose rows are waited for and computed with: hops count as they do in a ring of one level."""
-        enter_hop((self.rank - owner) % self.ring.degree)
 
     def _block(self, owner: int, arrived: KeysAndValues | None) -> KVBlock | None:
         if arrived is None:

@@ -18,9 +18,9 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from parallel.mesh import Mesh
-from parallel.messages.kinds import Kind
+from parallel.mesh import Mesh, ulysses_peers
 from parallel.runtime.communicate import named_collective
+from parallel.runtime.messages.kinds import Kind
 from parallel.schedule.heads import HeadRange, HeadSplit
 
 
@@ -142,11 +142,12 @@ def _all_to_all(
     outgoing_sizes, packed = [part.numel() for part in outgoing], torch.cat(list(outgoing))
     named_collective(
         lambda: dist.all_to_all_single(received, packed, list(sizes), outgoing_sizes, group=group),
-        f"rank {mesh.rank} exchanging heads with ranks {mesh.ulysses_peers.start} to {mesh.ulysses_peers.stop - 1}",
+        f"rank {mesh.rank} exchanging heads with ranks {ulysses_peers(mesh).start} to {ulysses_peers(mesh).stop - 1}",
     )
     if mesh.ledger is not None:
+        # What stays on this rank is copied by the collective and sent by nobody.
         own = mesh.ulysses_rank
-        parts = zip(mesh.ulysses_peers, packed.split(outgoing_sizes), strict=True)
+        parts = zip(ulysses_peers(mesh), packed.split(outgoing_sizes), strict=True)
         sent = {peer: [part] for peer, part in parts if peer != mesh.rank}
         arrival = mesh.ledger.post(Kind.HEADS, sent, list(sent))
         arrival.note([[part] for n, part in enumerate(received.split(list(sizes))) if n != own])

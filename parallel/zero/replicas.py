@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from longctx.model.experts.experts import is_expert_weight
-from parallel.messages.sums import Sum, bit_sum, mixed, stacked
+from parallel.runtime.messages.sums import Sum, bit_sum, mixed, stacked
 from parallel.runtime.process import gather_objects
 from parallel.runtime.watch.spans import waiting
 from parallel.zero.engine import ZeroEngine
@@ -74,8 +74,10 @@ class Replicas:
         is_changed = torch.zeros(0, dtype=torch.bool)
         if before is not None:
             own_parts, sums = self._own()
+            # On the device: the host reads the number of them with all else.
             is_changed = sums != before[1]
             changed = is_changed.sum()
+        # Experts are compared among fewer ranks than all other weights are.
         shared = {part: total for part, total in alike.items() if not self._is_expert(part)}
         experts = {part: total for part, total in alike.items() if self._is_expert(part)}
         mine = torch.stack((self._digest(shared), self._digest(experts), changed))
@@ -115,6 +117,7 @@ class Replicas:
         """The sums of all that other ranks should hold with the same bits, in the model's order."""
         partition, decoder = self.engine.partition, self.engine.model.decoder
         found = {}
+        # Buffers first, then parameters: their places are in the sums, so the order is one for all ranks.
         for name, buffer in decoder.named_buffers():
             found[Part(name, BUFFER)] = bit_sum([buffer.contiguous()])
         for name, p in decoder.named_parameters():
@@ -146,6 +149,7 @@ class Replicas:
         of_ranks = gather_objects({part: int(total) for part, total in alike.items()})
         for part in of_ranks[0]:
             groups = [range(len(of_ranks))]
+            # Neighbours hold different experts: every so many ranks hold the same.
             if self._is_expert(part):
                 groups = [range(first, len(of_ranks), degree) for first in range(degree)]
             found.extend(odd for group in groups for odd in judge(part, {rank: of_ranks[rank][part] for rank in group}))
@@ -157,6 +161,7 @@ def judge(part: Part, sums: dict[int, int]) -> Iterable[Odd]:
     counts = Counter(sums.values())
     if len(counts) == 1:
         return
+    # More than half, and not the most of several: two that are wrong alike outnumber one that is right.
     usual, count = counts.most_common(1)[0]
     if 2 * count > len(sums):
         yield Odd(part=part, ranks=tuple(rank for rank, total in sums.items() if total != usual), decided=True)

@@ -23,13 +23,13 @@ from longctx.checkpoint_format import list_checkpoints
 from parallel.transport.exchange import TAG_GRADIENTS, TAG_KEYS
 from tests.launcher.runs import STEPS
 from tests.launcher.workers import end_guarded, rows, run, train
-from tests.parallel.messages import faults
+from tests.parallel.runtime.messages import faults
 
 pytestmark = pytest.mark.timeout(240)
 
 RING = {"parallel.context": 2, "parallel.layout": "zigzag"}
 TWO_LEVELS = {**RING, "parallel.context": 4, "parallel.transport": "two_level"}
-LINEAR = {"model.layers": "linear full", **RING}
+LINEAR = {"model.layers": "linear", **RING}
 BEFORE = 5
 """The step in which it goes wrong: a checkpoint of step 4 is there."""
 
@@ -256,6 +256,9 @@ def test_a_clean_run_of_hundreds_of_steps_is_never_stopped(shards, tmp_path):
 def main() -> None:
     """Inject each kind into a run; print a row as JSON for each."""
     from tests.launcher.conftest import build_tiny_shards
+
+    # Workers find a function by its module's name, which is not that of a script.
+    from tests.launcher.training.test_messages import check_fault
 
     for name in sys.argv[1:] or FAULTS:
         with tempfile.TemporaryDirectory() as place:

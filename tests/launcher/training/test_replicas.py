@@ -16,17 +16,18 @@ from typing import Any, NamedTuple
 import pytest
 import torch.distributed as dist
 
+from launcher.cluster.suspects import suspected_ranks
 from launcher.training.setup import Run
 from launcher.training.trainer import Trainer
 from longctx.checkpoint_format import list_checkpoints
-from longctx.errors import ClusterError
+from longctx.errors import TrainingError
 from parallel.runtime.process import gather_objects
 from parallel.zero.partition import MASTER, MOMENTS
 from parallel.zero.replicas import Odd, Part, judge
 from tests.launcher.runs import SCREEN
 from tests.launcher.training.test_messages import Row
 from tests.launcher.workers import breaking_step, build, end_guarded, rows, run, train
-from tests.parallel.messages.faults import flip_bit
+from tests.parallel.runtime.messages.faults import flip_bit
 
 pytestmark = pytest.mark.timeout(240)
 
@@ -91,9 +92,9 @@ def find(name: str, shards: Path, output: Path) -> None:
     trainer.take_step()
     trainer.take_step()
     flip_in(trainer.run, flip)
-    with pytest.raises(ClusterError) as caught:
+    with pytest.raises(TrainingError) as caught:
         trainer.take_step()
-    said = str(caught.value)
+    said, record = str(caught.value), caught.value.record
     assert len(set(gather_objects(said))) == 1, "the same on every rank"
     assert said.startswith("in step 3, bits of weights or moments have changed that nobody wrote"), said
     assert flip.says in said, said
@@ -101,11 +102,13 @@ def find(name: str, shards: Path, output: Path) -> None:
     if flip.says.startswith(("holds other", _OWN[:10])):
         assert f"Rank {flip.rank} on " in said, said
         assert said.count("Rank ") == 1, said
+        # By which ``longctx run`` knows whose host to leave out.
+        assert suspected_ranks(record or {}) == [flip.rank]
     assert len(said.splitlines()) < SCREEN
     assert trainer.progress.step == 2
 
 
-FAST = "moment, stage 3"
+FAST = "weight on one of two ranks, stage 1"
 
 
 @pytest.mark.parametrize("name", [FAST, *(pytest.param(n, marks=pytest.mark.slow) for n in FLIPS if n != FAST)])
@@ -118,7 +121,7 @@ def save_nothing_odd(shards: Path, output: Path) -> None:
     trainer = Trainer(build(shards, output, {**CONTEXT, "zero.stage": 0, "run.replicas_every": 100}))
     trainer.take_step()
     flip_in(trainer.run, FLIPS["weight, stage 0"])
-    with pytest.raises(ClusterError, match="the weights after step 1, which are not saved"):
+    with pytest.raises(TrainingError, match="the weights after step 1, which are not saved"):
         trainer._save()
     assert not list_checkpoints(output)
 
@@ -145,7 +148,7 @@ def check_flip(name: str, shards: Path, folder: Path) -> Row:
     flip, quiet, broken = FLIPS[name], folder / "quiet", folder / "broken"
     changed = {**flip.changed, "zero.stage": flip.stage, "run.replicas_every": 3}
     run(train, flip.ranks, shards, quiet, changed)
-    words = ["ClusterError: in step 6", "bits of weights or moments have changed", "step_000004 (--run.resume "]
+    words = ["TrainingError: in step 6", "bits of weights or moments have changed", "step_000004 (--run.resume "]
     run(end_by, flip.ranks, name, shards, broken, 6, words, folder / "at")
     seconds = time.time() - float((folder / "at").read_text())
     run(train, flip.ranks, shards, broken, {**changed, "run.resume": broken / "checkpoints" / "step_000004"})
@@ -189,6 +192,9 @@ def test_nothing_is_found_in_a_clean_run_of_any_stage(shards, tmp_path):
 def main() -> None:
     """Inject each kind into a run; print a row as JSON for each."""
     from tests.launcher.conftest import build_tiny_shards
+
+    # Workers find a function by its module's name, which is not that of a script.
+    from tests.launcher.training.test_replicas import check_flip
 
     for name in sys.argv[1:] or ["weight, stage 0", "moment, stage 0", "master, stage 1", "moment, stage 3"]:
         with tempfile.TemporaryDirectory() as place:

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from parallel.messages.ledger import Entry, Ledger, Message
+from parallel.runtime.messages.ledger import Entry, Ledger, Message
 from parallel.runtime.process import gather_objects
 
 _TOLD = 3
@@ -78,6 +78,7 @@ def find_differences(ledger: Ledger) -> str:
     wrong.sort(key=_time)
     lines = [error.describe() for error in wrong[:_TOLD]]
     lines = [lines[0][0].upper() + lines[0][1:], *lines[1:]] if lines else ["The sums of messages themselves differ."]
+    # Many messages of one pair point to a link or a host, one of each pair to the rank that they have in common.
     pairs = Counter(_Pair(error.message.sender, error.message.receiver) for error in wrong)
     if len(wrong) > 1:
         told = ", ".join(f"{count} from rank {p.sender} to rank {p.receiver}" for p, count in pairs.most_common(_TOLD))
@@ -99,6 +100,7 @@ def _gather(ledger: Ledger) -> list[_Noted]:
 def _numbers(entries: Sequence[Entry]) -> list[tuple[Message, int]]:
     found = []
     for message, total in entries:
+        # The run ends anyway: now the host may wait for the device.
         if isinstance(total, Tensor):
             total = int(total)
         found.append((message, total))
@@ -107,6 +109,7 @@ def _numbers(entries: Sequence[Entry]) -> list[tuple[Message, int]]:
 
 def _wrong_at(receiver: int, ranks: Sequence[_Noted]) -> list[_Wrong]:
     """What came to one rank otherwise than it was sent."""
+    # By identity, and not by place: where a rank left one out, those behind it are found all the same.
     sent = {}
     for rank in ranks:
         sent.update({m.identity: (m, total) for m, total in rank.sent if m.receiver == receiver})

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from parallel.messages.sums import as_bytes, bit_sum, grid_sum, mixed
+from parallel.runtime.messages.sums import as_bytes, bit_sum, grid_sum, mixed
 
 SUMS: dict[str, Callable[[Tensor], int]] = {
     "as on a CPU": lambda x: int(bit_sum([x])),

@@ -14,14 +14,14 @@ import torch
 
 from parallel.loss import sum_over_ranks
 from parallel.mesh import Mesh
-from parallel.messages.differences import find_differences
-from parallel.messages.kinds import Kind
-from parallel.messages.ledger import Ledger, is_balanced
+from parallel.runtime.messages.differences import find_differences
+from parallel.runtime.messages.kinds import Kind
+from parallel.runtime.messages.ledger import Ledger, is_balanced
 from parallel.runtime.watch.spans import begin, enter_layer
 from parallel.transport.exchange import TAG_GRADIENTS, TAG_KEYS
 from tests.helpers import run_distributed
 from tests.parallel.attention.attention_cases import Case, spread
-from tests.parallel.messages import faults
+from tests.parallel.runtime.messages import faults
 
 CPU = torch.device("cpu")
 WAYS: dict[str, dict[str, Any]] = {
@@ -85,7 +85,7 @@ def notes_of_odd_sizes() -> None:
     """Messages of one value or none, ranks that send nothing, and more to some ranks than to others."""
     rank, world = torch.distributed.get_rank(), torch.distributed.get_world_size()
     ledger, draw = Ledger(rank), random.Random(0)
-    for step in range(300):
+    for step in range(100):
         for _ in range(draw.randrange(4)):
             kind, sizes = draw.choice(list(Kind)), {}
             for sender, receiver in itertools.permutations(range(world), 2):
