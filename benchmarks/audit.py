@@ -145,7 +145,7 @@ def measure_cost(data: Path, output: Path, rounds: int) -> dict[str, Any]:
     run, take = build(data, output, {**COSTS, "run.audit_every": 2})
     progress = run.progress
     seconds: dict[str, list[float]] = {kind: [] for kind in ("plain", *SHARES)}
-    peaks: dict[str, list[int]] = {kind: [] for kind in seconds}
+    peaks: dict[str, list[float]] = {kind: [] for kind in seconds}
     # The first audit compares the ranks, which later ones do not.
     for _ in range(4):
         progress, _ = take(progress)

@@ -178,8 +178,8 @@ class Auditor:
         """How a result differs from that of a rank of another kind; None of what has no bound."""
         inputs = [x.laid_out(self._audited.device) for x in sample.inputs]
         if sample.op == UPDATE:
-            befores = (inputs[0], inputs[2], inputs[3])
-            triples = zip(befores, sample.outputs, again, strict=True)
+            earlier = (inputs[0], inputs[2], inputs[3])
+            triples = zip(earlier, sample.outputs, again, strict=True)
             found = (outside_update(before, x.to(before.device), y) for before, x, y in triples)
             return next(filter(None, found), None)
         shape = (inputs[0].shape[0], inputs[1].shape[1])
