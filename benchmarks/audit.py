@@ -85,10 +85,10 @@ def build(data: Path, output: Path, settings: dict[str, Any]) -> tuple[Any, Any]
             super().__init__(run)
             self.audit, self.flip = KeepingAudit(run), Flip()
 
-        def forward_backward(self, *args: Any) -> Any:
+        def forward_backward(self, data: Any, counts: Any, progress: Any) -> Any:
             self.flip.seen, self.flip.is_counting = 0, True
             try:
-                return super().forward_backward(*args)
+                return super().forward_backward(data, counts, progress)
             finally:
                 self.flip.is_counting = False
 
