@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks import plan_tables
+from benchmarks import faults, plan_tables
 from benchmarks.delivering import tables as delivery
 from benchmarks.machine import KINDS, RESULTS
 from benchmarks.scaling import table as scale
@@ -466,6 +466,7 @@ TABLES: dict[str, tuple[str, Callable[[Result], str]]] = {
     "data-build": ("build", lambda result: markdown(*delivery.of_build(result))),
     "data-start": ("data_plan", data_start),
     "data-blocks": ("data_plan", data_blocks),
+    "faults": ("faults", lambda result: markdown(*faults.table(result))),
 }
 """By name: the benchmark whose result it is made from, and how."""
 
