@@ -112,9 +112,10 @@ def refuse_deepspeed(folder: Path) -> None:
                 raise CheckpointError(
                     f"{folder} is a checkpoint of DeepSpeed, by its {found.relative_to(folder)}. Its files are "
                     "pickles, which run what stands in them as soon as they are loaded: longctx opens none of them.\n"
-                    "If you trust whoever wrote them, take the weights out where nothing can be harmed:\n"
-                    "  python -m deepspeed.utils.zero_to_fp32 DIR OUT --safe_serialization\n"
-                    "Then put the model's config.json into OUT and convert that: longctx convert --from hf OUT NEW"
+                    "If you trust whoever wrote them with all that your account may do, put the model's\n"
+                    "config.json into DIR, the folder that holds `latest`, and let DeepSpeed take the weights out:\n"
+                    "  longctx convert --from deepspeed DIR OUT --execute-pickles\n"
+                    "If not, do that where nothing can be harmed, and bring OUT here."
                 )
 
 

@@ -1,4 +1,4 @@
-"""``CompactBatch``: a micro-batch as it travels from the shards to a device, in four bytes a token.
+"""``CompactBatch``: a micro-batch as it travels from the shards to a device, in two or four bytes a token.
 
 A target is the token that follows, so both lie in one buffer; positions and document ids follow from where documents
 begin. ``unpack`` makes the ``Batch`` of int64 tensors, 32 bytes a token, on the device that works on them.
@@ -57,7 +57,7 @@ class CompactBatch:
     """One rank's tokens of a micro-batch, on the CPU, or all of them."""
 
     ids: Tensor
-    """Token ids, int32: each span's tokens, and the one behind each of them."""
+    """Token ids, uint16 or int32 as the shards have them: each span's tokens, and the one behind each of them."""
     spans: Tensor
     """int64 [S, 4]: ``Span`` by ``Span``, in the order of this rank's tokens."""
     ends: Tensor
@@ -122,8 +122,8 @@ class CompactBatch:
         is_last = index + 1 == bounds[1:][document]
         ignored = (end == DocumentEnd.PADDING) | (is_last & (end == DocumentEnd.NOTHING))
         return {
-            "tokens": ids[entry].long(),
-            "targets": ids[entry + following].long().masked_fill_(ignored, IGNORED_TARGET),
+            "tokens": _looked_up(ids, entry),
+            "targets": _looked_up(ids, entry + following).masked_fill_(ignored, IGNORED_TARGET),
             "positions": index - bounds[document],
             "document_ids": document.masked_fill(end == DocumentEnd.PADDING, PADDING_DOCUMENT),
         }
@@ -159,3 +159,11 @@ class CompactBatch:
                     targets[begin + num - 1] = IGNORED_TARGET
             local += count
         return found
+
+
+def _looked_up(ids: Tensor, index: Tensor) -> Tensor:
+    """``ids[index]``, int64."""
+    if ids.dtype != torch.uint16:
+        return ids[index].long()
+    # Few of PyTorch's operators know unsigned numbers: their bits are looked up, and the sign is taken off.
+    return ids.view(torch.int16)[index].long().bitwise_and_(0xFFFF)

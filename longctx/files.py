@@ -105,7 +105,7 @@ def staged_folder(target: Path, *, replace: bool = False, error: type[LongCtxErr
     retired = target.with_name(f".{target.name}.retired.{_writer()}")
     with explained_writes(target, error):
         if not replace:
-            _check_free(target, error)
+            check_free(target, error)
         target.parent.mkdir(parents=True, exist_ok=True)
         _remove_leftovers(target)
         staging.mkdir()
@@ -129,7 +129,7 @@ def staged_folder(target: Path, *, replace: bool = False, error: type[LongCtxErr
                 shutil.rmtree(retired, ignore_errors=True)
 
 
-def _check_free(target: Path, error: type[LongCtxError]) -> None:
+def check_free(target: Path, error: type[LongCtxError]) -> None:
     """Raise unless there is nothing at ``target`` but an empty folder."""
     is_empty_folder = target.is_dir() and not target.is_symlink() and not any(target.iterdir())
     if (target.exists() or target.is_symlink()) and not is_empty_folder:

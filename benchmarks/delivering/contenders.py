@@ -100,7 +100,7 @@ def open_wide_copy(corpus: Path, own: Path, seq_len: int) -> Delivery:
     return _open_copy(corpus, seq_len, np.int64)
 
 
-_GIVES = "tokens int32, one behind each run; boundaries"
+_GIVES = "tokens uint16 as in the shards, one behind each run; boundaries"
 
 HERE = (
     Contender(COPY, open_copy, "tokens int32, one of them more: shifted, they are the targets", "end to end, cut"),

@@ -26,11 +26,12 @@ def convert(
     output: Annotated[Positional[Path], arg(metavar="OUT")],
     *,
     to: Annotated[str | None, _DIRECTION, one_of("hf")] = None,
-    origin: Annotated[str | None, _DIRECTION, one_of("hf"), arg(name="from")] = None,
+    origin: Annotated[str | None, _DIRECTION, one_of("hf", "deepspeed"), arg(name="from")] = None,
     upcycle: Annotated[str | None, _DIRECTION, arg(metavar="EXPERTS[,TOP_K[,GRANULARITY]]")] = None,
     dtype: Annotated[str | None, one_of("float32", "bfloat16", "float16")] = None,
     tokenizer: Annotated[str | None, arg(metavar="TOKENIZER|none")] = None,
     verify: Annotated[str, one_of("auto", "tensors", "logits", "none", bare="auto")] = "auto",
+    execute_pickles: bool = False,
 ) -> None:
     """Convert checkpoints to and from Hugging Face.
 
@@ -46,12 +47,17 @@ def convert(
         source: Folder to read.
         output: Folder to make, not within what is read.
         to: IN is a checkpoint, or a run folder: its newest checkpoint.
-        origin: IN is a Hugging Face folder: safetensors, or .bin/.pt, of which tensors alone are taken.
+        origin: IN is a Hugging Face folder: safetensors, or .bin/.pt, of which tensors alone are taken; or deepspeed:
+            the folder that DeepSpeed's save_checkpoint wrote, with the model's config.json of Hugging Face in it.
         upcycle: IN is a dense checkpoint or run; OUT becomes one of an expert model that starts as the same function.
         dtype: Dtype of the written weights, even if bits are lost; with --from, what later exports default to.
         tokenizer: With --to, the tokenizer to export instead of the checkpoint's (a file or a folder), or none.
         verify: What to compare of what was written.
+        execute_pickles: With --from deepspeed: its files are pickles, and loading one runs whatever its writer put
+            there, with all that your account may do. Say this only of files that you wrote or trust so far.
     """
+    if execute_pickles and origin != "deepspeed":
+        raise ConfigError("--execute-pickles goes with --from deepspeed alone: nothing else is ever executed.")
     if upcycle is not None:
         if dtype or verify != "auto":
             raise ConfigError("--upcycle writes float32 masters, always read back: leave --dtype and --verify out.")
@@ -61,12 +67,14 @@ def convert(
         return
     import torch
 
-    from longctx.conversion import export_checkpoint, import_hf
+    from longctx.conversion import export_checkpoint, import_deepspeed, import_hf
 
     if to == "hf":
         run, kind = partial(export_checkpoint, tokenizer=tokenizer), "a Hugging Face folder"
     elif tokenizer:
         raise ConfigError("--from takes the folder's tokenizer along: leave --tokenizer out, or give it to --to.")
+    elif origin == "deepspeed":
+        run, kind = partial(import_deepspeed, execute_pickles=execute_pickles), "a checkpoint of step 0"
     else:
         run, kind = import_hf, "a checkpoint of step 0"
     with progress(f"converting {source}") as update:

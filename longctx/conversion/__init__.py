@@ -1,6 +1,7 @@
 """Checkpoints to and from Hugging Face: one table a family (``families``), strict and streaming in both directions."""
 
 from longctx.conversion.convert import Conversion, export_checkpoint, import_hf
+from longctx.conversion.deepspeed_folder import import_deepspeed
 from longctx.conversion.hf import HfReader, load_hf, save_hf
 from longctx.conversion.tokenizer import check_tokenizer, export_tokenizer
 
@@ -10,6 +11,7 @@ __all__ = [
     "check_tokenizer",
     "export_checkpoint",
     "export_tokenizer",
+    "import_deepspeed",
     "import_hf",
     "load_hf",
     "save_hf",

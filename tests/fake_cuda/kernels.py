@@ -137,10 +137,11 @@ def batch() -> None:
     """A micro-batch is unpacked on the device: documents, a cut one and padding, in runs with and without a step."""
     names = ("tokens", "targets", "positions", "document_ids")
     with FakeTensorMode():
-        for spans in ([[0, 30, 1, 0]], [[0, 7, 1, 0], [7, 3, 1, 8]], [[1, 10, 3, 0]]):
+        runs = ([[0, 30, 1, 0]], [[0, 7, 1, 0], [7, 3, 1, 8]], [[1, 10, 3, 0]])
+        for spans, dtype in product(runs, (torch.uint16, torch.int32)):
             num_tokens = sum(count for _, count, _, _ in spans)
             compact = CompactBatch(
-                ids=torch.empty(64, dtype=torch.int32),
+                ids=torch.empty(64, dtype=dtype),
                 spans=torch.tensor(spans),
                 ends=torch.empty(3, dtype=torch.uint8),
                 bounds=torch.tensor([0, 9, 10, 40]),

@@ -1,0 +1,235 @@
+"""A long run of small steps, watched from outside: memory, open files, threads and sockets of every rank, and its logs.
+
+    python -m benchmarks.endurance [--quick]
+
+Two ranks take 20,000 steps of a tiny model, with validation, checkpoints of which two stay, and metrics of every step.
+Every two seconds the memory of each rank's own (``RssAnon`` and ``RssShmem`` of /proc), its descriptors, threads and
+sockets are looked at, and the size of its log. A line is laid through the looks from step 500 on, by Theil and Sen:
+the median slope between looks, which single peaks do not move. What it rises in 10,000 steps over its median is the
+figure. The log has a line a step, as metrics.jsonl has; there the bytes of a step are compared, late ones with early
+ones. Saved in ``benchmarks/results/KIND/endurance.json``; exit code 1 when a figure is outside its bound.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import os
+import shlex
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from benchmarks.bounds import Bound, conclude, parse
+from benchmarks.start import REPOSITORY, make_shards
+from launcher.cluster.command import one_machine
+from launcher.run_folder import LOGS
+
+RANKS = 2
+STEPS, QUICK_STEPS = 20_000, 2_000
+SETTLED, UNIT = 500, 10_000
+"""The first steps do not count; rises are those of so many steps."""
+LOOK_SECONDS = 2.0
+MOST_RISE = 0.01
+COUNTS = ("memory_bytes", "descriptors", "threads", "sockets")
+NAMES = {"memory_bytes": "memory", "descriptors": "open files", "threads": "threads", "sockets": "sockets"}
+RUN: dict[str, Any] = {
+    "model.preset": "none",
+    "model.vocab_size": 1024,
+    "model.hidden_size": 16,
+    "model.num_layers": 1,
+    "model.num_heads": 2,
+    "model.num_kv_heads": 2,
+    "model.head_dim": 8,
+    "model.ffn_size": 32,
+    "data.seq_len": 64,
+    "train.tokens_per_step": 128,
+    "train.dtype": "float32",
+    "train.warmup_steps": 10,
+    "parallel.context": 2,
+    "zero.stage": 2,
+    "checkpoint.every_steps": 100,
+    "checkpoint.keep_last": 2,
+    "validation.every_steps": 200,
+    "validation.rows": 4,
+}
+
+Look = dict[str, float]
+"""The step, and a rank's counts there."""
+
+
+def measure(steps: int) -> dict[str, Any]:
+    """Run it to its end; the looks at each rank."""
+    with tempfile.TemporaryDirectory(prefix="longctx-endurance-") as base:
+        output = Path(base) / "run"
+        keys = {**RUN, "data.train": make_shards(Path(base)), "run.output_dir": output, "train.steps": steps}
+        arguments = [word for key, value in keys.items() for word in (f"--{key}", str(value))]
+        environment = {
+            **os.environ,
+            "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
+            "DS_ACCELERATOR": "cpu",
+        }
+        command = shlex.split(one_machine(*arguments, ranks=RANKS))
+        began = time.monotonic()
+        with (
+            (Path(base) / "console").open("w+") as console,
+            subprocess.Popen(
+                command, cwd=REPOSITORY, env=environment, stdout=console, stderr=subprocess.STDOUT
+            ) as process,
+        ):
+            looks = _watch(process, output, steps)
+            if process.wait():
+                console.seek(0)
+                raise RuntimeError(f"the run ended with {process.returncode}:\n{console.read()[-3000:]}")
+        return {"steps": steps, "seconds": round(time.monotonic() - began, 1), "ranks": looks}
+
+
+def _watch(process: subprocess.Popen[bytes], output: Path, steps: int) -> dict[str, list[Look]]:
+    """Look at every rank until the command ends."""
+    looks: dict[str, list[Look]] = {str(rank): [] for rank in range(RANKS)}
+    metrics, said = output / "metrics.jsonl", 0
+    while process.poll() is None:
+        time.sleep(LOOK_SECONDS)
+        step = _last_step(metrics)
+        if step is None:
+            continue
+        for rank, own in _ranks(process.pid):
+            with contextlib.suppress(OSError, psutil.Error):
+                looks[rank].append({"step": step, **_counts(own.pid), "log_bytes": _log_bytes(output, rank)})
+        if step >= said:
+            print(f"step {step:,} of {steps:,}", flush=True)
+            said += steps // 10
+    return looks
+
+
+def _last_step(metrics: Path) -> int | None:
+    """The newest step in metrics.jsonl; None before the first."""
+    with contextlib.suppress(OSError):
+        with metrics.open("rb") as file:
+            file.seek(max(0, metrics.stat().st_size - 4096))
+            lines = file.read().split(b'"step":')
+        for text in reversed(lines[1:]):
+            number = text.lstrip().split(b",")[0].rstrip(b"}\n ")
+            if number.isdigit():
+                return int(number)
+    return None
+
+
+def _ranks(launcher: int) -> Iterator[tuple[str, psutil.Process]]:
+    """Yield the rank of each process below the launcher that is one."""
+    for child in psutil.Process(launcher).children(recursive=True):
+        with contextlib.suppress(psutil.Error):
+            # Launchers have no rank; what a rank started has none of its own on its command line.
+            words = child.cmdline()
+            if "launcher/pretrain.py" in " ".join(words) and (rank := child.environ().get("RANK")) is not None:
+                parent = child.parent()
+                if parent is not None and parent.environ().get("RANK") is None:
+                    yield rank, child
+
+
+def _counts(pid: int) -> Look:
+    folder = Path(f"/proc/{pid}")
+    lines = (folder / "status").read_text().splitlines()
+    own = sum(int(line.split()[1]) << 10 for line in lines if line.startswith(("RssAnon:", "RssShmem:")))
+    threads = next(int(line.split()[1]) for line in lines if line.startswith("Threads:"))
+    opened = []
+    for entry in (folder / "fd").iterdir():
+        # Closed while they were listed, some are gone.
+        with contextlib.suppress(OSError):
+            opened.append(str(entry.readlink()))
+    sockets = sum(target.startswith("socket:") for target in opened)
+    return {"memory_bytes": own, "descriptors": len(opened), "threads": threads, "sockets": sockets}
+
+
+def _log_bytes(output: Path, rank: str) -> int:
+    return sum(path.stat().st_size for path in (output / LOGS).glob(f"rank_{rank}.log*"))
+
+
+def summary(looks: Sequence[Look]) -> dict[str, dict[str, float]]:
+    """Of each count its median, least and most, and its rise in ``UNIT`` steps over the median."""
+    settled = [look for look in looks if look["step"] >= SETTLED]
+    found = {}
+    for name in COUNTS:
+        values = [look[name] for look in settled]
+        middle = statistics.median(values)
+        points = [(look["step"], look[name]) for look in settled]
+        found[name] = {
+            "median": middle,
+            "least": min(values),
+            "most": max(values),
+            "rise": UNIT * _slope(points) / middle,
+        }
+    return found
+
+
+def _slope(points: Sequence[tuple[float, float]]) -> float:
+    """By Theil and Sen: the median of the slopes between points, those half of all apart."""
+    half = len(points) // 2
+    slopes = [
+        (later[1] - early[1]) / (later[0] - early[0])
+        for early, later in zip(points, points[half:], strict=False)
+        if later[0] > early[0]
+    ]
+    return statistics.median(slopes)
+
+
+def log_growth(looks: Sequence[Look]) -> dict[str, float]:
+    """Bytes of the log a step: in the first half of the looks and in the second."""
+    settled = [look for look in looks if look["step"] >= SETTLED]
+    middle = len(settled) // 2
+    early, late = (
+        (part[-1]["log_bytes"] - part[0]["log_bytes"]) / (part[-1]["step"] - part[0]["step"])
+        for part in (settled[: middle + 1], settled[middle:])
+    )
+    return {"early": early, "late": late}
+
+
+def bounds_of(ranks: dict[str, Any]) -> list[Bound]:
+    """What may not rise, rank by rank."""
+    bounds = []
+    for rank, found in ranks.items():
+        for name in COUNTS:
+            case, why = f"rank {rank}", "nothing that a step leaves behind may stay"
+            bounds.append(Bound(f"{NAMES[name]}: rise in 10,000 steps", found[name]["rise"], MOST_RISE, case, why))
+        log = found["log"]
+        # One figure more in the number of a step is a byte of a line.
+        allowed = log["early"] * (1 + MOST_RISE) + 2
+        bounds.append(Bound("bytes of its log a step, late", log["late"], allowed, f"rank {rank}", "as early ones"))
+    return bounds
+
+
+def table(result: dict[str, Any]) -> tuple[list[str], list[list[str]]]:
+    """Head and rows for a page: each count of each rank."""
+    head = ["rank", *(f"{NAMES[name]}: median, least … most, rise" for name in COUNTS), "log, bytes a step"]
+    rows = []
+    for rank, found in result["ranks"].items():
+        cells = [_cell(found[name], 1 << 20 if name == "memory_bytes" else 1) for name in COUNTS]
+        rows.append([rank, *cells, f"{found['log']['early']:.0f}, late {found['log']['late']:.0f}"])
+    return head, rows
+
+
+def _cell(found: dict[str, float], unit: int) -> str:
+    median, least, most = (f"{found[name] / unit:,.0f}" for name in ("median", "least", "most"))
+    return f"{median}, {least} … {most}, {found['rise']:+.2%}"
+
+
+def main() -> int:
+    """Run the benchmark."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    options = parse(parser, quick=f"{QUICK_STEPS:,} steps")
+    result = measure(QUICK_STEPS if options.quick else STEPS)
+    ranks = {rank: {**summary(looks), "log": log_growth(looks)} for rank, looks in result.pop("ranks").items()}
+    for rank, found in ranks.items():
+        print(f"rank {rank}: {found}")
+    return conclude("endurance", {**result, "ranks": ranks}, bounds_of(ranks), options)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

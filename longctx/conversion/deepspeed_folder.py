@@ -1,0 +1,94 @@
+"""A checkpoint of DeepSpeed as a checkpoint of step 0, by DeepSpeed's own tool, in a process of its own.
+
+Its files are pickles, and of a kind that nothing reads without executing them: settings and arguments of the run stand
+beside the tensors. So it takes a flag, and what is executed is neither this process nor has this one's secrets.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from longctx.checkpoint_manifest import refuse_deepspeed
+from longctx.conversion.convert import Conversion, check_folders, import_hf
+from longctx.errors import CheckpointError
+from longctx.files import check_free
+
+TOOL = "deepspeed.utils.zero_to_fp32"
+FLAG = "--execute-pickles"
+CONFIG = "config.json"
+PASSED_ON = ("PATH", "PYTHONPATH", "LD_LIBRARY_PATH", "LANG", "LC_ALL", "TMPDIR", "DS_ACCELERATOR", "VIRTUAL_ENV")
+"""Variables of the environment that the tool gets: no token and no password is among them."""
+TIMEOUT_SECONDS = 24 * 3600
+_LAST_WORDS = 400
+
+
+def import_deepspeed(source: str | Path, output: str | Path, *, execute_pickles: bool, **options: Any) -> Conversion:
+    """Import what ``DeepSpeedEngine.save_checkpoint`` wrote of a model of Hugging Face, ZeRO 1 to 3.
+
+    ``source`` is the folder with ``latest`` and ``global_stepN``, and has the model's ``config.json``, and its
+    tokenizer if it is to come along. Weights are taken from the float32 masters; moments are left behind.
+    ``options`` are those of ``import_hf``. Memory holds all float32 weights, on disk they stand once more beside the
+    output meanwhile. CheckpointError without ``execute_pickles``, which has the files do whatever they like; for a
+    folder that is none of DeepSpeed's or without a config; and with DeepSpeed's last words where it fails.
+    """
+    source, output = Path(source), Path(output)
+    check_folders(source, output)
+    _check_source(source)
+    if not execute_pickles:
+        refuse_deepspeed(source)
+    # Before the tool runs for hours.
+    check_free(output, CheckpointError)
+    output.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix=f".{output.name}.", dir=output.parent) as folder:
+        weights = Path(folder) / source.name
+        weights.mkdir()
+        _run_tool(source, weights)
+        # Beside the weights: ``import_hf`` reads one folder.
+        for path in source.iterdir():
+            if path.is_file() and not path.is_symlink() and path.suffix in (".json", ".model", ".txt", ".jinja"):
+                shutil.copyfile(path, weights / path.name)
+        return import_hf(weights, output, **options)
+
+
+def _check_source(source: Path) -> None:
+    """CheckpointError unless the folder has states of DeepSpeed, a tag and a config."""
+    try:
+        refuse_deepspeed(source)
+    except CheckpointError:
+        pass
+    else:
+        raise CheckpointError(
+            f"{source} is no checkpoint of DeepSpeed: no *_states.pt is in it or in a folder of it.\n"
+            "Give the folder that holds the file `latest`; one of Hugging Face is read with --from hf."
+        )
+    if not (source / "latest").is_file():
+        raise CheckpointError(
+            f"{source / 'latest'} is missing, which names the folder of states (global_stepN).\n"
+            f"Give the folder above, or write the name into it: echo global_step1000 > {source / 'latest'}"
+        )
+    if not (source / CONFIG).is_file():
+        raise CheckpointError(
+            f"{source / CONFIG} is missing: DeepSpeed keeps no architecture.\n"
+            "Put the model's config.json of Hugging Face there, and its tokenizer's files."
+        )
+
+
+def _run_tool(source: Path, output: Path) -> None:
+    command = [sys.executable, "-m", TOOL, str(source), str(output), "--safe_serialization"]
+    environment = {name: os.environ[name] for name in PASSED_ON if name in os.environ}
+    done = subprocess.run(
+        command, env=environment, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=TIMEOUT_SECONDS
+    )
+    if done.returncode:
+        said = done.stderr.strip().splitlines() or ["nothing"]
+        raise CheckpointError(
+            f"{source} cannot be imported: DeepSpeed's {TOOL} ended with {done.returncode}, and said:\n"
+            f"  {said[-1][:_LAST_WORDS]}\n"
+            "It reads ZeRO 1 to 3, in the same version of DeepSpeed or a near one."
+        )
