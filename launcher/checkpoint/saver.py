@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 
-from launcher.checkpoint.host_copy import Copies, HostCopy, copies_checkpoints
+from launcher.checkpoint.host_copy import Copies, HostCopy
 from launcher.checkpoint.mirror import Mirror
 from launcher.checkpoint.names import folder_of, hidden_folder, make_empty
 from launcher.checkpoint.proof import Proof, is_in_range, write_proof
@@ -35,6 +35,7 @@ from launcher.checkpoint.save import (
 )
 from launcher.checkpoint.store import store_at
 from launcher.config.sections import RunConfig
+from launcher.plan.checkpoint_copy import copies_checkpoints
 from longctx.config import ModelConfig
 from longctx.errors import CheckpointError
 from parallel.runtime.process import agree_or_raise, gather_objects, gather_on_rank_0, least_of_ranks
