@@ -64,7 +64,7 @@ def test_prune(capsys, objects: Store):
     assert (code, "Would remove" in out, len(store_at(ADDRESS).steps())) == (0, True, 4)
     code, out, _ = call(capsys, "checkpoint", "prune", ADDRESS, "--keep-last", "1")
     assert code == 0
-    assert f"Removed {ADDRESS}/checkpoints/step_000010, 5 bytes: never finished." in out
+    assert f"Removed {ADDRESS}/checkpoints/step_000010, 5 B: never finished." in out
     assert sorted(store_at(ADDRESS).steps()) == [100, 120], "the newest that is not finished may be under way"
     objects.objects[f"corpora/first/checkpoints/step_000100/{MANIFEST}"] = b"{}"
     assert call(capsys, "checkpoint", "prune", f"{ADDRESS}/checkpoints/step_000100", "--keep-last", "1")[0] == 1
