@@ -35,7 +35,11 @@ def measure(figures: Figures, ranks: int) -> None:
         created.append(len(members))
         return group
 
-    degrees = {"context": min(CONTEXT, ranks), "ulysses": min(NODE, ranks), "expert": min(EXPERT, ranks)}
+    degrees: dict[str, Any] = {
+        "context": min(CONTEXT, ranks),
+        "ulysses": min(NODE, ranks),
+        "expert": min(EXPERT, ranks),
+    }
     with patch.object(dist, "new_group", counting), patch.object(groups, "world_timeout", lambda: timedelta(minutes=1)):
         _, seconds = timed(lambda: Mesh.build(**degrees, ranks_per_node=NODE))
     dist.destroy_process_group()

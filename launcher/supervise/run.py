@@ -118,15 +118,7 @@ class Supervised:
         return self._on_answering(line, read_hostfile(line.hostfile), stop)
 
     def _is_in_store(self) -> bool:
-        """Whether the run's store has a checkpoint: the folder may have been on a disk that is gone."""
-        if not self.config.checkpoint.store:
-            return False
-        try:
-            return bool(store_at(self.config.checkpoint.store).committed())
-        except DataError as error:
-            # The start will say so too, and refuse to begin anew beside a store that it cannot ask.
-            self.tell(f"longctx run: checkpoint.store: {error}")
-            return False
+        return has_checkpoint(self.config.checkpoint.store, self.tell)
 
     def _on_answering(self, line: TrainingCommand, slots: dict[str, int], stop: Stop) -> TrainingCommand | None:
         """The same on the hosts that answer; waits where these are too few."""
@@ -159,7 +151,7 @@ class Supervised:
     def _announce(self, ending: Ending, seconds: float) -> None:
         """Say what ended and what comes next."""
         what = "There is no checkpoint yet: beginning anew"
-        if self._saved is not None:
+        if self._saved is not None or self._is_in_store():
             what = "Going on from the newest good checkpoint"
         left = self.judge.patience.retries - self.judge.attempts
         self.tell(
@@ -193,3 +185,15 @@ class Supervised:
         except OSError as error:
             # A full disk may be why the attempt failed; the next one will say so.
             log.warning("%s cannot be written: %s", self.folder / RESTARTS_FILE, error)
+
+
+def has_checkpoint(store: str, tell: Tell) -> bool:
+    """Whether a run's store has a checkpoint: the folder may have been on a disk that is gone. False without a store."""
+    if not store:
+        return False
+    try:
+        return bool(store_at(store).committed())
+    except DataError as error:
+        # The start will say so too, and refuse to begin anew beside a store that it cannot ask.
+        tell(f"longctx run: checkpoint.store: {error}")
+        return False

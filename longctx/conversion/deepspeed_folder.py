@@ -46,6 +46,7 @@ def import_deepspeed(source: str | Path, output: str | Path, *, execute_pickles:
     check_free(output, CheckpointError)
     output.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=f".{output.name}.", dir=output.parent) as folder:
+        # The checkpoint's origin is named after its folder.
         weights = Path(folder) / source.name
         weights.mkdir()
         _run_tool(source, weights)
@@ -82,6 +83,7 @@ def _check_source(source: Path) -> None:
 def _run_tool(source: Path, output: Path) -> None:
     command = [sys.executable, "-m", TOOL, str(source), str(output), "--safe_serialization"]
     environment = {name: os.environ[name] for name in PASSED_ON if name in os.environ}
+    # Not in this process: what a pickle does there, it would do with a trainer's tokens and open files.
     done = subprocess.run(
         command, env=environment, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=TIMEOUT_SECONDS
     )
