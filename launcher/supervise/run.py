@@ -188,7 +188,7 @@ class Supervised:
 
 
 def has_checkpoint(store: str, tell: Tell) -> bool:
-    """Whether a run's store has a checkpoint: the folder may have been on a disk that is gone. False without a store."""
+    """Whether a run's store has a checkpoint: the folder may lie on a disk that is gone. False for ""."""
     if not store:
         return False
     try:
