@@ -3,7 +3,7 @@
 # make test    set up, then the tests
 # make setup   the virtual environment alone; seconds when there is nothing to do
 # make bench   ratios against named limits and peers, all in one run
-# make faults  the slow proofs: whole matrices, 20 steps of parity, recall, whole corpora; PART=2/3 runs the second third
+# make faults  the slow proofs: the fault suite, whole matrices, 20 steps of parity, recall, whole corpora; PART=2/3 runs the second third
 # make lint    what CI runs after the tests
 
 SHELL := /bin/bash

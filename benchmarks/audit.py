@@ -85,10 +85,10 @@ def build(data: Path, output: Path, settings: dict[str, Any]) -> tuple[Any, Any]
             super().__init__(run)
             self.audit, self.flip = KeepingAudit(run), Flip()
 
-        def forward_backward(self, *args: Any) -> Any:
+        def forward_backward(self, data: Any, counts: Any, progress: Any) -> Any:
             self.flip.seen, self.flip.is_counting = 0, True
             try:
-                return super().forward_backward(*args)
+                return super().forward_backward(data, counts, progress)
             finally:
                 self.flip.is_counting = False
 
@@ -145,7 +145,7 @@ def measure_cost(data: Path, output: Path, rounds: int) -> dict[str, Any]:
     run, take = build(data, output, {**COSTS, "run.audit_every": 2})
     progress = run.progress
     seconds: dict[str, list[float]] = {kind: [] for kind in ("plain", *SHARES)}
-    peaks: dict[str, list[int]] = {kind: [] for kind in seconds}
+    peaks: dict[str, list[float]] = {kind: [] for kind in seconds}
     # The first audit compares the ranks, which later ones do not.
     for _ in range(4):
         progress, _ = take(progress)

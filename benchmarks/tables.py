@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks import audit_tables, endurance, plan_tables
+from benchmarks import audit_tables, endurance, faults, plan_tables
 from benchmarks.delivering import tables as delivery
 from benchmarks.machine import KINDS, RESULTS
 from benchmarks.scaling import table as scale
@@ -469,6 +469,7 @@ TABLES: dict[str, tuple[str, Callable[[Result], str]]] = {
     "audit-cost": ("audit", lambda result: markdown(*audit_tables.of_cost(result))),
     "data-start": ("data_plan", data_start),
     "data-blocks": ("data_plan", data_blocks),
+    "faults": ("faults", lambda result: markdown(*faults.table(result))),
 }
 """By name: the benchmark whose result it is made from, and how."""
 

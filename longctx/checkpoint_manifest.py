@@ -18,7 +18,7 @@ import xxhash
 from longctx.checkpoint_blocks import HASH_DIGITS, num_blocks
 from longctx.errors import CheckpointError, DataError
 from longctx.files import MANIFEST, read_manifest_json
-from longctx.untrusted.reading import read_json, shown
+from longctx.untrusted.reading import parse_json, read_bounded, shown
 from longctx.untrusted.schema import (
     FILE_NAME,
     HASH,
@@ -84,6 +84,11 @@ def read_manifest(folder: Path) -> dict[str, Any]:
         raise CheckpointError(f"{folder} is no checkpoint: it has no {MANIFEST}.") from error
     except (OSError, ValueError) as error:
         raise CheckpointError(f"{path} cannot be read: {error}.") from error
+    return check_manifest(manifest, path)
+
+
+def check_manifest(manifest: Any, path: object) -> dict[str, Any]:
+    """The manifest that was read from ``path``; CheckpointError unless it is whole, and each value may stand in one."""
     if not isinstance(manifest, dict) or manifest.get("format") != FORMAT:
         raise CheckpointError(f"{path} is not the manifest of a longctx checkpoint.")
     version = manifest.get("version")
@@ -271,8 +276,19 @@ def read_proof(folder: Path) -> dict[str, Any] | None:
     if not path.exists():
         return None
     try:
-        content = read_json(path, most_bytes=_MOST_PROOF_BYTES)
+        content = read_bounded(path, _MOST_PROOF_BYTES)
     except (OSError, ValueError) as error:
+        raise CheckpointError(
+            f"{PROVED} cannot be read: {error}. Remove it: the checkpoint is whole without."
+        ) from error
+    return parse_proof(content)
+
+
+def parse_proof(text: bytes) -> dict[str, Any]:
+    """What a file ``PROVED`` says; CheckpointError where it is not as it was written."""
+    try:
+        content = parse_json(text)
+    except ValueError as error:
         raise CheckpointError(f"{PROVED} is damaged: {error}. Remove it: the checkpoint is whole without.") from error
     if not isinstance(content, dict) or content.get("hash") != canonical_hash(content):
         raise CheckpointError(f"{PROVED} is damaged: its hash does not match. The checkpoint is whole without it.")

@@ -10,7 +10,7 @@ import contextlib
 import datetime
 import io
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO, cast
@@ -63,6 +63,14 @@ def size_of(path: ObjectKey) -> int | None:
     return None
 
 
+def written_at(path: ObjectKey) -> float | None:
+    """When an object was written, in seconds since 1970; None where there is none, or the store does not say."""
+    info = _info(path)
+    if info.is_file and info.mtime is not None:
+        return info.mtime.timestamp()
+    return None
+
+
 def is_folder(path: ObjectKey) -> bool:
     """Whether objects lie below a path."""
     # Some stores say so of any prefix, and some of none: only what lies there tells.
@@ -79,10 +87,15 @@ def list_names(folder: ObjectKey) -> list[str]:
     return sorted(name for name, _ in _listed(folder, recursive=False))
 
 
-def upload(file: Path, to: ObjectKey) -> None:
-    """Write a file's bytes into an object, which appears when all are there; DataError where the store refuses."""
+def upload(file: Path, to: ObjectKey, *, each: Callable[[bytes], None] | None = None) -> None:
+    """Write a file's bytes into an object, which appears when all are there; DataError where the store refuses.
+
+    ``each`` sees every block before it goes; an object for which it raises is of no use.
+    """
     with file.open("rb") as source, _written(to) as sink:
         while block := source.read(_SENT_BYTES):
+            if each is not None:
+                each(block)
             sink.write(block)
 
 

@@ -6,13 +6,17 @@ import time
 import tomllib
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
+from data_pipeline.stores.client import written_at
+from data_pipeline.stores.urls import ObjectPath
 from launcher.checkpoint.folder import problems_of
 from launcher.checkpoint.proof import is_proved
 from launcher.checkpoint.retention import Candidate, Retention
+from launcher.checkpoint.store import Store, StoredCheckpoint
 from launcher.config.sections import CheckpointSection
 from longctx.checkpoint_format import MANIFEST, CheckpointReader, list_checkpoints
-from longctx.errors import LongCtxError
+from longctx.errors import CheckpointError, LongCtxError
 
 CONFIG_FILE = "config.toml"
 """Of a run folder."""
@@ -24,7 +28,7 @@ class Summary:
     """One checkpoint."""
 
     step: int
-    folder: Path
+    folder: Path | ObjectPath
     age_seconds: float
     """Since it was committed."""
     health: str
@@ -41,6 +45,53 @@ class Summary:
 def summaries(run: Path, *, check: bool) -> list[Summary]:
     """The committed checkpoints of a run, oldest first; every byte of them is read to ``check`` their hashes."""
     return [_summary(folder, check=check) for folder in list_checkpoints(run)]
+
+
+def stored_summaries(store: Store, *, check: bool) -> list[Summary]:
+    """``summaries`` of the checkpoints in a store; sizes there are what it lists."""
+    return [_stored_summary(step, stored, check=check) for step, stored in store.committed().items()]
+
+
+def staying_there(store: Store) -> dict[int, str] | None:
+    """``staying`` by the config in the newest checkpoint's manifest."""
+    there = store.committed()
+    if not there:
+        return {}
+    try:
+        section = there[max(there)].manifest()["training"].get("config", {}).get("checkpoint", {})
+    except CheckpointError:
+        return None
+    retention = _retention(section)
+    if retention is None:
+        return None
+    return retention.reasons([stored.candidate(step) for step, stored in there.items()])
+
+
+def _stored_summary(step: int, stored: StoredCheckpoint, *, check: bool) -> Summary:
+    age = time.time() - (written_at(stored.place / MANIFEST) or time.time())
+    try:
+        manifest = stored.manifest()
+    except CheckpointError as error:
+        return Summary(step=step, folder=stored.place, age_seconds=age, health=DAMAGED, problem=str(error))
+    listed = {name: entry["bytes"] for name, entry in manifest["files"].items()}
+    problems = [f"{name} is missing, or of another size" for name in listed if stored.sizes.get(name) != listed[name]]
+    if check and not problems:
+        problems = stored.verify()
+    health = WHOLE
+    if problems:
+        health = DAMAGED
+    elif stored.candidate(step).is_proved:
+        health = PROVED
+    return Summary(
+        step=step,
+        folder=stored.place,
+        age_seconds=age,
+        health=health,
+        num_bytes=sum(listed.values()),
+        ranks=manifest["training"].get("world_size"),
+        dtype=manifest["dtype"],
+        problem="; ".join(problems) or None,
+    )
 
 
 def staying(run: Path) -> dict[int, str] | None:
@@ -84,10 +135,17 @@ def _summary(folder: Path, *, check: bool) -> Summary:
 def _retention_of(run: Path) -> Retention | None:
     """The rule in a run's ``config.toml``; what a release did not know is at its default."""
     try:
-        section = tomllib.loads((run / CONFIG_FILE).read_text()).get("checkpoint", {})
-        defaults = CheckpointSection()
+        return _retention(tomllib.loads((run / CONFIG_FILE).read_text()).get("checkpoint", {}))
+    except (OSError, ValueError):
+        return None
+
+
+def _retention(section: Any) -> Retention | None:
+    """The rule in a config's section, as a mapping; None where it is none."""
+    defaults = CheckpointSection()
+    try:
         values = [section.get(key, getattr(defaults, key)) for key in ("keep_last", "keep_every", "keep_best")]
-    except (OSError, ValueError, AttributeError):
+    except AttributeError:
         return None
     if not all(isinstance(value, int) for value in values):
         return None

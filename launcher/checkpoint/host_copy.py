@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 
 from launcher.checkpoint.pieces import ITEM_BYTES
-from launcher.config.sections import RunConfig
 from longctx.kernels.memory import available_bytes
 
 if TYPE_CHECKING:  # importing DeepSpeed takes seconds, and decides on a device
@@ -87,16 +86,6 @@ class Copies:
     def give_up(self) -> None:
         """Copy no more, and free what was taken: another rank has no memory, and what is free can only be less."""
         self.wanted, self._taken = False, None
-
-
-def copies_checkpoints(config: RunConfig, step: int) -> bool:
-    """Whether a run that stands at ``step`` copies what it saves, to go on meanwhile."""
-    every = config.checkpoint.every_steps
-    # What is on a disk is there because the memory has no room for it.
-    if config.checkpoint.wait or not every or config.zero.offload == "nvme":
-        return False
-    # The checkpoint of the last step is waited for in any case.
-    return (step // every + 1) * every < config.last_step
 
 
 def copy_bytes(pieces: Sequence[Piece]) -> int:

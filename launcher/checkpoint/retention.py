@@ -5,10 +5,12 @@ from __future__ import annotations
 import json
 import logging
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
+from launcher.checkpoint.names import step_of
 from launcher.checkpoint.proof import is_proved
 from launcher.checkpoint.remove import remove_checkpoint
 from launcher.config.sections import CheckpointSection
@@ -33,15 +35,20 @@ class Candidate:
     @classmethod
     def of(cls, folder: Path) -> Candidate:
         """What the folder and its manifest say; one that cannot be read has no loss, and is not proved."""
-        step = int(folder.name.removeprefix("step_"))
         try:
             manifest = json.loads((folder / MANIFEST).read_text())
-            loss = manifest["training"].get(VALIDATION_LOSS)
+            training = dict(manifest["training"])
         except (OSError, ValueError, LookupError, TypeError, AttributeError):
-            return cls(folder=folder, step=step)
+            return cls(folder=folder, step=step_of(folder))
+        return cls.judged(folder, step_of(folder), training, is_proved=is_proved(folder, manifest.get("hash")))
+
+    @classmethod
+    def judged(cls, folder: Path, step: int, training: Mapping[str, Any], *, is_proved: bool) -> Candidate:
+        """By what a manifest says of its run."""
+        loss = training.get(VALIDATION_LOSS)
         if not isinstance(loss, float) or not math.isfinite(loss):
             loss = None
-        return cls(folder=folder, step=step, validation_loss=loss, is_proved=is_proved(folder, manifest.get("hash")))
+        return cls(folder=folder, step=step, validation_loss=loss, is_proved=is_proved)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,14 +88,17 @@ class Retention:
         return found
 
 
-def prune(run_folder: Path, retention: Retention) -> None:
-    """Remove the checkpoints that do not stay; the log says which the file system would not remove."""
+def prune(run_folder: Path, retention: Retention, held: Collection[int] = ()) -> None:
+    """Remove the checkpoints that do not stay, except of the steps that are ``held`` for now.
+
+    The log says which the file system would not remove.
+    """
     if not retention.last:
         return
     candidates = [Candidate.of(folder) for folder in list_checkpoints(run_folder)]
     kept = retention.reasons(candidates)
     for one in candidates:
-        if one.step not in kept:
+        if one.step not in kept and one.step not in held:
             remove_or_warn(one.folder)
 
 

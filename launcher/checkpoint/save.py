@@ -11,7 +11,6 @@ import dataclasses
 import errno
 import json
 import platform
-import shutil
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,10 +21,9 @@ import xxhash
 from torch import Tensor
 
 from launcher.checkpoint.disk import read_back
-from launcher.checkpoint.folder import set_aside
+from launcher.checkpoint.names import hidden_folder, set_aside
 from launcher.checkpoint.pieces import piece_key, write_pieces
 from longctx.checkpoint_format import (
-    CHECKPOINTS,
     FORMAT,
     MANIFEST,
     ROLES,
@@ -92,16 +90,6 @@ class Contents:
             training=training,
             tokenizer_files=tokenizer_files,
         )
-
-
-def folder_of(run_folder: Path, step: int) -> Path:
-    """Where the checkpoint of a step will be."""
-    return run_folder / CHECKPOINTS / f"step_{step:06d}"
-
-
-def hidden_folder(target: Path) -> Path:
-    """Where it is until it is committed: no reader takes that for a checkpoint."""
-    return target.with_name(f".{target.name}.partial")
 
 
 def write_rank_file(folder: Path, rank: int, pieces: Sequence[Piece], values: Iterable[Tensor]) -> WrittenFile:
@@ -212,11 +200,3 @@ def explained(error: OSError | CheckpointError, target: Path) -> CheckpointError
         f"the checkpoint could not be written to {target.parent}: {error}.\n"
         f"{advice}, then go on with --run.resume latest. Earlier checkpoints are untouched."
     )
-
-
-def make_empty(folder: Path) -> None:
-    """Make the folder anew, without what a killed save has left in it."""
-    shutil.rmtree(folder, ignore_errors=True)
-    # Not the run's folder: one that is gone was removed while the run went on.
-    folder.parent.mkdir(exist_ok=True)
-    folder.mkdir()

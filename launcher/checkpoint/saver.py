@@ -21,7 +21,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 
-from launcher.checkpoint.host_copy import Copies, HostCopy, copies_checkpoints
+from launcher.checkpoint.host_copy import Copies, HostCopy
+from launcher.checkpoint.mirror import Mirror
+from launcher.checkpoint.names import folder_of, hidden_folder, make_empty
 from launcher.checkpoint.proof import Proof, is_in_range, write_proof
 from launcher.checkpoint.retention import VALIDATION_LOSS, Retention, prune
 from launcher.checkpoint.save import (
@@ -29,12 +31,11 @@ from launcher.checkpoint.save import (
     WrittenFile,
     commit,
     explained,
-    folder_of,
-    hidden_folder,
-    make_empty,
     write_rank_file,
 )
+from launcher.checkpoint.store import store_at
 from launcher.config.sections import RunConfig
+from launcher.plan.checkpoint_copy import copies_checkpoints
 from longctx.config import ModelConfig
 from longctx.errors import CheckpointError
 from parallel.runtime.process import agree_or_raise, gather_objects, gather_on_rank_0, least_of_ranks
@@ -91,14 +92,15 @@ class Saver:
         retention: Retention = KEEP_ALL,
         copies: bool = False,
         ranks_here: int = 1,
+        mirror: Mirror | None = None,
     ) -> None:
-        """``copies`` lets training go on while a checkpoint is written, where the machine has memory for the copies of
-        its ``ranks_here``."""
+        """``copies`` lets training go on meanwhile, where the machine has memory for the copies of its ``ranks_here``.
+        Rank 0's ``mirror`` sends what is committed to a store."""
         self._folder, self._engine = run_folder, engine
         self._model, self._tokenizer_files = model, tokenizer_files
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="saver", initializer=_let_training_go_first)
         self._copies = Copies(engine, self._thread, wanted=copies, ranks_here=ranks_here)
-        self._kept = _Kept(run_folder, retention, self._thread)
+        self.kept = Kept(run_folder, retention, self._thread, mirror)
         self._save: _Save | None = None
         self.seconds = 0.0
         """What the last save took from its beginning to its commit; 0 before the first one."""
@@ -122,8 +124,7 @@ class Saver:
             else:
                 held = copy.fill(pieces, values)
                 work = self._thread.submit(write_rank_file, partial, rank, pieces, held)
-        # Seconds of the copy alone: the rest is not waited for.
-        copy_seconds = None
+        copy_seconds = None  # of the copy alone: the rest is not waited for
         if copy is not None:
             copy_seconds = time.perf_counter() - began
         contents = Contents.of(self._engine, step, self._model, training, self._tokenizer_files)
@@ -142,7 +143,7 @@ class Saver:
         # Not before the first step, whose own memory comes first.
         self._copies.reserve()
         proof = Proof("step", step, loss)
-        self._kept.see(proof)
+        self.kept.see(proof)
         if self._save is not None:
             self._save.see(proof)
         self._poll()
@@ -150,7 +151,7 @@ class Saver:
     def finish(self) -> None:
         """Wait until a save under way is committed and older ones are gone. Collective; errors as in ``after_step``."""
         self._settle()
-        self._kept.wait()
+        self.kept.wait()
 
     def _settle(self) -> None:
         """Wait until a save under way is committed."""
@@ -227,14 +228,16 @@ class Saver:
         log.info("%s", save.told())
         # Of rank 0 alone: the others have no part in a commit.
         if manifest_hash is not None:
-            self._kept.add(save.target, manifest_hash, save.loss, save.proof)
+            self.kept.add(save.target, manifest_hash, save.loss, save.proof)
 
 
-class _Kept:
+class Kept:
     """What becomes of committed checkpoints: the newest is proved, older ones go. Rank 0's thread does it."""
 
-    def __init__(self, run_folder: Path, retention: Retention, thread: ThreadPoolExecutor) -> None:
-        self._folder, self._retention, self._thread = run_folder, retention, thread
+    def __init__(
+        self, run_folder: Path, retention: Retention, thread: ThreadPoolExecutor, mirror: Mirror | None
+    ) -> None:
+        self._folder, self._retention, self._thread, self._mirror = run_folder, retention, thread, mirror
         self._unproved: tuple[Path, str, float | None] | None = None
         """The newest checkpoint as long as nothing proves it, with its manifest's hash and its step's loss."""
         self._chores: list[Future[None]] = []
@@ -242,12 +245,14 @@ class _Kept:
     def add(self, target: Path, manifest_hash: str, loss: float | None, proof: Proof | None) -> None:
         """Take in a checkpoint that is on the disk."""
         self._unproved = target, manifest_hash, loss
+        if self._mirror is not None:
+            self._mirror.add(target)
         self._chores = [one for one in self._chores if not one.done()]
         # A step or a validation came before the commit was known.
         if proof is not None:
             self._prove(target, manifest_hash, proof)
         else:
-            self._chores.append(self._thread.submit(prune, self._folder, self._retention))
+            self._chores.append(self._thread.submit(self._prune))
 
     def see(self, proof: Proof) -> None:
         """A later step has a loss: it may prove the newest one."""
@@ -256,6 +261,18 @@ class _Kept:
         target, manifest_hash, loss = self._unproved
         if loss is not None and is_in_range(proof.loss, loss):
             self._prove(target, manifest_hash, proof)
+
+    def begin(self) -> None:
+        """Begin to send them to the run's store, if it has one: once the folder's history ends where the run is."""
+        if self._mirror is not None:
+            self._mirror.start()
+
+    def leave(self, seconds: float = threading.TIMEOUT_MAX) -> None:
+        """Wait until all is sent, at most so long. Nothing is committed after that."""
+        if self._mirror is not None:
+            self._mirror.finish(seconds)
+            # What stayed because it was on its way.
+            self._prune()
 
     def wait(self) -> None:
         """Return when nothing is left to do."""
@@ -272,9 +289,19 @@ class _Kept:
             except CheckpointError as error:
                 # It is whole all the same.
                 log.warning("%s could not be marked as proved: %s", target, error)
-            prune(self._folder, self._retention)
+            else:
+                if self._mirror is not None:
+                    self._mirror.prove(target)
+            self._prune()
 
         self._chores.append(self._thread.submit(write))
+
+    def _prune(self) -> None:
+        """Let older ones go, but for what is on its way elsewhere."""
+        held: set[int] = set()
+        if self._mirror is not None:
+            held = self._mirror.held()
+        prune(self._folder, self._retention, held)
 
 
 def run_saver(
@@ -287,14 +314,18 @@ def run_saver(
     ranks_here: int,
 ) -> Saver:
     """What saves a run that stands at ``step``, as its config says."""
+    folder, retention, mirror = Path(config.run.output_dir), Retention.of(config.checkpoint), None
+    if config.checkpoint.store and dist.get_rank() == 0:
+        mirror = Mirror(folder, store_at(config.checkpoint.store), retention, step=step)
     return Saver(
-        Path(config.run.output_dir),
+        folder,
         engine,
         model=model,
         tokenizer_files=tokenizer_files,
-        retention=Retention.of(config.checkpoint),
+        retention=retention,
         copies=copies_checkpoints(config, step),
         ranks_here=ranks_here,
+        mirror=mirror,
     )
 
 

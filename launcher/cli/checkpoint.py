@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from tyro.conf import Positional, arg
 
+from launcher.cli import checkpoint_store
 from launcher.cli.console import Json, human_bytes, note, progress, say, say_json, table
 from launcher.cli.one_of import one_of
 from launcher.cluster.exit import DONE, FAILED
@@ -16,27 +17,32 @@ from longctx.errors import CheckpointError, ConfigError, LongCtxError
 
 if TYPE_CHECKING:  # torch takes a second to import, which a help text is not to wait for
     from launcher.checkpoint.health import Summary
+    from launcher.checkpoint.retention import Retention
 
 _UNKNOWN = "–"
 _COLUMNS = ("step", "size", "age", "health", "stays", "ranks", "dtype", "folder")
 
 
 def list_checkpoints(
-    run: Annotated[Positional[Path], arg(metavar="RUN")], *, check: bool = False, json: Json = False
+    run: Annotated[Positional[str], arg(metavar="RUN")], *, check: bool = False, json: Json = False
 ) -> int:
     """List the committed checkpoints of a run, oldest first: sizes, ages, health, and why each stays.
 
     Only manifests and the sizes of files are read; `checkpoint verify` reads all and names what is damaged.
 
     Args:
-        run: Run folder.
+        run: Run folder, or its URL in a store (s3://, gs://).
         check: Read every byte and compare hashes; the exit code is 1 when a file is damaged.
     """
+    from data_pipeline.stores.urls import is_url
     from launcher.checkpoint.health import DAMAGED, staying, summaries
 
-    # A folder that is no run is an error, not an empty table.
-    _checkpoints_of(run)
-    rows, stay = summaries(run, check=check), staying(run)
+    if is_url(run):
+        rows, stay = checkpoint_store.summaries(run, check=check)
+    else:
+        # A folder that is no run is an error, not an empty table.
+        _checkpoints_of(Path(run))
+        rows, stay = summaries(Path(run), check=check), staying(Path(run))
     if json:
         say_json([_described(row, stay) for row in rows])
     elif not rows:
@@ -51,24 +57,21 @@ def list_checkpoints(
     return DONE
 
 
-def verify(folder: Annotated[Positional[Path], arg(metavar="DIR")], *, json: Json = False) -> int:
+def verify(folder: Annotated[Positional[str], arg(metavar="DIR")], *, json: Json = False) -> int:
     """Read every byte of checkpoints and name every damaged file.
 
     Sizes, hashes and tensors are compared with the manifest, and a file that it does not list is named. The exit code
     is 1 when there is any such file.
 
     Args:
-        folder: Checkpoint, or run folder: all of its checkpoints.
+        folder: Checkpoint, or run folder: all of its checkpoints. Or the URL of either (s3://, gs://).
     """
-    from longctx.checkpoint_format import MANIFEST
+    from data_pipeline.stores.urls import is_url
 
-    if (folder / MANIFEST).is_file():
-        folders = [folder]
+    if is_url(folder):
+        rows = checkpoint_store.problems(folder)
     else:
-        folders = _checkpoints_of(folder)
-    if not folders:
-        raise CheckpointError(f"{folder} holds no committed checkpoint to verify.")
-    rows = [{"folder": str(path), "problems": _problems(path)} for path in folders]
+        rows = [{"folder": str(path), "problems": _problems(path)} for path in _to_verify(Path(folder))]
     damaged = [row for row in rows if row["problems"]]
     if json:
         say_json(rows)
@@ -89,7 +92,7 @@ def verify(folder: Annotated[Positional[Path], arg(metavar="DIR")], *, json: Jso
 
 
 def prune(
-    run: Annotated[Positional[Path], arg(metavar="RUN")],
+    run: Annotated[Positional[str], arg(metavar="RUN")],
     *,
     keep_last: int,
     keep_every: int = 0,
@@ -104,21 +107,42 @@ def prune(
     looks whole. Of a run that goes on at the same time, a save under way is left alone.
 
     Args:
-        run: Run folder.
+        run: Run folder, or its URL in a store (s3://, gs://).
         keep_last: Newest checkpoints to keep, at least 1.
         keep_every: Keep those whose step this number divides, too; 0: none.
         keep_best: Keep so many with the lowest held-out loss of their own step, too; 0: none.
         dry_run: Say what would be removed, and remove nothing.
     """
-    from launcher.checkpoint.remove import leftovers, remove_checkpoint
-    from launcher.checkpoint.retention import Candidate, Retention
+    from data_pipeline.stores.urls import is_url
+    from launcher.checkpoint.retention import Retention
 
     limits = (("--keep-last", keep_last, 1), ("--keep-every", keep_every, 0), ("--keep-best", keep_best, 0))
     for name, value, least in limits:
         if value < least:
             raise ConfigError(f"{name} {value} must be at least {least}.")
-    found = _checkpoints_of(run)
     retention = Retention(last=keep_last, every=keep_every, best=keep_best)
+    if is_url(run):
+        removed, kept = checkpoint_store.prune(run, retention, dry_run=dry_run)
+    else:
+        removed, kept = _prune(Path(run), retention, dry_run=dry_run)
+    if json:
+        say_json({"removed": removed, "kept": sorted(kept), "dry_run": dry_run})
+        return
+    what = "Removed"
+    if dry_run:
+        what = "Would remove"
+    for row in removed:
+        say(f"{what} {row['folder']}, {human_bytes(row['bytes'])}{row['why'] and ': '}{row['why']}.")
+    total = human_bytes(sum(row["bytes"] for row in removed))
+    say(f"{what} {total} in all; {plural(len(kept), 'checkpoint')} kept: {', '.join(map(str, sorted(kept))) or '–'}.")
+
+
+def _prune(run: Path, retention: Retention, *, dry_run: bool) -> tuple[list[dict[str, Any]], set[int]]:
+    """Remove what does not stay of a run's folder; returns that, and the steps that stay."""
+    from launcher.checkpoint.remove import leftovers, remove_checkpoint
+    from launcher.checkpoint.retention import Candidate
+
+    found = _checkpoints_of(run)
     candidates = [Candidate.of(folder) for folder in found]
     kept = set(retention.reasons(candidates))
     readable = [one.step for one in candidates if _is_readable(one.folder)]
@@ -137,20 +161,11 @@ def prune(
         if not dry_run:
             remove_checkpoint(path)
         removed.append({"folder": str(path), "bytes": size, "why": why})
-    if json:
-        say_json({"removed": removed, "kept": sorted(kept), "dry_run": dry_run})
-        return
-    what = "Removed"
-    if dry_run:
-        what = "Would remove"
-    for row in removed:
-        say(f"{what} {row['folder']}, {human_bytes(row['bytes'])}{row['why'] and ': '}{row['why']}.")
-    total = human_bytes(sum(row["bytes"] for row in removed))
-    say(f"{what} {total} in all; {plural(len(kept), 'checkpoint')} kept: {', '.join(map(str, sorted(kept))) or '–'}.")
+    return removed, kept
 
 
 def export(
-    source: Annotated[Positional[Path], arg(metavar="IN")],
+    source: Annotated[Positional[str], arg(metavar="IN")],
     output: Annotated[Positional[Path], arg(metavar="OUT")],
     *,
     dtype: Annotated[str | None, one_of("float32", "bfloat16", "float16")] = None,
@@ -158,13 +173,17 @@ def export(
     """Write a checkpoint as a Hugging Face folder, read back and verified: `convert --to hf`, which has more options.
 
     Args:
-        source: Checkpoint, or run folder: its newest checkpoint.
+        source: Checkpoint, or run folder: its newest checkpoint. Or the URL of either (s3://, gs://).
         output: Folder to make.
         dtype: Dtype of the written weights, even if bits are lost.
     """
+    from data_pipeline.stores.urls import is_url
     from launcher.cli.convert import convert
 
-    convert(source, output, to="hf", dtype=dtype)
+    if is_url(source):
+        checkpoint_store.export(source, output, dtype)
+    else:
+        convert(Path(source), output, to="hf", dtype=dtype)
 
 
 def _is_readable(folder: Path) -> bool:
@@ -176,6 +195,18 @@ def _is_readable(folder: Path) -> bool:
     except LongCtxError:
         return False
     return True
+
+
+def _to_verify(folder: Path) -> list[Path]:
+    """The checkpoints that a folder names; CheckpointError where it names none."""
+    from longctx.checkpoint_format import MANIFEST
+
+    folders = [folder]
+    if not (folder / MANIFEST).is_file():
+        folders = _checkpoints_of(folder)
+    if not folders:
+        raise CheckpointError(f"{folder} holds no committed checkpoint to verify.")
+    return folders
 
 
 def _checkpoints_of(run: Path) -> list[Path]:

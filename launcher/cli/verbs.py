@@ -94,7 +94,7 @@ VERBS = {
             "--upcycle 8,2 imported upcycled",
         ),
     ),
-    "checkpoint list": Verb(checkpoint.list_checkpoints, ("runs/first", "runs/first --check")),
+    "checkpoint list": Verb(checkpoint.list_checkpoints, ("runs/first", "runs/first --check", "s3://bucket/first")),
     "checkpoint prune": Verb(
         checkpoint.prune, ("runs/first --keep-last 2 --keep-every 1000", "runs/first --keep-last 1 --dry-run")
     ),

@@ -9,6 +9,7 @@ from pathlib import Path
 from launcher.config.kept import check_kept
 from launcher.config.sections import ModelSection, RunConfig
 from launcher.config.side_by_side import padded_tokens, settle_context
+from launcher.config.store import store_place
 from launcher.config.zero import check_zero_section
 from longctx.errors import ConfigError
 from longctx.kernels.attention.select import KERNELS
@@ -34,6 +35,8 @@ def check_run(config: RunConfig, world_size: int) -> None:
     _check_built(config)
     _check_ranges(config)
     _check_retention(config)
+    if config.checkpoint.store:
+        store_place(config.checkpoint.store)
     _check_routing(config)
     check_kept(config)
     _check_step(config, world_size)

@@ -316,6 +316,9 @@ class CheckpointSection:
     """Of the older ones, so many with the lowest held-out loss stay; 0: none."""
     wait: bool = False
     """Training waits until a checkpoint is written. Else it waits for a copy in memory, of which a thread writes."""
+    store: str = ""
+    """URL of a folder (s3://BUCKET/RUN, gs://BUCKET/RUN) that gets a copy of every checkpoint, in the background; older
+    ones go there by the same rule. A run that resumes looks there too. Empty: none."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -11,6 +11,7 @@ from launcher.config.sections import DataSection, ParallelSection, RunConfig, Tr
 from launcher.config.side_by_side import padded_documents, padded_tokens, settle_context
 from launcher.metrics.throughput import attended_pairs, training_flops
 from launcher.plan.activations import Activations, activations
+from launcher.plan.checkpoint_copy import copy_bytes
 from launcher.plan.chunks import settle_chunks
 from launcher.plan.documents import documents_of
 from launcher.plan.figures import StepBytes
@@ -48,6 +49,9 @@ class RunEstimate:
     ranks: list[RankEstimate]
     host_bytes: int
     """Of the machine's memory, for each rank: what is offloaded or kept there."""
+    copy_bytes: int
+    """Of the machine's memory, on top, for the rank that copies most: a checkpoint, while it is written. A run that
+    has no memory for it waits, so it decides nothing about whether the run fits."""
     model_flops: float
     """Of one step, the mask counted: the convention of ``mfu`` in metrics.jsonl."""
     full_flops: float
@@ -93,6 +97,7 @@ class RunEstimate:
             "hardware": self.hardware.to_json(),
             "peak_bytes": self.peak_bytes,
             "host_bytes": self.host_bytes,
+            "copy_bytes": self.copy_bytes,
             "fits": self.fits,
             "step_seconds": self.seconds.total,
             "tokens_per_second": self.tokens_per_second,
@@ -130,6 +135,7 @@ def estimate_run(config: RunConfig, world: World, hardware: Hardware, *, documen
         hardware=hardware,
         ranks=ranks,
         host_bytes=host_bytes,
+        copy_bytes=copy_bytes(config, world),
         model_flops=flops,
         full_flops=flops + _masked_flops(config, documents.lengths) * copies,
     )

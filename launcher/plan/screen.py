@@ -55,6 +55,9 @@ def memory_rows(run: RunEstimate) -> Rows:
     ]
     if run.host_bytes:
         rows.append(["on the host", gib(run.host_bytes), "for each rank: what is offloaded or kept there"])
+    if run.copy_bytes:
+        why = "of the machine's memory on top, while a checkpoint is written; without it training waits"
+        rows.append(["a copy", gib(run.copy_bytes), why])
     if run.config.train.store == "disk":
         rows.append(["on the disk", gib(b.kept_on_disk), "for each rank"])
     return ["memory of a rank", "", "when"], rows

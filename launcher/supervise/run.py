@@ -10,6 +10,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+from launcher.checkpoint.store import store_at
 from launcher.cluster.exit import FAILED, INTERRUPTED
 from launcher.cluster.hostfile import read_hostfile
 from launcher.cluster.suspects import hosts_of, suspected_ranks
@@ -21,6 +22,7 @@ from launcher.supervise.command import TrainingCommand
 from launcher.supervise.hosts import largest_valid, silent_hosts, trusted_hosts, write_hostfile
 from launcher.supervise.progress import begin_anew, last_audit, last_step, last_stop, newest_checkpoint
 from launcher.supervise.verdict import AGAIN, Judge, Patience, State
+from longctx.errors import DataError
 
 log = logging.getLogger(__name__)
 
@@ -102,10 +104,11 @@ class Supervised:
         line, is_first = self.command, not self.judge.attempts
         if is_first:
             # The same line begins a run and goes on with it, as a scheduler wants it that starts a job again.
-            if line.resume in ("latest", "newest-good") and self._saved is None and last_step(self.folder) is None:
+            begun = self._saved is not None or last_step(self.folder) is not None
+            if line.resume in ("latest", "newest-good") and not begun and not self._is_in_store():
                 line = line.resuming(None)
             return line
-        if self._saved is not None:
+        if self._saved is not None or self._is_in_store():
             line = line.resuming("newest-good")
         else:
             line = line.resuming(None)
@@ -113,6 +116,17 @@ class Supervised:
         if line.hostfile is None:
             return line
         return self._on_answering(line, read_hostfile(line.hostfile), stop)
+
+    def _is_in_store(self) -> bool:
+        """Whether the run's store has a checkpoint: the folder may have been on a disk that is gone."""
+        if not self.config.checkpoint.store:
+            return False
+        try:
+            return bool(store_at(self.config.checkpoint.store).committed())
+        except DataError as error:
+            # The start will say so too, and refuse to begin anew beside a store that it cannot ask.
+            self.tell(f"longctx run: checkpoint.store: {error}")
+            return False
 
     def _on_answering(self, line: TrainingCommand, slots: dict[str, int], stop: Stop) -> TrainingCommand | None:
         """The same on the hosts that answer; waits where these are too few."""

@@ -85,7 +85,7 @@ class StepAudit:
         if config.zero.offload != "none":
             left_out.append("updates, which zero.offload has DeepSpeed's AdamW compute")
         if self._run.device.type != "cpu":
-            left_out.append("attention's backward passes and a ring's attention, on a GPU")
+            left_out.append("on a GPU attention's backward passes, a ring's attention, and experts' grouped products")
         if left_out:
             lines.append(f"Not audited: {', and '.join(left_out)}.")
         return lines

@@ -141,19 +141,21 @@ def find_broken(
     ``order`` is the loader's state before the step; ``own_finite`` says whether this rank's part of the loss is, and
     ``in_row`` how many steps were left out right before.
     """
-    # The newest checkpoint may be one that is being written.
-    run.saver.finish()
     grad_norm, gradients = None, []
     if gradient is not None:
         grad_norm, gradients = gradient.norm, gradient.names
+    # Collective: every rank looks at the weights that it owns, and all learn the names.
+    weights = run.engine.broken_weights()
+    if weights or in_row >= run.config.train.skip_steps:
+        # The run ends, and names the newest checkpoint, which may be the one that is being written.
+        run.saver.finish()
     return BrokenStep(
         step=step,
         loss=loss,
         grad_norm=grad_norm,
         routers=routers,
         gradients=gradients,
-        # Collective: every rank looks at the weights that it owns, and all learn the names.
-        weights=run.engine.broken_weights(),
+        weights=weights,
         rows=rows_from(run.config, order),
         lr=run.config.train.lr,
         checkpoint=next(reversed(list_checkpoints(run.folder)), None),

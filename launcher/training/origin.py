@@ -15,6 +15,7 @@ import xxhash
 
 from launcher.checkpoint.folder import find_resume
 from launcher.checkpoint.load import check_model, check_start
+from launcher.checkpoint.store import check_unused, store_at
 from launcher.config.model import find_start, is_hf_folder, started_model
 from launcher.config.sections import RunConfig
 from launcher.run_folder import IMPORTED
@@ -61,7 +62,12 @@ def find_origin(config: RunConfig, model: ModelConfig, run_folder: Path) -> Orig
         # Rank 0 alone looks and hashes; a warning about a checkpoint passed over is then printed once.
         if environment_rank()[0] != 0:
             return None
-        return find_resume(run_folder, config.run.resume)
+        store = None
+        if config.checkpoint.store:
+            store = store_at(config.checkpoint.store)
+            if config.run.resume == "no":
+                check_unused(store)
+        return find_resume(run_folder, config.run.resume, store)
 
     resume_from = broadcast_object(on_every_rank(find_on_rank_0))
     if resume_from is not None:

@@ -28,6 +28,8 @@ log = logging.getLogger(__name__)
 
 LAUNCHER_SECONDS = 30.0
 """DeepSpeed's launcher and torchrun, asked to end, kill ranks that are still there after so many seconds."""
+_SENDING_SECONDS = 10.0
+"""How long a run that was asked to stop waits for its store. What is missing there the next start sends."""
 
 
 def agree_on_stop(stop: Stop) -> bool:
@@ -81,6 +83,7 @@ class Stopping:
         writer.write(_event(first, step))
         # What takes one rank longer than another comes before they leave.
         run.feed.close()
+        run.saver.kept.leave(_SENDING_SECONDS)
         # Together: a launcher ends the others as soon as one has left with an error.
         gather_objects(None)
         newest = list_checkpoints(run.folder)[-1]

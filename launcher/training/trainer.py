@@ -124,6 +124,7 @@ class Trainer:
             on_every_rank(lambda: _rewind_on_rank_0(run, self.progress.step))
         if run.is_rank_0:
             write_config_and_environment(run.folder, run.config, run.mesh, run.engine.num_parameters)
+        run.saver.kept.begin()
 
     def _take_recorded_step(self, writer: RecordWriter) -> None:
         """Take a step and write its record, also that of a step that could not be taken."""
@@ -214,6 +215,7 @@ def _training_state(run: Run, progress: Progress, validation_losses: Mapping[int
 def _finish(run: Run, step: int) -> None:
     """Wait for the last checkpoint, write the report, and log where both are. Collective."""
     run.saver.finish()
+    run.saver.kept.leave()
     if not run.is_rank_0:
         return
     # matplotlib takes a second to import, which the first step would wait for.

@@ -134,6 +134,7 @@ def _update_of(values: list[Tensor], options: dict[str, Any]) -> list[Tensor]:
 
 def _numbers(count: int, seed: int, device: torch.device) -> Tensor:
     """Fixed numbers of many sizes, the same on every machine: whole ones are drawn, and halved exactly."""
-    drawn = Random(seed)
-    values = [drawn.randrange(-(1 << 20), 1 << 20) * 2.0 ** -drawn.randrange(18, 26) for _ in range(count)]
-    return torch.tensor(values, dtype=torch.float32, device=device)
+    drawn = torch.Generator().manual_seed(seed)
+    wholes = torch.randint(-(1 << 20), 1 << 20, (count,), generator=drawn)
+    powers = torch.randint(18, 26, (count,), generator=drawn)
+    return torch.ldexp(wholes.float(), -powers).to(device)

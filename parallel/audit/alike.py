@@ -11,7 +11,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from random import Random
 
 import torch
 from torch import Tensor
@@ -143,6 +142,5 @@ def _attention(device: torch.device, dtype: torch.dtype, kernel: str) -> list[Te
 
 def _numbers(shape: tuple[int, ...], seed: int, dtype: torch.dtype, device: torch.device) -> Tensor:
     """Fixed numbers that are the same on every machine: whole ones, divided by a power of two."""
-    drawn = Random(seed)
-    values = [drawn.randrange(-127, 128) / 64 for _ in range(torch.Size(shape).numel())]
-    return torch.tensor(values, dtype=torch.float64).view(shape).to(dtype).to(device)
+    drawn = torch.Generator().manual_seed(seed)
+    return (torch.randint(-127, 128, shape, generator=drawn).float() / 64).to(dtype).to(device)

@@ -149,7 +149,7 @@ class Auditor:
             again = compute_again(sample, self._audited.device)
             second = digest(again)
             # Of a tile the rank has two results by itself; one that is found wrong already stays so.
-            own = own or difference(list(sample.outputs), again)
+            own = own or self._differs(sample, again, is_exact=True)
         if sample.is_tile and sample.own is not None:
             # The whole call was wrong, which says nothing of the tile.
             second = ""
@@ -158,20 +158,28 @@ class Auditor:
 
     def _answer(self, victim: int, number: int, sample: Sample) -> Answer:
         again = compute_again(sample, self._audited.device)
+        # Ranks of another kind have other bits, right or wrong: what counts is whether they differ by too much.
+        found, seen = self._differs(sample, again, self._assigned[victim].exact), ""
         if self._assigned[victim].exact:
-            found, seen = difference(list(sample.outputs), again), digest(again)
-        else:
-            # Ranks of another kind have other bits, right or wrong: what counts is whether they differ by too much.
-            found, seen = self._beyond_rounding(sample, again), ""
+            seen = digest(again)
         host = self._ranks[self._rank].host
         return Answer(rank=self._rank, host=host, of=victim, number=number, digest=seen, difference=found)
+
+    def _differs(self, sample: Sample, again: list[Tensor], is_exact: bool) -> Difference | None:
+        """How the step's result differs from another one, by a bit or by more than rounding."""
+        # A part of an update has the bits of the whole only where AdamW treats each value alike.
+        if sample.op == UPDATE:
+            is_exact = is_exact and all(x.updates for x in self._ranks)
+        if is_exact:
+            return difference(list(sample.outputs), again)
+        return self._beyond_rounding(sample, again)
 
     def _beyond_rounding(self, sample: Sample, again: list[Tensor]) -> Difference | None:
         """How a result differs from that of a rank of another kind; None of what has no bound."""
         inputs = [x.laid_out(self._audited.device) for x in sample.inputs]
         if sample.op == UPDATE:
-            befores = (inputs[0], inputs[2], inputs[3])
-            triples = zip(befores, sample.outputs, again, strict=True)
+            earlier = (inputs[0], inputs[2], inputs[3])
+            triples = zip(earlier, sample.outputs, again, strict=True)
             found = (outside_update(before, x.to(before.device), y) for before, x, y in triples)
             return next(filter(None, found), None)
         shape = (inputs[0].shape[0], inputs[1].shape[1])

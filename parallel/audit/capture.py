@@ -21,7 +21,7 @@ from parallel.audit.sample import Kind, Place, Sample
 from parallel.audit.tiles import sample_of_large
 from parallel.runtime.watch.spans import DOING
 
-_ATEN_PRODUCTS = ("mm", "addmm", "addmm_", "bmm", "baddbmm", "baddbmm_", "mv", "addmv", "_grouped_mm")
+_ATEN_PRODUCTS = ("mm", "addmm", "addmm_", "bmm", "baddbmm", "baddbmm_", "mv", "addmv")
 _CPU_ATTENTION = "aten::_scaled_dot_product_flash_attention_for_cpu"
 OPERATORS: dict[Kind, frozenset[str]] = {
     "product": frozenset({f"aten::{name}" for name in _ATEN_PRODUCTS} | {"longctx::multiply"}),
@@ -31,7 +31,8 @@ OPERATORS: dict[Kind, frozenset[str]] = {
 }
 """What is looked at, by name without overload. An expert's block is a product, whichever rank holds it."""
 _ON_CPU: dict[Kind, frozenset[str]] = {
-    "product": frozenset({"longctx::multiply_backward"}),
+    # On CUDA a grouped product leaves the gradients of experts without tokens unwritten.
+    "product": frozenset({"longctx::multiply_backward", "aten::_grouped_mm"}),
     "attention": frozenset({"longctx::attention_backward"}),
 }
 _COPY = "aten::_to_copy"

@@ -98,7 +98,7 @@ class RunTime:
         """The attempt ends, by an error or else as its records say; returns a line for the log."""
         if failed:
             self.how = "failed"
-        self._timeline.end(self.how)
+        self._take(self._timeline.end(self.how))
         # What ends a run is the last that is said.
         if failed or self._live is None:
             return ""

@@ -90,17 +90,18 @@ class Timeline:
         self._mark = until
         return [one for one in (before, line) if one is not None]
 
-    def end(self, how: How) -> None:
-        """The attempt ends; safe to call twice."""
+    def end(self, how: How) -> Line | None:
+        """The attempt ends; returns the line of what was under way. Safe to call twice."""
         if self._closed.is_set():
-            return
+            return None
         doing = self._doing
-        self.did()
+        line = self.did()
         self._closed.set()
         self._thread.join()
         self._write({"event": "end", "how": how, "in": doing, "until": round(self._now(), 4), **self._shift()})
         if self._file is not None:
             self._file.close()
+        return line
 
     def _line(self, doing: Doing, seconds: float, until: float, **more: Any) -> Line:
         line = {"in": doing, "seconds": round(seconds, 4), "until": round(until, 4), **more, **self._shift()}

@@ -20,7 +20,7 @@ from parallel.runtime.groups import control_group
 from parallel.zero.uncompiled import AdamW
 from tests.helpers import run_distributed
 
-pytestmark = pytest.mark.timeout(60)
+pytestmark = pytest.mark.timeout(240)
 
 BAD = 1
 """The rank that goes wrong."""
@@ -108,7 +108,7 @@ def audit_right_steps(limit_bytes: int) -> None:
 
 @pytest.mark.parametrize("limit_bytes", [1 << 20, SMALL])
 def test_right_numbers_are_never_called_wrong(limit_bytes):
-    run_distributed(audit_right_steps, 3, limit_bytes)
+    run_distributed(audit_right_steps, 3, limit_bytes, timeout=150)
 
 
 def audit_wrong_steps() -> None:
@@ -185,7 +185,7 @@ def find_every_fault() -> None:
 
 
 def test_a_wrong_number_is_found_and_its_rank_named():
-    run_distributed(find_every_fault, 3)
+    run_distributed(find_every_fault, 3, timeout=150)
 
 
 def audit_a_rank_that_was_never_well() -> None:
@@ -228,7 +228,7 @@ def alone() -> None:
 
 @pytest.mark.parametrize(("ranks", "check"), [(2, two_disagree), (1, alone)])
 def test_fewer_ranks_say_less(ranks, check):
-    run_distributed(check, ranks)
+    run_distributed(check, ranks, timeout=150)
 
 
 def audit_unlike_machines() -> None:
@@ -249,4 +249,4 @@ def audit_unlike_machines() -> None:
 
 
 def test_ranks_of_other_kinds_compare_within_rounding():
-    run_distributed(audit_unlike_machines, 3)
+    run_distributed(audit_unlike_machines, 3, timeout=150)

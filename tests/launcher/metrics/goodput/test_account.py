@@ -5,12 +5,13 @@ from __future__ import annotations
 import json
 import random
 from pathlib import Path
+from time import sleep
 
 import pytest
 
 from launcher.metrics.goodput.account import KINDS, Goodput, effective_share, goodput_of, read_goodput
 from launcher.metrics.goodput.clock import Clock, process_age
-from launcher.metrics.goodput.live import LiveGoodput, in_words
+from launcher.metrics.goodput.live import LiveGoodput, RunTime, in_words
 from launcher.metrics.goodput.timeline import TIMELINE_FILE, Timeline, read_timeline
 from launcher.metrics.goodput.usual import LEAST, Median, UsualStep
 
@@ -297,6 +298,18 @@ def test_whatever_happens_it_adds_up(world, tmp_path):
     goodput = read_goodput(tmp_path)
     assert sum(goodput.seconds().values()) == pytest.approx(goodput.wall, abs=1e-6)
     assert set(goodput.seconds()) == set(KINDS)
+
+
+def test_the_last_words_of_a_run_are_those_of_its_file(tmp_path):
+    """Its last save has no step behind it."""
+    time = RunTime(tmp_path, step=0)
+    time.see({"kind": "train", "step": 1, "step_seconds": 0.001})
+    time.doing("saving")
+    sleep(0.2)
+    told = time.end(failed=False)
+    seconds = read_goodput(tmp_path).seconds()
+    assert 0.2 <= seconds["saving"] < 60
+    assert told == in_words(seconds, 0)
 
 
 def test_in_words():

@@ -142,13 +142,20 @@ def test_a_resumed_run_goes_on_in_the_trackers_run(name, tmp_path):
     assert texts
 
 
+def train_tracked(shards: Path, output: Path, changed: dict) -> None:
+    """A run in a worker, which was forked before the test had an environment of its own."""
+    os.environ |= {"TRACKIO_DIR": str(output.parent / "trackio"), "WANDB_MODE": "offline"}
+    feed.DONE_SECONDS = 120.0
+    train_run(shards, output, changed)
+
+
 @pytest.mark.parametrize("name", READERS)
 def test_a_real_run_is_tracked_to_its_end(name, shards, tmp_path):
     need(name)
     folder = tmp_path / "run"
     changed = {"run.trackers": name, "run.tracker_project": "mine", "train.steps": 4, "validation.sample_tokens": 2}
-    run(train_run, 2, shards, folder, {**changed, "train.stop_after": 2, "validation.every_steps": 2})
-    run(train_run, 2, shards, folder, {**changed, "run.resume": "latest", "validation.every_steps": 2})
+    run(train_tracked, 2, shards, folder, {**changed, "train.stop_after": 2, "validation.every_steps": 2})
+    run(train_tracked, 2, shards, folder, {**changed, "run.resume": "latest", "validation.every_steps": 2})
     points, config, texts = READERS[name](folder)
     losses = [
         (row["step"], row["loss"])

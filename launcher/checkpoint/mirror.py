@@ -1,0 +1,229 @@
+"""Copies a run's checkpoints to an object store, in a thread of rank 0: whatever the store does, training goes on.
+
+What fails is said once and tried again, later each time. What is not there when the run ends is said, and sent by the
+next start.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from launcher.checkpoint.names import step_of
+from launcher.checkpoint.retention import Candidate, Retention
+from launcher.checkpoint.store import Store
+from launcher.wording import plural, short_duration
+from longctx.checkpoint_format import PROVED, list_checkpoints
+from longctx.errors import CheckpointError, DataError
+
+log = logging.getLogger(__name__)
+
+_FIRST_PAUSE_SECONDS, _LONGEST_PAUSE_SECONDS = 5.0, 600.0
+"""Before the second attempt, and at most: each pause is twice the one before."""
+_LAST_ATTEMPTS = 3
+"""Of a run that has ended and waits."""
+_LEAVE_SECONDS = 5.0
+"""How long a transfer that is broken off may take to notice."""
+
+
+class _BrokenOffError(DataError):
+    """The run does not wait for a transfer any longer."""
+
+
+class _There:
+    """What is done in the store, turn by turn. DataError where it does not take it."""
+
+    def __init__(self, run_folder: Path, store: Store, retention: Retention, *, step: int) -> None:
+        self._run, self._store, self._retention, self._step = run_folder, store, retention, step
+        self._met = False
+        self._known: dict[int, Candidate] = {}
+        """What was read of the checkpoints there: it does not change, but for their proof."""
+
+    def meet(self) -> None:
+        """At first: let checkpoints that come after the step where this run began be none any more."""
+        if self._met:
+            return
+        for step, stored in self._store.committed().items():
+            if step > self._step:
+                stored.discard()
+                log.info("%s is of a history that this run has left: removed.", stored.place)
+        self._met = True
+
+    def send(self, folder: Path, seen: Callable[[int], None]) -> None:
+        """Send a checkpoint, with its proof if it has one."""
+        began, sent = time.monotonic(), 0
+
+        def see(count: int) -> None:
+            nonlocal sent
+            sent += count
+            seen(count)
+
+        # Bytes tell whether anything was sent: a start looks after what the one before may have sent already.
+        try:
+            self._store.send(folder, seen=see)
+        except CheckpointError as error:
+            # Of this machine, not of the store: to try again would not help.
+            log.warning("%s is not sent to %s: %s", folder.name, self._store, error)
+            return
+        if sent:
+            log.info("Sent %s to %s in %s.", folder.name, self._store, short_duration(time.monotonic() - began))
+        self.prove(folder)
+
+    def prove(self, folder: Path) -> None:
+        """Send what proves a checkpoint, if something does."""
+        if (folder / PROVED).is_file():
+            self._store.prove(folder)
+            self._known.pop(step_of(folder), None)
+
+    def prune(self) -> None:
+        """Remove what does not stay, and what was begun and never finished."""
+        there = self._store.steps()
+        self._known = {step: one for step, one in self._known.items() if step in there}
+        for step, stored in there.items():
+            if stored.is_committed and step not in self._known:
+                self._known[step] = stored.candidate(step)
+        kept = self._retention.reasons([self._known[step] for step, stored in there.items() if stored.is_committed])
+        for step, stored in there.items():
+            if step not in kept:
+                stored.remove()
+
+
+class Mirror:
+    """Sends committed checkpoints, and lets older ones go there by the run's own rule."""
+
+    def __init__(self, run_folder: Path, store: Store, retention: Retention, *, step: int) -> None:
+        """``step`` is where the run stands: later checkpoints in the store are of a history that it has left."""
+        self._run, self._store = run_folder, store
+        self._there = _There(run_folder, store, retention, step=step)
+        self._changed = threading.Condition()
+        self._waiting: Path | None = None
+        """The newest checkpoint that is not on its way yet."""
+        self._sending: Path | None = None
+        self._proved: set[Path] = set()
+        """Checkpoints whose proof is to be sent."""
+        self._failures = 0
+        """Attempts that failed in a row."""
+        self._reason = ""
+        self._left = self._ends = False
+        # A daemon: a process whose store does not answer must end all the same.
+        self._thread = threading.Thread(target=self._run_thread, name="mirror", daemon=True)
+
+    def start(self) -> None:
+        """Begin, with the newest checkpoint that is here: what an earlier process did not come to send."""
+        here = list_checkpoints(self._run)
+        if here:
+            self.add(here[-1])
+        self._thread.start()
+
+    def add(self, folder: Path) -> None:
+        """Send a committed checkpoint; it takes the place of one that still waits."""
+        with self._changed:
+            if self._waiting is not None and self._waiting != folder:
+                log.info("%s is not sent to %s: %s comes first.", self._waiting.name, self._store, folder.name)
+            self._waiting = folder
+            self._changed.notify_all()
+
+    def prove(self, folder: Path) -> None:
+        """Send what proves a checkpoint, once that is there itself."""
+        with self._changed:
+            self._proved.add(folder)
+            self._changed.notify_all()
+
+    def held(self) -> set[int]:
+        """Steps that have to stay here for now: they are being sent."""
+        with self._changed:
+            return {step_of(folder) for folder in (self._waiting, self._sending) if folder is not None}
+
+    def finish(self, seconds: float) -> None:
+        """Wait until all is sent, at most so long, and while the store takes it; the log says what is missing."""
+        with self._changed:
+            self._ends, self._failures = True, 0
+            self._changed.notify_all()
+            if self._is_busy():
+                log.info("Waiting for %s to be in %s.", self._name(), self._store)
+            self._changed.wait_for(lambda: not self._is_busy() or self._failures >= _LAST_ATTEMPTS, timeout=seconds)
+            name = self._name()
+            is_left = self._left = self._is_busy()
+            self._changed.notify_all()
+        self._thread.join(_LEAVE_SECONDS)
+        if is_left:
+            why = f": {self._reason}" * bool(self._reason)
+            log.warning(
+                "%s is not in %s%s\nIt is in %s. The next start of the run sends it.", name, self._store, why, self._run
+            )
+
+    def _is_busy(self) -> bool:
+        return self._waiting is not None or self._sending is not None or bool(self._proved)
+
+    def _name(self) -> str:
+        """What is on its way, for a message."""
+        folder = self._waiting or self._sending
+        if folder is None:
+            return "the proof of a checkpoint"
+        return f"checkpoint {folder.name}"
+
+    def _run_thread(self) -> None:
+        """Do what there is to do, until the run has ended."""
+        while self._next():
+            try:
+                self._take_turn()
+            except _BrokenOffError:
+                return
+            except Exception as error:
+                # Of any class: a fault of ours must not cost the run either.
+                self._failed(error)
+            else:
+                self._succeeded()
+
+    def _next(self) -> bool:
+        """Wait for something to do, and for the pause after a failure; False when the run has ended."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._is_busy() or self._ends)
+            pause = 0.0
+            if self._failures:
+                pause = min(_FIRST_PAUSE_SECONDS * 2 ** (self._failures - 1), _LONGEST_PAUSE_SECONDS)
+            # A run that ends is not kept waiting for a pause that was begun before.
+            ended_before = self._ends
+            self._changed.wait_for(lambda: self._left or self._ends != ended_before, timeout=pause)
+            return self._is_busy() and not self._left
+
+    def _take_turn(self) -> None:
+        """Send what waits and what proves it, and let older ones go. DataError where the store does not take it."""
+        self._there.meet()
+        with self._changed:
+            # One that failed before is sent unless there is a newer one.
+            self._sending, self._waiting = self._waiting or self._sending, None
+            folder, proved = self._sending, set(self._proved)
+        if folder is not None:
+            self._there.send(folder, self._see)
+        for one in proved:
+            self._there.prove(one)
+        self._there.prune()
+        with self._changed:
+            self._sending = None
+            self._proved -= proved
+            self._changed.notify_all()
+
+    def _see(self, count: int) -> None:
+        """Look on as bytes are sent and read back."""
+        if self._left:
+            raise _BrokenOffError("the run has ended")
+
+    def _failed(self, error: Exception) -> None:
+        with self._changed:
+            self._failures += 1
+            is_first, self._reason = not self._reason, str(error) or repr(error)
+            self._changed.notify_all()
+        if is_first and not self._ends:
+            log.warning("checkpoint.store: %s\nTraining goes on; it is tried again, and said when it works.", error)
+
+    def _succeeded(self) -> None:
+        with self._changed:
+            failures, had_failed, self._failures, self._reason = self._failures, bool(self._reason), 0, ""
+        if had_failed:
+            log.info(
+                "checkpoint.store: %s takes checkpoints again, after %s.", self._store, plural(failures, "failure")
+            )

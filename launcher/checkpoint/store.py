@@ -1,0 +1,299 @@
+"""The checkpoints of a run in an object store: the same names as in its folder, below ``checkpoints/step_NNNNNN``.
+
+A store renames nothing. So the manifest, which is written last and removed first, is what makes objects a checkpoint.
+Every file is hashed while it is sent, and read back before that.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import xxhash
+
+from data_pipeline.stores.client import list_objects, open_object, remove, upload, write_object
+from data_pipeline.stores.urls import ObjectPath
+from launcher.checkpoint.names import folder_of, hidden_folder, make_empty, set_aside, step_of
+from launcher.checkpoint.retention import Candidate
+from launcher.config.store import store_place
+from longctx.checkpoint_format import CHECKPOINTS, MANIFEST, PROVED, CheckpointReader
+from longctx.checkpoint_manifest import check_manifest, parse_proof
+from longctx.errors import CheckpointError, ConfigError, DataError
+from longctx.files import explained_writes, sync_path, write_synced
+from longctx.untrusted.reading import parse_json
+
+_READ_BYTES = 16 << 20
+_MOST_MANIFEST_BYTES, _MOST_PROOF_BYTES = 1 << 30, 1 << 14
+_OBJECT = re.compile(r"step_(\d{6,})/([^/]+)")
+_ADDRESS = re.compile(rf"(.+)/{CHECKPOINTS}/step_(\d{{6,}})")
+Seen = Callable[[int], None]
+"""Called with the number of bytes that have gone by; what it raises ends the transfer."""
+
+
+def nobody(count: int) -> None:
+    """Look on as bytes go by, and do nothing."""
+
+
+class StoredCheckpoint:
+    """What a store has of one step: a checkpoint where it has a manifest."""
+
+    def __init__(self, place: ObjectPath, sizes: dict[str, int]) -> None:
+        """``sizes`` are the bytes of its objects, by name."""
+        self.place, self.sizes = place, sizes
+
+    @property
+    def is_committed(self) -> bool:
+        """Whether it is a checkpoint."""
+        return MANIFEST in self.sizes
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of all its objects."""
+        return sum(self.sizes.values())
+
+    def manifest(self) -> dict[str, Any]:
+        """The manifest, checked; CheckpointError where it is damaged or cannot be right."""
+        path = self.place / MANIFEST
+        # Bounded by the size of what it describes, as on a disk.
+        beside = sum(size for name, size in self.sizes.items() if name.endswith(".safetensors"))
+        size = self.sizes.get(MANIFEST, 0)
+        if size > min((16 << 20) + 2 * beside, _MOST_MANIFEST_BYTES):
+            raise CheckpointError(f"{path} has {size:,} bytes, which is no manifest of ours.")
+        try:
+            content = parse_json(self.read(MANIFEST), most_values=500_000 + size // 20)
+        except ValueError as error:
+            raise CheckpointError(f"{path} cannot be read: {error}.") from error
+        return check_manifest(content, path)
+
+    def proof(self) -> dict[str, Any] | None:
+        """What proves it, None where nothing does; CheckpointError where that is damaged."""
+        if PROVED not in self.sizes:
+            return None
+        return parse_proof(self.read(PROVED, _MOST_PROOF_BYTES))
+
+    def candidate(self, step: int) -> Candidate:
+        """What decides whether it stays; one that cannot be read has no loss, and is not proved."""
+        folder = folder_of(Path(), step)
+        try:
+            manifest, proof = self.manifest(), self.proof()
+        except CheckpointError:
+            return Candidate(folder=folder, step=step)
+        is_proved = proof is not None and proof.get("manifest") == manifest["hash"]
+        return Candidate.judged(folder, step, manifest["training"], is_proved=is_proved)
+
+    def verify(self, *, seen: Seen = nobody) -> list[str]:
+        """Problems found by reading all objects; empty where every hash is right."""
+        try:
+            manifest = self.manifest()
+            self.proof()
+        except CheckpointError as error:
+            return [str(error)]
+        problems = []
+        for name, entry in manifest["files"].items():
+            try:
+                self.check(name, entry, seen)
+            except CheckpointError as error:
+                problems.append(str(error))
+        known = {MANIFEST, PROVED, *manifest["files"]}
+        return problems + [f"{name} is not in the manifest: remove it" for name in sorted(self.sizes.keys() - known)]
+
+    def check(self, name: str, entry: dict[str, Any], seen: Seen = nobody) -> None:
+        """Read an object back; CheckpointError unless it is what the manifest lists."""
+        self._stream(name, entry, lambda block: seen(len(block)))
+
+    def receive(self, name: str, entry: dict[str, Any], to: Path, seen: Seen = nobody) -> None:
+        """Write an object's bytes into a file; CheckpointError unless they are those that the manifest lists."""
+        with to.open("wb") as file:
+
+            def take(block: bytes) -> None:
+                file.write(block)
+                seen(len(block))
+
+            self._stream(name, entry, take)
+        sync_path(to)
+
+    def discard(self) -> None:
+        """Let it be no checkpoint any more; its other objects go with ``remove``."""
+        remove(self.place / MANIFEST)
+
+    def remove(self) -> None:
+        """Remove all objects, what makes them a checkpoint first."""
+        self.discard()
+        for name in self.sizes:
+            remove(self.place / name)
+
+    def read(self, name: str, most_bytes: int = -1) -> bytes:
+        """An object's bytes, or the first ones; CheckpointError where there is none."""
+        try:
+            with open_object(self.place / name) as content:
+                return content.read(most_bytes)
+        except FileNotFoundError as error:
+            raise CheckpointError(f"{self.place / name} is missing.") from error
+
+    def _stream(self, name: str, entry: dict[str, Any], take: Callable[[bytes], Any]) -> None:
+        """Hand an object's bytes to ``take``; CheckpointError unless they are those of the manifest's entry."""
+        place, digest, size = self.place / name, xxhash.xxh3_128(), 0
+        try:
+            with open_object(place) as content:
+                # One byte more shows an object that is too long, which could have any size.
+                while block := content.read(min(_READ_BYTES, entry["bytes"] + 1 - size)):
+                    size += len(block)
+                    if size > entry["bytes"]:
+                        break
+                    digest.update(block)
+                    take(block)
+        except FileNotFoundError as error:
+            raise CheckpointError(f"{place} is missing.") from error
+        if (size, digest.hexdigest()) != (entry["bytes"], entry["hash"]):
+            raise CheckpointError(f"{place} is damaged: its size or its xxh3-128 is not the manifest's.")
+
+
+class Store:
+    """A run's checkpoints at an address. DataError where the store refuses, or cannot be reached."""
+
+    def __init__(self, place: ObjectPath) -> None:
+        self.place = place
+        self._sent: dict[str, set[str]] = {}
+        """By hash of the manifest: names that are there and were read back, for a sending that goes on."""
+
+    def __str__(self) -> str:
+        return str(self.place)
+
+    def steps(self) -> dict[int, StoredCheckpoint]:
+        """All steps that have an object there, also those that were never finished, oldest first."""
+        found: dict[int, dict[str, int]] = {}
+        for name, size in list_objects(self.place / CHECKPOINTS).items():
+            if match := _OBJECT.fullmatch(name):
+                found.setdefault(int(match[1]), {})[match[2]] = size
+        return {step: self._stored(step, found[step]) for step in sorted(found)}
+
+    def committed(self) -> dict[int, StoredCheckpoint]:
+        """The checkpoints there by step, oldest first."""
+        return {step: stored for step, stored in self.steps().items() if stored.is_committed}
+
+    def of_step(self, step: int) -> StoredCheckpoint:
+        """What there is of a step, which may be nothing."""
+        return self.steps().get(step, self._stored(step, {}))
+
+    def send(self, folder: Path, *, seen: Seen = nobody) -> None:
+        """Copy a committed checkpoint there, the manifest last; nothing where it is there already.
+
+        CheckpointError where a file here is damaged or gone: nothing is committed there then. A sending that failed
+        goes on where it was when it is called again.
+        """
+        reader = CheckpointReader(folder)
+        # By its name here: an imported checkpoint is of step 0, wherever a run has it.
+        text, there = (folder / MANIFEST).read_bytes(), self.of_step(step_of(folder))
+        if there.is_committed:
+            if there.read(MANIFEST) == text:
+                return
+            # Of a history that this run has left.
+            there.discard()
+        done = self._sent.setdefault(reader.manifest["hash"], set())
+        for name, entry in reader.manifest["files"].items():
+            if name in done and there.sizes.get(name) == entry["bytes"]:
+                continue
+            _Watched(folder / name, entry, seen).send(there.place / name)
+            try:
+                there.check(name, entry, seen)
+            except CheckpointError as error:
+                # Another attempt may help: what is here is right.
+                raise DataError(f"{error} It was sent a moment ago.") from error
+            done.add(name)
+        # From here on it is a checkpoint: nobody takes objects without a manifest for one.
+        write_object(there.place / MANIFEST, text)
+        del self._sent[reader.manifest["hash"]]
+
+    def prove(self, folder: Path) -> None:
+        """Copy what proves a checkpoint beside it, if it is there."""
+        stored = self.of_step(step_of(folder))
+        if stored.is_committed:
+            write_object(stored.place / PROVED, (folder / PROVED).read_bytes())
+
+    def fetch(self, step: int, run_folder: Path, *, seen: Seen = nobody) -> Path:
+        """Copy a checkpoint into the run's folder, in place of one of that step, and return its folder.
+
+        CheckpointError where a file there is damaged or missing: the run's folder is then as before.
+        """
+        stored, target = self.of_step(step), folder_of(run_folder, step)
+        manifest, partial = stored.manifest(), hidden_folder(target)
+        with explained_writes(target, CheckpointError):
+            make_empty(partial)
+            for name, entry in manifest["files"].items():
+                stored.receive(name, entry, partial / name, seen)
+            write_synced(partial / MANIFEST, stored.read(MANIFEST))
+            if PROVED in stored.sizes:
+                write_synced(partial / PROVED, stored.read(PROVED, _MOST_PROOF_BYTES))
+            # Read as a stranger's, whoever wrote it there.
+            CheckpointReader(partial).check_entries()
+            sync_path(partial)
+            if target.exists():
+                set_aside(target)
+            partial.rename(target)
+            sync_path(target.parent)
+        return target
+
+    def _stored(self, step: int, sizes: dict[str, int]) -> StoredCheckpoint:
+        return StoredCheckpoint(self.place / CHECKPOINTS / f"step_{step:06d}", sizes)
+
+
+class _Watched:
+    """A file of a checkpoint on its way to a store, hashed as it goes: damage must not travel under a right name."""
+
+    def __init__(self, path: Path, entry: dict[str, Any], seen: Seen) -> None:
+        self._path, self._entry, self._seen = path, entry, seen
+        self._digest, self._size = xxhash.xxh3_128(), 0
+
+    def send(self, to: ObjectPath) -> None:
+        """Write it there; CheckpointError where it is gone, or not what the manifest lists."""
+        try:
+            upload(self._path, to, each=self._see)
+        except OSError as error:
+            raise CheckpointError(f"{self._path} cannot be read: {error}.") from error
+        if (self._size, self._digest.hexdigest()) != (self._entry["bytes"], self._entry["hash"]):
+            raise CheckpointError(f"{self._path} is damaged: its xxh3-128 is not the manifest's.")
+
+    def _see(self, block: bytes) -> None:
+        self._digest.update(block)
+        self._size += len(block)
+        self._seen(len(block))
+
+
+def store_at(address: str) -> Store:
+    """The store that ``checkpoint.store`` names; ConfigError where that is no address of one."""
+    return Store(store_place(address))
+
+
+def check_unused(store: Store) -> None:
+    """ConfigError for a store that has checkpoints, or takes none, when a run begins that has none."""
+    try:
+        steps = store.committed()
+        # What may be read may not be written to, and a bucket that is not there holds nothing.
+        probe = store.place / CHECKPOINTS / ".writable"
+        write_object(probe, b"x")
+        remove(probe)
+    except DataError as error:
+        raise ConfigError(f"checkpoint.store: {error}") from error
+    if steps:
+        raise ConfigError(
+            f"checkpoint.store={store} holds checkpoints already, the newest of step {max(steps)}.\n"
+            f"Go on from them (--run.resume latest), or name another folder: {store}-2"
+        )
+
+
+def find_address(address: str) -> tuple[Store, int | None]:
+    """The run that an address names, and the step where it is that of one checkpoint."""
+    match = _ADDRESS.fullmatch(address.rstrip("/"))
+    if match is None:
+        return Store(store_place(address, "the address")), None
+    return Store(store_place(match[1], "the address")), int(match[2])
+
+
+def find_run(address: str) -> Store:
+    """The run that an address names; CheckpointError where it is that of one checkpoint."""
+    store, step = find_address(address)
+    if step is not None:
+        raise CheckpointError(f"{address} is a checkpoint, not a run. Give {store}, which has checkpoints/ in it.")
+    return store
