@@ -173,12 +173,16 @@ def test_three_decide_and_two_do_not():
 
 
 def clean(shards: Path, output: Path) -> None:
-    """Every stage, with a comparison in every step, and buffers that move."""
-    for stage in range(4):
+    """Every stage and place of the state, with a comparison in every step, and buffers that move."""
+    ways: list[dict[str, Any]] = [{"zero.stage": stage} for stage in range(4)]
+    ways += [{"zero.stage": stage, "zero.offload": "cpu"} for stage in (2, 3)]
+    ways.append({"zero.stage": 3, "zero.offload": "nvme", "zero.nvme_path": output})
+    ways += [{"zero.stage": stage, "train.dtype": "bfloat16"} for stage in (1, 3)]
+    for number, way in enumerate(ways):
         bias = {"model.selection_bias": True, "model.selection_bias_rate": 0.01}
         degrees = {"parallel.context": 2, "parallel.expert": dist.get_world_size()}
-        changed = {**bias, **degrees, "zero.stage": stage, "run.replicas_every": 1, "validation.rows": 0}
-        trainer = Trainer(build(shards, output / str(stage), changed))
+        changed = {**bias, **degrees, **way, "run.replicas_every": 1, "validation.rows": 0}
+        trainer = Trainer(build(shards, output / str(number), changed))
         for _ in range(4):
             trainer.take_step()
 

@@ -104,6 +104,30 @@ def test_ranks_that_differ_and_send_nothing():
     run_distributed(notes_of_odd_sizes, 3)
 
 
+def balanced(sender: Ledger, receiver: Ledger) -> bool:
+    return is_balanced(sender.balance(CPU) + receiver.balance(CPU))
+
+
+def test_messages_that_changed_places_are_found_though_all_bytes_came():
+    """Without a process: two ledgers of a sender and a receiver."""
+    a, b = torch.arange(6.0), torch.arange(6.0).flip(0)
+    for order in ((a, b), (b, a)):
+        sender, receiver = Ledger(0), Ledger(1)
+        arrivals = []
+        for sent in (a, b):
+            sender.post(Kind.KEYS, {1: [sent]}, [])
+            arrivals.append(receiver.post(Kind.KEYS, {}, [0]))
+        for arrival, received in zip(arrivals, order, strict=True):
+            arrival.note([[received]])
+        assert balanced(sender, receiver) == (order[0] is a)
+    # Of another kind, or to another rank, the same bytes are another message.
+    for kind, source in ((Kind.GRADIENTS, 0), (Kind.KEYS, 2)):
+        sender, receiver = Ledger(0), Ledger(1)
+        sender.post(Kind.KEYS, {1: [a]}, [])
+        receiver.post(kind, {}, [source]).note([[a]])
+        assert not balanced(sender, receiver)
+
+
 # Faults.
 
 Inject = Callable[[faults.Seen], AbstractContextManager[None]]
