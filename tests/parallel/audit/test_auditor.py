@@ -106,7 +106,7 @@ def audit_right_steps(limit_bytes: int) -> None:
     assert kinds == {"product", "attention", "update"}
 
 
-@pytest.mark.parametrize("limit_bytes", [1 << 20, SMALL])
+@pytest.mark.parametrize("limit_bytes", [1 << 20, pytest.param(SMALL, marks=pytest.mark.slow)])
 def test_right_numbers_are_never_called_wrong(limit_bytes):
     run_distributed(audit_right_steps, 3, limit_bytes, timeout=150)
 
@@ -226,7 +226,7 @@ def alone() -> None:
     assert "once more" in found[0].evidence
 
 
-@pytest.mark.parametrize(("ranks", "check"), [(2, two_disagree), (1, alone)])
+@pytest.mark.parametrize(("ranks", "check"), [(2, two_disagree), pytest.param(1, alone, marks=pytest.mark.slow)])
 def test_fewer_ranks_say_less(ranks, check):
     run_distributed(check, ranks, timeout=150)
 
@@ -248,5 +248,6 @@ def audit_unlike_machines() -> None:
     check_named(steps.wrong(flip, "product"))
 
 
+@pytest.mark.slow
 def test_ranks_of_other_kinds_compare_within_rounding():
     run_distributed(audit_unlike_machines, 3, timeout=150)
