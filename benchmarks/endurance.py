@@ -38,6 +38,7 @@ SETTLED, UNIT = 500, 10_000
 """The first steps do not count; rises are those of so many steps."""
 LOOK_SECONDS = 2.0
 MOST_RISE = 0.01
+KEPT_LOOKS = 60
 COUNTS = ("memory_bytes", "descriptors", "threads", "sockets")
 NAMES = {"memory_bytes": "memory", "descriptors": "open files", "threads": "threads", "sockets": "sockets"}
 RUN: dict[str, Any] = {
@@ -191,6 +192,12 @@ def log_growth(looks: Sequence[Look]) -> dict[str, float]:
     return {"early": early, "late": late}
 
 
+def thinned(looks: Sequence[Look]) -> list[tuple[int, int]]:
+    """Some of the looks, evenly: step and bytes of memory. They show whether memory grows to an end or for ever."""
+    apart = max(1, len(looks) // KEPT_LOOKS)
+    return [(int(look["step"]), int(look["memory_bytes"])) for look in looks[::apart]]
+
+
 def bounds_of(ranks: dict[str, Any]) -> list[Bound]:
     """What may not rise, rank by rank."""
     bounds = []
@@ -225,7 +232,10 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     options = parse(parser, quick=f"{QUICK_STEPS:,} steps")
     result = measure(QUICK_STEPS if options.quick else STEPS)
-    ranks = {rank: {**summary(looks), "log": log_growth(looks)} for rank, looks in result.pop("ranks").items()}
+    ranks = {
+        rank: {**summary(looks), "log": log_growth(looks), "memory": thinned(looks)}
+        for rank, looks in result.pop("ranks").items()
+    }
     for rank, found in ranks.items():
         print(f"rank {rank}: {found}")
     return conclude("endurance", {**result, "ranks": ranks}, bounds_of(ranks), options)
