@@ -13,6 +13,7 @@ import sys
 import time
 import tomllib
 from dataclasses import replace
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -244,6 +245,9 @@ def test_what_cannot_run_ends_on_every_rank_with_one_screen(shards, copied, tmp_
         ({"run.resume": "latest"}, 1, ["holds no committed checkpoint"]),
         ({"run.resume": "step_2"}, 1, ["run.resume='step_2' is no checkpoint"]),
     ]
+    # Whoever has it would train.
+    if find_spec("trackio") is None:
+        cases.append(({"run.trackers": "trackio"}, 2, ["trackio is not installed", "pip install -e '.[trackio]'"]))
     run(end_guarded_each, 2, shards, tmp_path / "new", cases)
     assert contents(tmp_path / "new") == {}, "nothing but the log of the failure"
     assert contents(copied) == before

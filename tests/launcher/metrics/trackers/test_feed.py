@@ -90,11 +90,14 @@ def test_what_cannot_be_started_is_named(tmp_path, caplog):
 
 def test_a_stop_does_not_wait_for_a_tracker_that_still_sends(tmp_path, caplog, monkeypatch):
     monkeypatch.setattr(feed, "STOP_SECONDS", 0.1)
-    tracker = open_feed(tmp_path, COPIES.replace("open", "import time; time.sleep(1); open"), str(tmp_path / "told"))
+    waits = "import os, time\nwhile not os.path.exists(sys.argv[2]): time.sleep(0.01)\n"
+    script = COPIES.replace("open", f"exec({waits!r}); open", 1)
+    tracker = open_feed(tmp_path, script, str(tmp_path / "told"), str(tmp_path / "go"))
     while (process := tracker._process) is None:
         time.sleep(0.01)
     tracker.close("stopped")
     assert process.poll() is None
+    (tmp_path / "go").touch()
     assert process.wait(60) == 0, "it goes on by itself"
     assert (tmp_path / "told").read_text().endswith('{"end": "stopped"}\n')
     assert not caplog.records
@@ -196,7 +199,7 @@ def test_settings_become_parameters(tmp_path, monkeypatch):
 @pytest.mark.parametrize("name", PACKAGES)
 def test_a_tracker_that_is_not_installed_is_refused_with_what_to_install(name, monkeypatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda package: None)
-    with pytest.raises(ConfigError, match=rf"pip install 'longctx-train\[{name}\]'"):
+    with pytest.raises(ConfigError, match=rf"pip install -e '.\[{name}\]'"):
         check_trackers([name])
     check_trackers([])
 
