@@ -172,7 +172,8 @@ def any_rank(value: bool) -> bool:
     if not dist.is_initialized():
         return value
     found = torch.tensor([int(value)])
-    dist.all_reduce(found, op=dist.ReduceOp.MAX, group=control_group())
+    with waiting("the other ranks", patient=True):
+        dist.all_reduce(found, op=dist.ReduceOp.MAX, group=control_group())
     return bool(found)
 
 
@@ -187,10 +188,14 @@ def gather_objects(value: Any) -> list[Any]:
 
 
 def least_of_ranks(numbers: Sequence[int]) -> list[int]:
-    """The least of each number over all ranks, on every rank; quicker than ``gather_objects``. Collective."""
+    """The least of each number over all ranks, on every rank; quicker than ``gather_objects``. Collective.
+
+    Ranks may be hours late, as rank 0 is that commits the last checkpoint to a slow disk.
+    """
     least = torch.tensor(numbers, dtype=torch.int64)
     if dist.is_initialized():
-        dist.all_reduce(least, dist.ReduceOp.MIN, group=control_group())
+        with waiting("the other ranks", patient=True):
+            dist.all_reduce(least, dist.ReduceOp.MIN, group=control_group())
     return least.tolist()
 
 
