@@ -18,6 +18,7 @@ from launcher.checkpoint.store import Store
 from launcher.wording import plural, short_duration
 from longctx.checkpoint_format import PROVED, list_checkpoints
 from longctx.errors import CheckpointError, DataError
+from parallel.runtime.watch.spans import begin
 
 log = logging.getLogger(__name__)
 
@@ -144,7 +145,7 @@ class Mirror:
             self._changed.notify_all()
             if self._is_busy():
                 log.info("Waiting for %s to be in %s.", self._name(), self._store)
-            self._changed.wait_for(lambda: not self._is_busy() or self._failures >= _LAST_ATTEMPTS, timeout=seconds)
+            self._wait_for_all(time.monotonic() + seconds)
             name = self._name()
             is_left = self._left = self._is_busy()
             self._changed.notify_all()
@@ -154,6 +155,13 @@ class Mirror:
             log.warning(
                 "%s is not in %s%s\nIt is in %s. The next start of the run sends it.", name, self._store, why, self._run
             )
+
+    def _wait_for_all(self, end: float) -> None:
+        """Return when nothing is left to send, the store does not take it, or at the time ``end``."""
+        while self._is_busy() and self._failures < _LAST_ATTEMPTS and time.monotonic() < end:
+            # Whoever watches for ranks that hang sees each time that this one only waits.
+            begin("sending a checkpoint to its store", disk=True)
+            self._changed.wait(min(1.0, max(0.0, end - time.monotonic())))
 
     def _is_busy(self) -> bool:
         return self._waiting is not None or self._sending is not None or bool(self._proved)

@@ -15,12 +15,12 @@ import xxhash
 
 from launcher.checkpoint.folder import find_resume
 from launcher.checkpoint.load import check_model, check_start
-from launcher.checkpoint.store import check_unused, store_at
+from launcher.checkpoint.store import Store, check_unused, store_at
 from launcher.config.model import find_start, is_hf_folder, started_model
 from launcher.config.sections import RunConfig
 from launcher.run_folder import IMPORTED
 from longctx.architecture.size import count_parameters
-from longctx.checkpoint_format import MANIFEST, CheckpointReader, model_config
+from longctx.checkpoint_format import MANIFEST, CheckpointReader, list_checkpoints, model_config
 from longctx.config import ModelConfig
 from longctx.conversion.checks import check_tensors
 from longctx.errors import CheckpointError
@@ -65,7 +65,7 @@ def find_origin(config: RunConfig, model: ModelConfig, run_folder: Path) -> Orig
         store = None
         if config.checkpoint.store:
             store = store_at(config.checkpoint.store)
-            if config.run.resume == "no":
+            if _begins(config.run.resume, run_folder, store):
                 check_unused(store)
         return find_resume(run_folder, config.run.resume, store)
 
@@ -73,6 +73,13 @@ def find_origin(config: RunConfig, model: ModelConfig, run_folder: Path) -> Orig
     if resume_from is not None:
         return on_every_rank(lambda: _resumed(resume_from, model))
     return on_every_rank(lambda: _started(config.run.start_from, model))
+
+
+def _begins(resume: str, run_folder: Path, store: Store) -> bool:
+    """Whether a run begins here, with new weights or with what another one left: no other's store is taken for its."""
+    if resume in ("latest", "newest-good") or resume.startswith(str(store)):
+        return False
+    return not list_checkpoints(run_folder)
 
 
 def _resumed(folder: Path, model: ModelConfig) -> Origin:
