@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks import audit_tables, endurance, faults, plan_tables
+from benchmarks import audit_tables, faults, plan_tables
 from benchmarks.delivering import tables as delivery
 from benchmarks.machine import KINDS, RESULTS
 from benchmarks.scaling import table as scale
@@ -464,7 +464,6 @@ TABLES: dict[str, tuple[str, Callable[[Result], str]]] = {
     "delivery-slices": ("delivery", lambda result: markdown(*delivery.of_slices(result))),
     "delivery-packing": ("delivery", lambda result: markdown(*delivery.of_packing(result))),
     "data-build": ("build", lambda result: markdown(*delivery.of_build(result))),
-    "endurance": ("endurance", lambda result: markdown(*endurance.table(result))),
     "audit-flips": ("audit", lambda result: markdown(*audit_tables.of_flips(result))),
     "audit-cost": ("audit", lambda result: markdown(*audit_tables.of_cost(result))),
     "data-start": ("data_plan", data_start),
