@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from longctx.architecture.size import count_parameters
-from longctx.checkpoint_files import PieceFiles, link_problem
+from longctx.checkpoint_files.pieces import PieceFiles, link_problem
 from longctx.checkpoint_manifest import (
     FORMAT,
     PROVED,

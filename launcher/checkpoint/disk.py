@@ -17,12 +17,12 @@ from typing import NamedTuple
 
 import xxhash
 
-from longctx.checkpoint_blocks import BLOCK_BYTES as HASHED_BYTES
-from longctx.checkpoint_blocks import fill_block, open_file
+from longctx.checkpoint_files.blocks import fill_block, open_file
+from longctx.checkpoint_manifest import BLOCK_BYTES as HASHED_BYTES
 
 ALIGNMENT = 4096
 """Direct I/O wants addresses, offsets and lengths in multiples of a disk's sector; no disk has larger ones."""
-BLOCK_BYTES = 8 << 20
+BLOCK_BYTES = 4 << 20
 """Bytes of one transfer: blocks that have a hash each, as a whole."""
 BLOCKS = 4
 """Transfers under way at a time: what a file takes of memory is so many blocks."""

@@ -13,8 +13,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from safetensors.torch import save_file
 
-from longctx import checkpoint_blocks
-from longctx.checkpoint_blocks import describe_file
+from longctx import checkpoint_manifest
+from longctx.checkpoint_files import blocks
+from longctx.checkpoint_files.blocks import describe_file
 from longctx.checkpoint_format import (
     FORMAT,
     MANIFEST,
@@ -91,10 +92,15 @@ def test_any_cut_gives_the_same_tensor(tmp_path_factory, data):
     assert torch.equal(reader.read("a.weight"), tensor("a.weight", "master"))
 
 
+def set_block_bytes(monkeypatch, count: int) -> None:
+    for module in (blocks, checkpoint_manifest):
+        monkeypatch.setattr(module, "BLOCK_BYTES", count)
+
+
 @pytest.fixture
 def small_blocks(monkeypatch):
     """Files of a few hundred bytes have many blocks."""
-    monkeypatch.setattr(checkpoint_blocks, "BLOCK_BYTES", 64)
+    set_block_bytes(monkeypatch, 64)
 
 
 @settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -154,7 +160,7 @@ def test_blocks_without_a_hash_are_refused(tmp_path):
 @pytest.mark.parametrize("past_cache", [True, False])
 def test_files_of_many_blocks(tmp_path, monkeypatch, past_cache):
     """Real ones, of which more than memory is taken for are read ahead; one is damaged and not asked for."""
-    monkeypatch.setattr(checkpoint_blocks, "BLOCK_BYTES", 4096)
+    set_block_bytes(monkeypatch, 4096)
     values = torch.arange(100_000, dtype=torch.float32)
     path = tmp_path / "file.safetensors"
     save_file({"x": values}, path)
@@ -162,7 +168,7 @@ def test_files_of_many_blocks(tmp_path, monkeypatch, past_cache):
     with path.open("r+b") as file:
         file.seek(80 * 4096)
         file.write(b"damaged")
-    reader = checkpoint_blocks.BlockReader(past_cache=past_cache)
+    reader = blocks.BlockReader(past_cache=past_cache)
     reader.add(path, entry["bytes"], entry["blocks"])
     for start, stop in [(0, 1000), (1000, 70_000), (5, 60_000), (90_000, 100_000), (99_999, 100_000)]:
         out = torch.zeros(stop - start)

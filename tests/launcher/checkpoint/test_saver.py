@@ -17,7 +17,7 @@ import launcher.checkpoint.saver
 from launcher.checkpoint.disk import HashedWriter, read_back
 from launcher.metrics.record import read_metrics
 from launcher.plan.checkpoint_copy import copies_checkpoints
-from longctx.checkpoint_blocks import describe_file
+from longctx.checkpoint_files.blocks import describe_file
 from longctx.checkpoint_format import CHECKPOINTS, MANIFEST, PROVED, CheckpointReader, list_checkpoints
 from longctx.files import hash_file
 from tests.helpers import run_distributed

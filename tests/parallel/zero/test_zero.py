@@ -231,7 +231,7 @@ def check_state(
     model = build_parallel_model(config, mesh, layout="zigzag", seed=1)
     options = OptimizerOptions(clip_norm=CLIP, fused=stage < other)
     fresh = ZeroEngine(model, stage=other, dtype=torch.float32, accumulation=ROWS, options=options, zero=other_zero)
-    fresh.load(lambda name, role, start, n: whole[name, role][start : start + n], step=FEW)
+    fresh.load(lambda name, role, start, out: out.copy_(whole[name, role][start : start + len(out)]), step=FEW)
     batch = row_of(step_rows(99), 0)
     split = SequenceLayout.build("zigzag", SEQ_LEN, 2)
     mine = batch.map_tokens(lambda x: split.split(x, mesh.context_rank, 1))

@@ -20,19 +20,11 @@ import torch
 import xxhash
 from torch import Tensor
 
+from longctx.checkpoint_manifest import BLOCK_BYTES, HASH_DIGITS, num_blocks
 from longctx.errors import CheckpointError
 
-BLOCK_BYTES = 4 << 20
-"""Bytes that a hash is of; the last block of a file may be shorter. Part of the format."""
-HASH_DIGITS = 32
-"""Of an xxh3-128."""
 _DISK_AHEAD, _CACHE_AHEAD = 8, 2
 """Blocks under way at a time: one does not keep a fast disk busy, but the page cache reads ahead itself."""
-
-
-def num_blocks(num_bytes: int) -> int:
-    """Blocks of a file of so many bytes."""
-    return -(-num_bytes // BLOCK_BYTES)
 
 
 def describe_file(path: Path) -> dict[str, Any]:

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from longctx.checkpoint_blocks import BlockReader
+from longctx.checkpoint_files.blocks import BlockReader
 from longctx.checkpoint_manifest import VALUE_BYTES, Piece
 from longctx.errors import CheckpointError
 from longctx.files import check_link
