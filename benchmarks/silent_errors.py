@@ -103,7 +103,7 @@ def measure(data: Path, output: Path, settings: dict[str, Any], steps: int) -> d
         run = build_run(load_config(data, output, settings).resolve(native_bfloat16=True), torch.device("cpu"))
     take, progress = TrainStep(run), run.progress
     progress, _ = take(progress)
-    found: dict[str, list[float]] = {name: [] for name in ("step", "of_messages", "of_replicas")}
+    found: dict[str, list[float]] = {name: [] for name in ("step", "of_messages", "of_replicas", "bytes", "messages")}
     for _ in range(steps):
         messages.take()
         replicas.take()
@@ -113,16 +113,19 @@ def measure(data: Path, output: Path, settings: dict[str, Any], steps: int) -> d
         found["step"].append(time.thread_time() - began)
         found["of_messages"].append(messages.take())
         found["of_replicas"].append(replicas.take())
+        # Rows are packed: each step sends other keys.
+        found["bytes"].append(summed["bytes"])
+        found["messages"].append(summed["messages"])
     run.feed.close()
     rates = []
     for _ in range(5):
         x, began = torch.ones(16 << 20), time.thread_time()
         bit_sum([x])
         rates.append(x.nbytes / (time.thread_time() - began))
+    medians = {name: statistics.median(of) for name, of in found.items()}
     return {
-        **{name: statistics.median(of) for name, of in found.items()},
-        **summed,
-        "predicted": summed["bytes"] / max(rates),
+        **medians,
+        "predicted": medians["bytes"] / max(rates),
         "rate": max(rates),
     }
 
