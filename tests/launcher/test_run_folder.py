@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import signal
@@ -27,6 +28,10 @@ def held(tmp_path: Path) -> Iterator[int]:
         os._exit(0)
     os.read(read, 1)
     yield child
+    # Gone already where the test has ended it.
+    with contextlib.suppress(ProcessLookupError, ChildProcessError):
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
     os.close(read)
     os.close(write)
 
