@@ -220,6 +220,8 @@ class Store:
         stored, target = self.of_step(step), folder_of(run_folder, step)
         manifest, partial = stored.manifest(), hidden_folder(target)
         with explained_writes(target, CheckpointError):
+            # Where the run's folder was on a disk that is gone, there is none yet.
+            partial.parent.mkdir(parents=True, exist_ok=True)
             make_empty(partial)
             for name, entry in manifest["files"].items():
                 stored.receive(name, entry, partial / name, seen)

@@ -191,7 +191,7 @@ class TestDeepSpeed:
         ):
             message = refusal(action)
             assert "is a checkpoint of DeepSpeed" in message
-            assert "zero_to_fp32 DIR OUT --safe_serialization" in message
+            assert "longctx convert --from deepspeed DIR OUT --execute-pickles" in message
 
     def test_weights_that_were_taken_out_are_read(self, finished, tmp_path: Path):
         out = export_checkpoint(find_checkpoint(finished.folder), tmp_path / "out").folder
