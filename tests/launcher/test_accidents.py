@@ -326,6 +326,7 @@ def test_every_place_is_there(place):
         found = getattr(found, name)
 
 
+@pytest.mark.slow
 def test_a_failing_rank_ends_all_where_collectives_block_as_those_of_nccl(shards, tmp_path):
     """The failing rank says so and does not wait in its own clean-up; the other one hears neither error nor signal."""
     accident = Accident(rank=1, place=STEP, kind="MemoryError", stalling=True, ranks=2)

@@ -69,6 +69,7 @@ def check_alike(shards: Path, folder: Path, changed: dict[str, Any], function: A
     assert copied == waited, "the steps that followed changed nothing of what was being written"
 
 
+@pytest.mark.slow
 def test_what_is_written_while_training_goes_on_is_the_step_that_was_saved(shards, tmp_path):
     check_alike(shards, tmp_path, {})
     said = (tmp_path / "copied/logs/rank_0.log").read_text()

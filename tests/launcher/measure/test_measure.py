@@ -54,11 +54,12 @@ def measure_on_ranks(folder: str) -> None:
     assert len(set(said)) == 1
 
 
-@pytest.mark.parametrize("ranks", [pytest.param(1, marks=pytest.mark.slow), 2])
+@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_ranks_measure_together_and_have_one_profile(ranks, tmp_path):
     run_distributed(measure_on_ranks, ranks, str(tmp_path))
 
 
+@pytest.mark.slow
 def test_a_process_of_its_own_measures_and_its_profile_is_read(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     titles: list[str] = []

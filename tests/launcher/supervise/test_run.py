@@ -105,6 +105,7 @@ def test_a_launcher_that_was_killed_leaves_nobody_behind(capsys, tmp_path: Path)
     assert not psutil.pid_exists(int((trainer.place / "rank").read_text()))
 
 
+@pytest.mark.slow
 def test_exit_code_0_with_ranks_that_were_still_there_is_no_end_without_the_last_checkpoint(capsys, tmp_path: Path):
     acts = (Act(steps=range(1, 11), saves=(8,), code=0, rank=True), Act(steps=(9, 10), saves=(10,), code=0, rank=True))
     trainer = Trainer(tmp_path, *acts)

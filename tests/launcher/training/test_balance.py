@@ -41,6 +41,7 @@ def uneven(shards: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_lengths(tmp_path_factory.mktemp("uneven") / "shards", load_tokenizer(shards), lengths).folder
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("ranks", [pytest.param(2, marks=pytest.mark.slow), 3])
 def test_losses_and_norms_are_those_of_one_process(ranks, uneven, tmp_path):

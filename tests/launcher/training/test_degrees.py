@@ -146,6 +146,7 @@ def test_by_the_command_that_users_give(shards, tmp_path, alone):
     assert not (tmp_path / "refused").exists(), "before anything is made"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("chunks", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_dropout_and_capacity_of_whole_layers_and_by_chunks(chunks, shards, tmp_path):
     """What depends on a token's index in the step, and on how many of them a rank has."""
@@ -158,6 +159,7 @@ def test_dropout_and_capacity_of_whole_layers_and_by_chunks(chunks, shards, tmp_
     check_equal(tmp_path / "shared", tmp_path / "alone")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("ranks", "ways"),
     [

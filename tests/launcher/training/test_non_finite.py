@@ -110,7 +110,7 @@ def check_record(record: Any, kind: str) -> None:
 BIAS = {"model.selection_bias": True, "model.selection_bias_rate": 0.01}
 
 
-@pytest.mark.parametrize("stage", [0, 3, *(pytest.param(stage, marks=pytest.mark.slow) for stage in (1, 2))])
+@pytest.mark.parametrize("stage", [0, *(pytest.param(stage, marks=pytest.mark.slow) for stage in (1, 2, 3))])
 def test_it_is_said_before_anything_is_changed(shards, tmp_path, stage):
     changed = {**BIAS, "zero.stage": stage, "parallel.expert": 2}
     run(break_each, 2, shards, tmp_path, changed, list(BREAKS))

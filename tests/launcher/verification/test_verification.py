@@ -75,6 +75,7 @@ def test_right_configurations_agree():
 TOGETHER = {"parallel.context": 1, "parallel.layout": "auto", "parallel.expert": 1, "parallel.tokens_per_rank": 100}
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(200)
 def test_rows_side_by_side_agree():
     """Two rows and then one on three ranks that they do not divide, with dropout."""

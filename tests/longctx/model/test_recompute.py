@@ -144,6 +144,7 @@ def kept_bytes(num_layers: int, *, keep: Keep) -> tuple[int, int]:
     return after_forward, after
 
 
+@pytest.mark.slow
 def test_a_recomputed_layer_keeps_its_input_and_attentions_result():
     T, M, H, D = 64, 32, 4, 8
     (one, _), (three, after) = (kept_bytes(n, keep="attention") for n in (1, 3))

@@ -118,7 +118,7 @@ def test_other_documents_compile_nothing_and_losses_are_eagers(name, keep, store
     check(name, "aot_eager", keep=keep, store=store)
 
 
-@pytest.mark.parametrize("name", ["experts", *(pytest.param(name, marks=pytest.mark.slow) for name in MODELS)])
+@pytest.mark.parametrize("name", [pytest.param(name, marks=pytest.mark.slow) for name in ("experts", *MODELS)])
 def test_chunks_of_other_lengths_compile_nothing(name):
     check(name, "aot_eager", keep="attention", store="host", chunk_tokens=24)
 

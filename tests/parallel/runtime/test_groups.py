@@ -175,6 +175,7 @@ def check_patience():
     distributed_c10d._set_pg_timeout(timedelta(seconds=60), dist.group.WORLD)
 
 
+@pytest.mark.slow
 def test_ranks_wait_for_one_that_hashes_or_saves_longer_than_the_time_out():
     run_distributed(check_patience, 2)
 

@@ -66,7 +66,7 @@ def check_error(ended: Ended, rank: int, code: int, words: str) -> None:
     ("rank", "names"),
     [
         (0, ("TypeError", "ConfigError", "killed")),
-        (1, tuple(ERRORS)),
+        pytest.param(1, tuple(ERRORS), marks=pytest.mark.slow),
         pytest.param(0, tuple(ERRORS), marks=pytest.mark.slow),
     ],
 )
@@ -146,6 +146,7 @@ def interrupt(ranks: Ranks) -> None:
         process.send_signal(signal.SIGINT)
 
 
+@pytest.mark.slow
 def test_ctrl_c_reaches_ranks_that_hear_no_signal(tmp_path):
     once, twice = (Ranks(tmp_path / name, [OTHERS_BLOCK] * RANKS) for name in ("once", "twice"))
     for ranks in (once, twice):

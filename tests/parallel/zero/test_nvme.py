@@ -105,6 +105,7 @@ def check_small(kind: str, zero: ZeroOptions, way: dict) -> None:
     check_equal({"dense": DENSE, "moe": MOE}[kind], zero, {"layout": "zigzag", **way})
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(200)
 def test_weights_on_a_disk_train_as_in_memory(tmp_path):
     run_distributed(check_small, 2, "moe", weights_at(str(tmp_path)), {"context": 2}, timeout=150)

@@ -139,7 +139,7 @@ def finish(start: Start, output: Path, undisturbed: dict[str, bytes]) -> None:
     assert [path.name for path in output.parent.iterdir()] == ["out"]
 
 
-@pytest.mark.parametrize("count", [0, 5, *(pytest.param(n, marks=pytest.mark.slow) for n in (1, PARTS - 1))])
+@pytest.mark.parametrize("count", [5, *(pytest.param(n, marks=pytest.mark.slow) for n in (0, 1, PARTS - 1))])
 def test_a_killed_build_goes_on(start: Start, undisturbed: dict[str, bytes], tmp_path: Path, count: int):
     process = start()
     wait_for_parts(process, tmp_path / "out", count)
@@ -237,6 +237,7 @@ def test_a_second_build_in_the_same_place_is_refused(start: Start, undisturbed: 
     assert content(tmp_path / "out") == undisturbed
 
 
+@pytest.mark.slow
 def test_a_build_waits_for_the_last_worker_of_a_killed_one(start: Start, undisturbed: dict[str, bytes], tmp_path: Path):
     first = start()
     # Before it has done anything: on a fast machine the build would soon be done.

@@ -243,6 +243,7 @@ class OutsideOfGraphs(LocalAttention):
         return super().__call__(*args, **kwargs)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("keep", [pytest.param("all", marks=pytest.mark.slow), "attention"])
 def test_compiled_decoder_equals_eager_and_serves_any_documents(keep, fresh_compiler):
     """Around a core that stays outside of graphs, and with one inside that is not run again by recomputation."""

@@ -113,6 +113,7 @@ def check_lost_messages():
         measure_links(device=CPU, limits=SHORT)
 
 
+@pytest.mark.slow
 def test_a_link_that_loses_messages_is_a_failure_and_the_others_are_measured():
     run_distributed(check_lost_messages, 3)
 
