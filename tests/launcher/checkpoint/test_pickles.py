@@ -134,7 +134,9 @@ def test_in_a_shard_folder_and_its_cache(shards: Path, tmp_path: Path, payload, 
     assert verify_shards(folder)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    "kind", ["plain", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("torch", "numpy"))]
+)
 def test_in_a_run_folder(finished, tmp_path: Path, payload, kind: str):
     names = sorted(path.name for path in finished.folder.iterdir() if path.is_file())
     assert {"metrics.jsonl", "environment.json", "config.toml"} <= set(names)
