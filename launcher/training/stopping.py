@@ -7,12 +7,15 @@ collective is added. Validation asks once a micro-batch.
 from __future__ import annotations
 
 import logging
+import os
 import shlex
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path, PurePath
+
+from torch.distributed.launcher.api import LaunchConfig
 
 from launcher.cluster.stopping import Reason, Stop
 from launcher.config.flags import take_flag
@@ -26,8 +29,10 @@ from parallel.runtime.process import any_rank, gather_objects, on_rank_0
 
 log = logging.getLogger(__name__)
 
-LAUNCHER_SECONDS = 30.0
+_LAUNCHER_SECONDS = 30.0
 """DeepSpeed's launcher and torchrun, asked to end, kill ranks that are still there after so many seconds."""
+SHUTDOWN_TIMEOUT = "TORCH_ELASTIC_SHUTDOWN_TIMEOUT"
+"""The variable that tells torchrun another number of seconds."""
 _SENDING_SECONDS = 10.0
 """How long a run that was asked to stop waits for its store. What is missing there the next start sends."""
 
@@ -38,6 +43,15 @@ def agree_on_stop(stop: Stop) -> bool:
     if asked:
         stop.agree()
     return asked
+
+
+def launcher_seconds(environment: Mapping[str, str]) -> float:
+    """How long the launcher of a rank with this environment waits for it, once both were asked to end."""
+    # The variable is torchrun's own, of torch 2.12 and newer: DeepSpeed's launcher does not read it.
+    is_read = "TORCHELASTIC_RUN_ID" in environment and "shutdown_timeout" in LaunchConfig.__dataclass_fields__
+    if is_read and environment.get(SHUTDOWN_TIMEOUT, "").isdigit():
+        return float(environment[SHUTDOWN_TIMEOUT])
+    return _LAUNCHER_SECONDS
 
 
 class Stopping:
@@ -58,14 +72,16 @@ class Stopping:
     def saved(self, seconds: float) -> None:
         """Take in how long the last save took; warn once where a launcher would not wait for one."""
         self._run.stop.save_seconds = seconds
-        needed = self._run.stop.reserve_seconds
-        if needed > LAUNCHER_SECONDS and not self._has_warned and self._run.is_rank_0:
+        needed, granted = self._run.stop.reserve_seconds, launcher_seconds(os.environ)
+        if needed > granted and not self._has_warned and self._run.is_rank_0:
             self._has_warned = True
             log.warning(
                 "A step and a save take %.0f s here, but a launcher that is asked to end (SIGTERM, Ctrl-C) kills its "
-                "ranks after %.0f s. Send SIGUSR1 to one rank in place of that, or set run.max_seconds.",
+                "ranks after %.0f s. Send SIGUSR1 to one rank in place of that, or set run.max_seconds, or for "
+                "torchrun %s.",
                 needed,
-                LAUNCHER_SECONDS,
+                granted,
+                SHUTDOWN_TIMEOUT,
             )
 
     def ends(self, progress: Progress) -> bool:

@@ -166,6 +166,15 @@ def _senders(words: Sequence[str]) -> list[Launcher]:
     return []
 
 
+def is_begun_by_process_1(script: str) -> bool:
+    """Whether process 1 is there to start this script, as in a container: once it ends, the system kills the others."""
+    with contextlib.suppress(psutil.Error):
+        # A shell or a tiny init that runs the launcher names the script as well; the init of a machine names none.
+        name = PurePath(script).name
+        return name.endswith(".py") and any(name in word for word in _words(psutil.Process(1)))
+    return False
+
+
 def is_launcher_word(word: str) -> bool:
     """Whether this is the program in a command line that a user types to start ranks."""
     return PurePath(word).name in _PROGRAMS

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn
 
-from parallel.runtime.parents import PDSH, Launcher, launcher_above
+from parallel.runtime.parents import PDSH, Launcher, is_begun_by_process_1, launcher_above
 
 _LAUNCHER_SECONDS = 15.0
 """How long words wait for the launcher to end. It looks at its ranks once a second."""
@@ -46,7 +46,8 @@ def speak_where_typed(launchers: Sequence[Launcher]) -> None:
 def say(text: str) -> None:
     """Write to standard error, below whatever a progress bar has left there; nothing where ``text`` is empty.
 
-    Where a launcher started this process, that speaks first and ends: what a user reads last is ``text``.
+    Where a launcher started this process, that speaks first and ends: what a user reads last is ``text``. In a container
+    that was made for this run nobody speaks after the launcher, so ``text`` comes first.
     """
     if not text:
         return
@@ -76,6 +77,9 @@ def _say_after_launcher(words: str) -> bool:
     launcher = launcher_above()
     # A stream without a descriptor is a test's.
     if (launcher is None and _terminal is None) or sys.stderr is not sys.__stderr__:
+        return False
+    # In a container the launcher's end is everybody's end: who waits for it never speaks.
+    if is_begun_by_process_1(sys.argv[0]):
         return False
     speaker = str(Path(__file__).with_name("speaker.py"))
     processes, stream = [], None

@@ -94,6 +94,21 @@ def test_last_words_come_after_the_launchers(tmp_path):
     assert text == "the launcher's words\n\na last word\n\n"
 
 
+@pytest.mark.parametrize("shell", [(), ("sh", "-c", '"$@"; exit $?', "sh")])
+def test_last_words_are_said_in_a_container(tmp_path, shell):
+    """Process 1 is the launcher, or a shell that runs it: the system kills whoever would speak after it."""
+    apart = ["unshare", "--user", "--map-root-user", "--pid", "--fork", "--mount-proc"]
+    if subprocess.run([*apart, "true"], capture_output=True, check=False).returncode != 0:
+        pytest.skip("needs process numbers of its own: unshare --pid is refused here")
+    (tmp_path / "torchrun").write_text(_LAUNCHER.replace('"-c", *sys.argv[2:]', "sys.argv[1]"))
+    (tmp_path / "rank.py").write_text(_SAYING)
+    ended = subprocess.run(
+        [*apart, *shell, sys.executable, str(tmp_path / "torchrun"), str(tmp_path / "rank.py")],
+        env={**os.environ, "PYTHONPATH": str(REPOSITORY)}, capture_output=True, text=True, timeout=SECONDS, check=True,
+    )  # fmt: skip
+    assert ended.stderr == "\na last word\n\nthe launcher's words\n"
+
+
 def test_a_user_is_no_launcher(monkeypatch):
     assert launcher_above() is None
     assert launchers_above() == []
