@@ -1,7 +1,7 @@
 # make demo    set up, then the whole road: corpus, tokenizer, shards, pretraining, resume, report, export
 # make demo-recall   set up, then a small model that finds needles: training on two ranks, evaluation, pictures
 # make test    set up, then the tests
-# make setup   the virtual environment alone; seconds when there is nothing to do
+# make setup   the virtual environment alone; seconds when there is nothing to do; DS_ACCELERATOR=cuda where no GPU is at hand yet
 # make bench   ratios against named limits and peers, all in one run
 # make faults  the slow proofs: the fault suite, whole matrices, 20 steps of parity, recall, whole corpora; PART=2/3 runs the second third
 # make lint    what CI runs after the tests
@@ -31,7 +31,7 @@ $(STAMP): pyproject.toml
 	@echo "==> virtual environment in $(VENV)"
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	@if $(BIN)/python -c 'import torch' 2>/dev/null; then echo "==> torch is installed"; \
-	elif command -v nvidia-smi >/dev/null && nvidia-smi >/dev/null 2>&1; then echo "==> torch for NVIDIA GPUs" && $(BIN)/pip install "$(TORCH)"; \
+	elif test "$(DS_ACCELERATOR)" = cuda || { command -v nvidia-smi >/dev/null && nvidia-smi >/dev/null 2>&1; }; then echo "==> torch for NVIDIA GPUs" && $(BIN)/pip install "$(TORCH)"; \
 	elif $(BIN)/pip install --no-index --no-deps "$(TORCH)" >/dev/null 2>&1; then echo "==> torch from local wheels" && $(BIN)/pip install "$(TORCH)"; \
 	else echo "==> torch for CPUs, about 200 MB" && $(BIN)/pip install "$(TORCH)" --index-url "$(TORCH_CPU_INDEX)"; fi
 	@# The distribution had another name once: without this both would own .venv/bin/longctx.
