@@ -38,6 +38,7 @@ ProctrackType=proctrack/linuxproc
 TaskPlugin=task/none
 MpiDefault=none
 ReturnToService=2
+KillWait=60
 NodeName={host} NodeHostname={host} NodeAddr=127.0.0.1 Port={first} CPUs=2
 NodeName=zz-second NodeHostname={host} NodeAddr=127.0.0.1 Port={second} CPUs=2
 PartitionName=all Nodes={host},zz-second Default=YES State=UP

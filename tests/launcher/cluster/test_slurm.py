@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import shlex
 import subprocess
+import time
 from pathlib import Path
 
 import pytest
@@ -11,7 +13,9 @@ from launcher.metrics.record import read_metrics
 from longctx.checkpoint_format import list_checkpoints
 from tests.helpers import REPOSITORY
 from tests.launcher.cluster.slurm import Slurm, slurm, why_no_slurm
+from tests.launcher.faults.test_folders import NEXT_STEP, command
 from tests.launcher.runs import flags
+from tests.launcher.test_accidents import environment_of
 
 TEMPLATE = REPOSITORY / "docs" / "clusters" / "slurm.sbatch"
 
@@ -62,3 +66,39 @@ def test_a_run_saves_before_the_time_of_its_job_is_over(shards, tmp_path):
     (saved,) = list_checkpoints(run)
     assert saved.name == f"step_{stops[0]['step']:06d}"
     assert "CANCELLED" not in said
+
+
+@needs_slurm
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+@pytest.mark.parametrize(
+    ("words", "seconds"),
+    [
+        # To the tasks of the job; the step under way takes longer than torchrun would wait by itself.
+        ((), 33.0),
+        # What `sbatch --signal USR1@120` does, and `--signal B:USR1@120`.
+        (("--signal", "USR1"), 0.0),
+        (("--batch", "--signal", "USR1"), 0.0),
+    ],
+)
+def test_a_job_that_is_asked_to_end_saves(shards, tmp_path, words, seconds):
+    run, said, go = tmp_path / "run", tmp_path / "job.log", tmp_path / "go"
+    # Slurm's signals reach every process of a task, this one too.
+    waits = command(NEXT_STEP, f"trap '' TERM USR1; while ! test -e {shlex.quote(str(go))}; do sleep 0.1; done")
+    with slurm(tmp_path / "slurm") as cluster:
+        cluster.environment.update(environment_of(waits, tmp_path / "waits"), RANKS_PER_NODE="1")
+        options = ["--parsable", "--time", "10", "--output", str(said), "--chdir", str(REPOSITORY)]
+        settings = flags(shards, run, {"run.timeout_seconds": 120.0})
+        job = cluster.run("sbatch", *options, str(TEMPLATE), *settings).strip()
+        deadline = time.monotonic() + 120
+        while not (tmp_path / "waits").exists():
+            assert time.monotonic() < deadline, said.read_text()
+            time.sleep(0.2)
+        cluster.run("scancel", *words, job)
+        time.sleep(seconds)
+        go.touch()
+        cluster.wait(job, 100)
+    (stop,) = [record for record in read_metrics(run) if record.get("event") == "stop"]
+    assert (stop["reason"], stop["step"]) == ("signal", 4), said.read_text()
+    assert list_checkpoints(run)[-1].name == "step_000004", said.read_text()
+    assert "Stopped behind step 4 of 8" in said.read_text()
