@@ -46,8 +46,8 @@ def speak_where_typed(launchers: Sequence[Launcher]) -> None:
 def say(text: str) -> None:
     """Write to standard error, below whatever a progress bar has left there; nothing where ``text`` is empty.
 
-    Where a launcher started this process, that speaks first and ends: what a user reads last is ``text``. In a container
-    that was made for this run nobody speaks after the launcher, so ``text`` comes first.
+    Where a launcher started this process, that speaks first and ends: what a user reads last is ``text``. In a
+    container that was made for this run nobody speaks after the launcher, so ``text`` comes first.
     """
     if not text:
         return

@@ -85,17 +85,15 @@ class Containers:
 
     def __init__(self, image: str, hosts: Namespaces, shared: Path, stack: ExitStack) -> None:
         self.hosts, self._shared, self._stack = hosts, shared, stack
-        self._names = {}
-        for host in hosts.hosts:
-            made = ["buildah", "from", "--pull-never", image]
-            name = subprocess.run(made, check=True, capture_output=True, text=True, timeout=120).stdout.strip()
-            stack.callback(subprocess.run, ["buildah", "rm", name], check=True, timeout=60, capture_output=True)
-            self._names[host] = name
+        self._image = image
 
     def on(self, host: str, script: str) -> list[str]:
-        """The words that run a script in a container."""
+        """The words that run a script in a new container with this host's network."""
+        made = ["buildah", "from", "--pull-never", self._image]
+        name = subprocess.run(made, check=True, capture_output=True, text=True, timeout=120).stdout.strip()
+        self._stack.callback(subprocess.run, ["buildah", "rm", name], check=True, timeout=60, capture_output=True)
         words = ["buildah", "run", "--isolation", "chroot", "--volume", f"{self._shared}:/shared"]
-        return self.hosts.on(host, *words, self._names[host], "--", "bash", "-euc", script)
+        return self.hosts.on(host, *words, name, "--", "bash", "-euc", script)
 
     def serve(self) -> None:
         """Start each one's ssh server, which lets in whoever has the shared key."""
@@ -124,7 +122,7 @@ def test_two_containers_are_two_hosts(image, shards, tmp_path):
     arguments = flags(Path("/shared/shards"), Path("/shared/run"), {"train.steps": 4})
     script = f"""
         export DS_ENV_FILE=/shared/environment PDSH_SSH_ARGS_APPEND='{ssh}'
-        until ssh {ssh} {hosts.hosts[1]} true; do sleep 0.2; done
+        for host in {" ".join(hosts.hosts)}; do until ssh {ssh} $host true; do sleep 0.2; done; done
         longctx doctor
         deepspeed --hostfile /shared/hostfile --no_ssh_check --master_addr {hosts.hosts[0]} launcher/pretrain.py \
             {" ".join(arguments)}

@@ -77,7 +77,7 @@ def test_a_run_saves_before_the_time_of_its_job_is_over(shards, tmp_path):
         # To the tasks of the job; the step under way takes longer than torchrun would wait by itself.
         ((), 33.0),
         # What `sbatch --signal USR1@120` does, and `--signal B:USR1@120`.
-        (("--signal", "USR1"), 0.0),
+        (("--signal", "USR1"), 10.0),
         (("--batch", "--signal", "USR1"), 0.0),
     ],
 )
