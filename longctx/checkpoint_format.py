@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from longctx.architecture.size import count_parameters
+from longctx.checkpoint_files.blocks import describe_file
 from longctx.checkpoint_files.pieces import PieceFiles, link_problem
 from longctx.checkpoint_manifest import (
     FORMAT,
@@ -136,9 +137,7 @@ class CheckpointReader:
             files, problems = self.manifest["files"], _proof_problem(self.folder)
         for name in files or ():
             # The size first: it is free, and a copy that was cut short is the usual damage.
-            problem = self._wrong_size(name)
-            if not problem and hash_file(self.folder / name) != self.manifest["files"][name]["hash"]:
-                problem = f"{name} is damaged: its xxh3-128 is not the manifest's"
+            problem = self._wrong_size(name) or self._wrong_hash(name)
             problems += [problem] * bool(problem)
         return problems
 
@@ -174,6 +173,24 @@ class CheckpointReader:
             return f"{name} is missing"
         if path.stat().st_size != num_bytes:
             return f"{name} has {path.stat().st_size} bytes, the manifest says {num_bytes}"
+        return ""
+
+    def _wrong_hash(self, name: str) -> str:
+        """What is wrong with a file, by reading all of it; empty where all is well."""
+        entry = self.manifest["files"][name]
+        try:
+            if "blocks" in entry:
+                found = describe_file(self.folder / name)
+            else:
+                found = {"hash": hash_file(self.folder / name)}
+        except OSError as error:
+            # A disk that fails shows it here first.
+            return f"{name} cannot be read: {error.strerror or error}"
+        if found["hash"] != entry["hash"]:
+            return f"{name} is damaged: its xxh3-128 is not the manifest's"
+        # Those who load it compare these and not the one above.
+        if found.get("blocks") != entry.get("blocks"):
+            return f"{name} is damaged: the xxh3-128 of a block of it is not the manifest's"
         return ""
 
     def _places(self, name: str, role: str, start: int, numel: int) -> list[_Place]:

@@ -15,7 +15,7 @@ from launcher.cluster.exit import FAILED, INTERRUPTED
 from launcher.cluster.hostfile import read_hostfile
 from launcher.cluster.suspects import hosts_of, suspected_ranks
 from launcher.config.load import load_run_config
-from launcher.config.sections import RunConfig
+from launcher.config.sections import AUTO, RunConfig
 from launcher.metrics.record import Record
 from launcher.supervise.attempt import Ending, Stop, attempt
 from launcher.supervise.command import TrainingCommand
@@ -105,17 +105,32 @@ class Supervised:
         if is_first:
             # The same line begins a run and goes on with it, as a scheduler wants it that starts a job again.
             begun = self._saved is not None or last_step(self.folder) is not None
-            if line.resume in ("latest", "newest-good") and not begun and not self._is_in_store():
-                line = line.resuming(None)
+            if self.config.run.resume in ("latest", "newest-good") and not begun and not self._is_in_store():
+                line = self._anew()
             return line
-        if self._saved is not None or self._is_in_store():
-            line = line.resuming("newest-good")
-        else:
-            line = line.resuming(None)
-            begin_anew(self.folder)
+        # A line with "auto" does all of this by itself.
+        if self.config.run.resume != AUTO:
+            line = self._going_on()
         if line.hostfile is None:
             return line
         return self._on_answering(line, read_hostfile(line.hostfile), stop)
+
+    def _going_on(self) -> TrainingCommand:
+        """The line from where the last attempt has left the run's folder."""
+        if self._saved is not None or self._is_in_store():
+            return self.command.resuming("newest-good")
+        if self.config.run.resume not in ("no", "latest", "newest-good"):
+            # A checkpoint of another run: this one has no other weights to begin with.
+            return self.command
+        begin_anew(self.folder)
+        return self._anew()
+
+    def _anew(self) -> TrainingCommand:
+        """The line of a run that begins, whatever the line or its file says."""
+        line = self.command.resuming(None)
+        if self.command.resume is None and self.config.run.resume != "no":
+            line = self.command.resuming("no")
+        return line
 
     def _is_in_store(self) -> bool:
         return has_checkpoint(self.config.checkpoint.store, self.tell)

@@ -12,7 +12,7 @@ from typing import Any
 
 from launcher.checkpoint.folder import remove_leftovers, set_aside_newer
 from launcher.checkpoint.retention import VALIDATION_LOSS
-from launcher.metrics.record import Record, truncate_after
+from launcher.metrics.record import DISCARDED_FILE, METRICS_FILE, Record, truncate_after
 from launcher.metrics.trackers.feed import TrackerFeed, open_trackers
 from launcher.metrics.writer import Lines, RecordWriter
 from launcher.run_folder import write_config_and_environment
@@ -122,6 +122,8 @@ class Trainer:
         # Only here: everything that could refuse this start has agreed to it, and a refused one changes no file.
         if run.origin == "resumed":
             on_every_rank(lambda: _rewind_on_rank_0(run, self.progress.step))
+        elif run.begins_again:
+            on_every_rank(lambda: _begin_again_on_rank_0(run))
         if run.is_rank_0:
             write_config_and_environment(run.folder, run.config, run.mesh, run.engine.num_parameters)
         run.saver.kept.begin()
@@ -231,9 +233,25 @@ def _rewind_on_rank_0(run: Run, step: int) -> None:
         rewind(run.folder, step)
 
 
-def rewind(folder: Path, step: int) -> None:
-    """Set aside what a run did after this step: it will be done anew. The process may be killed at any point."""
+def _begin_again_on_rank_0(run: Run) -> None:
+    if not run.is_rank_0:
+        return
+    moved = rewind(run.folder, -1)
+    log.info(
+        "An earlier start of this run ended before its first checkpoint: the run begins anew, and %d lines of %s went "
+        "to %s.",
+        moved,
+        METRICS_FILE,
+        run.folder / DISCARDED_FILE,
+    )
+
+
+def rewind(folder: Path, step: int) -> int:
+    """Set aside what a run did after this step: it will be done anew. Returns how many lines of metrics moved.
+
+    The process may be killed at any point.
+    """
     remove_leftovers(folder)
     # Checkpoints go first: metrics may be newer than the newest checkpoint, never older.
     set_aside_newer(folder, step)
-    truncate_after(folder, step)
+    return truncate_after(folder, step)
