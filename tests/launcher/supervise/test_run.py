@@ -11,6 +11,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from launcher.recipes.find import QUICKSTART
 from launcher.supervise import run as supervised
 from launcher.supervise.command import TrainingCommand
 from tests.launcher.cli.calls import call
@@ -59,6 +60,34 @@ def test_one_line_begins_a_run_and_goes_on_with_it(capsys, tmp_path: Path):
     assert call(capsys, *line)[0] == 2
     assert call(capsys, *line)[0] == 0
     assert trainer.resumes() == [None, "newest-good"]
+
+
+def test_a_line_that_does_it_all_is_repeated_as_it_is(capsys, tmp_path: Path):
+    """``run.resume = "auto"``, on the line or in its file, begins, begins again and goes on by itself."""
+    acts = (Act(), Act(steps=(1,)), Act(steps=(1, 2), saves=(2,)), Act(steps=range(3, 11), code=0))
+    trainer = Trainer(tmp_path, *acts)
+    assert call(capsys, "run", *NOW, "--", *trainer.words("--run.resume", "auto"))[0] == 0
+    assert trainer.resumes() == ["auto"] * 4
+    assert not (trainer.run / "metrics.discarded.jsonl").exists(), "the training itself sets it aside"
+
+
+@pytest.mark.parametrize("resume", ["newest-good", "auto"])
+def test_the_file_of_a_line_counts_as_the_line(capsys, tmp_path: Path, resume: str):
+    trainer = Trainer(tmp_path, Act(steps=(1,)), Act(steps=(1, 2), saves=(2,)), Act(steps=range(3, 11), code=0))
+    toml = tmp_path / "run.toml"
+    toml.write_text(QUICKSTART.read_text().replace("[run]", f'[run]\nresume = "{resume}"'))
+    code, _, err = call(capsys, "run", *NOW, "--", *trainer.words("--config", toml))
+    assert code == 0, err
+    assert trainer.resumes() == {"newest-good": ["no", "no", "newest-good"], "auto": [None] * 3}[resume]
+
+
+def test_a_checkpoint_of_another_run_is_gone_on_from_until_this_one_has_its_own(capsys, tmp_path: Path):
+    """Begun anew, the second attempt would have other weights than the first."""
+    trainer = Trainer(tmp_path, Act(steps=(6,)), Act(steps=(6, 7), saves=(7,)), Act(steps=range(8, 11), code=0))
+    other = str(tmp_path / "other" / "checkpoints" / "step_000005")
+    code, _, err = call(capsys, "run", *NOW, "--", *trainer.words("--run.resume", other))
+    assert code == 0, err
+    assert trainer.resumes() == [other, other, "newest-good"]
 
 
 @pytest.mark.parametrize(
