@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
 import threading
 import time
 from pathlib import Path
@@ -13,6 +14,7 @@ import pytest
 
 from launcher.recipes.find import QUICKSTART
 from launcher.supervise import run as supervised
+from launcher.supervise.attempt import Stop, attempt
 from launcher.supervise.command import TrainingCommand
 from tests.launcher.cli.calls import call
 from tests.launcher.runs import SCREEN
@@ -159,6 +161,59 @@ def test_a_signal_goes_to_the_training_and_ends_it_here_too(capsys, tmp_path: Pa
     # SIGTERM is one that it hears; of the others it dies.
     assert code == {signal.SIGTERM: 7, signal.SIGINT: 130, signal.SIGHUP: 129}[number]
     assert len(trainer.calls()) == 1
+
+
+_FAMILY = """
+import os, pathlib, signal, subprocess, sys, time
+
+place, kind = pathlib.Path(sys.argv[1]), sys.argv[2]
+heard = lambda number, frame: (place / f"{kind}.heard").write_text(str(number))
+for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1):
+    signal.signal(number, heard)
+others = {"runner": ["rank", "worker"], "rank": ["child"]}.get(kind, [])
+words = [sys.executable, __file__, str(place)]
+variables = {**os.environ, "RANK": "0"}
+started = [subprocess.Popen([*words, x], env=variables if x == "rank" else None) for x in others]
+(place / f"{kind}.ready").touch()
+end = time.monotonic() + 20
+while time.monotonic() < end and not (place / "end").exists():
+    time.sleep(0.01)
+for process in started:
+    process.wait()
+"""
+
+
+@pytest.mark.parametrize(
+    ("number", "alone", "hear"),
+    [
+        (signal.SIGINT, True, {"rank"}),
+        (signal.SIGTERM, True, {"rank"}),
+        # Every process has a rank, and nobody can say whose it is.
+        (signal.SIGINT, False, {"runner", "rank", "worker", "child"}),
+    ],
+)
+def test_of_a_session_the_ranks_hear_a_signal(tmp_path: Path, monkeypatch, number, alone, hear):
+    (tmp_path / "family.py").write_text(_FAMILY)
+    if not alone:
+        monkeypatch.setenv("RANK", "3")
+    everyone, stop = ("runner", "rank", "worker", "child"), Stop()
+
+    def tell() -> None:
+        while not all((tmp_path / f"{one}.ready").exists() for one in everyone):
+            time.sleep(0.01)
+        os.kill(os.getpid(), number)
+        while not all((tmp_path / f"{one}.heard").exists() for one in hear):
+            time.sleep(0.01)
+        # Who hears it in spite of that does so within this time.
+        time.sleep(0.3)
+        (tmp_path / "end").touch()
+
+    sender = threading.Thread(target=tell)
+    sender.start()
+    with stop.listening():
+        attempt([sys.executable, str(tmp_path / "family.py"), str(tmp_path), "runner"], stop)
+    sender.join()
+    assert {one for one in everyone if (tmp_path / f"{one}.heard").exists()} == hear
 
 
 def test_whoever_waits_for_the_next_attempt_can_be_stopped(capsys, tmp_path: Path):
