@@ -43,6 +43,14 @@ def check_screen(message: str) -> None:
     assert "Traceback" not in message
 
 
+def zstd_bomb(num_bytes: int) -> bytes:
+    """A frame of zstd that becomes so many letters, 128 KiB from each 4 bytes of it."""
+    block, last = 2**17, (0 << 3 | 1).to_bytes(3, "little")
+    # No size of the content, and a window of 128 KiB; blocks that repeat one byte.
+    head = (0xFD2FB528).to_bytes(4, "little") + bytes([0x00, 7 << 3])
+    return head + ((block << 3 | 1 << 1).to_bytes(3, "little") + b"a") * (num_bytes // block) + last
+
+
 def _status_mib(name: str) -> float:
     """A size in /proc/self/status."""
     lines = Path("/proc/self/status").read_text().splitlines()
