@@ -137,7 +137,7 @@ class CheckpointReader:
             files, problems = self.manifest["files"], _proof_problem(self.folder)
         for name in files or ():
             # The size first: it is free, and a copy that was cut short is the usual damage.
-            problem = self._wrong_size(name) or self._wrong_hash(name)
+            problem = self._wrong_size(name) or _wrong_hash(self.folder / name, self.manifest["files"][name])
             problems += [problem] * bool(problem)
         return problems
 
@@ -175,24 +175,6 @@ class CheckpointReader:
             return f"{name} has {path.stat().st_size} bytes, the manifest says {num_bytes}"
         return ""
 
-    def _wrong_hash(self, name: str) -> str:
-        """What is wrong with a file, by reading all of it; empty where all is well."""
-        entry = self.manifest["files"][name]
-        try:
-            if "blocks" in entry:
-                found = describe_file(self.folder / name)
-            else:
-                found = {"hash": hash_file(self.folder / name)}
-        except OSError as error:
-            # A disk that fails shows it here first.
-            return f"{name} cannot be read: {error.strerror or error}"
-        if found["hash"] != entry["hash"]:
-            return f"{name} is damaged: its xxh3-128 is not the manifest's"
-        # Those who load it compare these and not the one above.
-        if found.get("blocks") != entry.get("blocks"):
-            return f"{name} is damaged: the xxh3-128 of a block of it is not the manifest's"
-        return ""
-
     def _places(self, name: str, role: str, start: int, numel: int) -> list[_Place]:
         """Where the values of a range lie; CheckpointError where there are none."""
         if role not in self._roles:
@@ -213,6 +195,24 @@ class CheckpointReader:
     def _fill(self, out: Tensor, start: int, places: Iterable[_Place]) -> None:
         for place in places:
             self._files.read_into(place.file, place.first, out[place.lo - start : place.hi - start])
+
+
+def _wrong_hash(path: Path, entry: dict[str, Any]) -> str:
+    """What is wrong with a file, by reading all of it; empty where it is what the manifest's ``entry`` says."""
+    try:
+        if "blocks" in entry:
+            found = describe_file(path)
+        else:
+            found = {"hash": hash_file(path)}
+    except OSError as error:
+        # A disk that fails shows it here first.
+        return f"{path.name} cannot be read: {error.strerror or error}"
+    if found["hash"] != entry["hash"]:
+        return f"{path.name} is damaged: its xxh3-128 is not the manifest's"
+    # Those who load it compare these and not the one above.
+    if found.get("blocks") != entry.get("blocks"):
+        return f"{path.name} is damaged: the xxh3-128 of a block of it is not the manifest's"
+    return ""
 
 
 class _Place(NamedTuple):

@@ -106,31 +106,17 @@ class Supervised:
             # The same line begins a run and goes on with it, as a scheduler wants it that starts a job again.
             begun = self._saved is not None or last_step(self.folder) is not None
             if self.config.run.resume in ("latest", "newest-good") and not begun and not self._is_in_store():
-                line = self._anew()
+                line = begun_anew(line, self.config)
             return line
-        # A line with "auto" does all of this by itself.
-        if self.config.run.resume != AUTO:
-            line = self._going_on()
+        # "auto" does all of this by itself. A checkpoint of another run stays until there is one of this run.
+        if self.config.run.resume != AUTO and (self._saved is not None or self._is_in_store()):
+            line = line.resuming("newest-good")
+        elif self.config.run.resume in ("no", "latest", "newest-good"):
+            begin_anew(self.folder)
+            line = begun_anew(line, self.config)
         if line.hostfile is None:
             return line
         return self._on_answering(line, read_hostfile(line.hostfile), stop)
-
-    def _going_on(self) -> TrainingCommand:
-        """The line from where the last attempt has left the run's folder."""
-        if self._saved is not None or self._is_in_store():
-            return self.command.resuming("newest-good")
-        if self.config.run.resume not in ("no", "latest", "newest-good"):
-            # A checkpoint of another run: this one has no other weights to begin with.
-            return self.command
-        begin_anew(self.folder)
-        return self._anew()
-
-    def _anew(self) -> TrainingCommand:
-        """The line of a run that begins, whatever the line or its file says."""
-        line = self.command.resuming(None)
-        if self.command.resume is None and self.config.run.resume != "no":
-            line = self.command.resuming("no")
-        return line
 
     def _is_in_store(self) -> bool:
         return has_checkpoint(self.config.checkpoint.store, self.tell)
@@ -200,6 +186,14 @@ class Supervised:
         except OSError as error:
             # A full disk may be why the attempt failed; the next one will say so.
             log.warning("%s cannot be written: %s", self.folder / RESTARTS_FILE, error)
+
+
+def begun_anew(line: TrainingCommand, config: RunConfig) -> TrainingCommand:
+    """The line of a run that begins, whatever it or its file says of a checkpoint."""
+    # Without the flag the file counts.
+    if line.resume is None and config.run.resume != "no":
+        return line.resuming("no")
+    return line.resuming(None)
 
 
 def has_checkpoint(store: str, tell: Tell) -> bool:

@@ -120,10 +120,8 @@ class Trainer:
         """Let the folder's history end where this process begins, and give it this process's config."""
         run = self.run
         # Only here: everything that could refuse this start has agreed to it, and a refused one changes no file.
-        if run.origin == "resumed":
+        if run.origin == "resumed" or run.begins_again:
             on_every_rank(lambda: _rewind_on_rank_0(run, self.progress.step))
-        elif run.begins_again:
-            on_every_rank(lambda: _begin_again_on_rank_0(run))
         if run.is_rank_0:
             write_config_and_environment(run.folder, run.config, run.mesh, run.engine.num_parameters)
         run.saver.kept.begin()
@@ -229,13 +227,12 @@ def _finish(run: Run, step: int) -> None:
 
 
 def _rewind_on_rank_0(run: Run, step: int) -> None:
-    if run.is_rank_0:
-        rewind(run.folder, step)
-
-
-def _begin_again_on_rank_0(run: Run) -> None:
     if not run.is_rank_0:
         return
+    if not run.begins_again:
+        rewind(run.folder, step)
+        return
+    # Also what was recorded of step 0.
     moved = rewind(run.folder, -1)
     log.info(
         "An earlier start of this run ended before its first checkpoint: the run begins anew, and %d lines of %s went "
