@@ -13,7 +13,7 @@ import os
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
-from typing import BinaryIO
+from typing import BinaryIO, cast
 
 import xxhash
 import zstandard
@@ -234,7 +234,7 @@ def _blocks(raw: BinaryIO, packed: PackedShard | None, source: Location) -> Iter
     damaged = DataError(f"{source} is damaged: its checksum is not the one in {PACKED_FILE}. {_ADVICE}")
     hashed = _Hashed(raw)
     # Read block by block: 64 KiB of zstd can become 2 GiB, and who takes them stops at the size of the shard.
-    unpacked = zstandard.ZstdDecompressor().stream_reader(hashed, read_size=1 << 16, closefd=False)
+    unpacked = zstandard.ZstdDecompressor().stream_reader(cast(BinaryIO, hashed), read_size=1 << 16, closefd=False)
     try:
         while block := unpacked.read(_READ_BYTES):
             yield block
