@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
@@ -32,21 +33,26 @@ from longctx.errors import CheckpointError, ConfigError
 SHAPES = {"a.weight": (4, 5), "b.bias": (3,), "c.experts": (2, 3, 2)}
 
 
-def tensor(name: str, role: str) -> torch.Tensor:
-    shape = SHAPES[name]
-    offset = 1000 * ROLES.index(role) + 100 * list(SHAPES).index(name)
+Shapes = Mapping[str, tuple[int, ...]]
+
+
+def tensor(name: str, role: str, shapes: Shapes = SHAPES) -> torch.Tensor:
+    shape = shapes[name]
+    offset = 1000 * ROLES.index(role) + 100 * list(shapes).index(name)
     return torch.arange(torch.Size(shape).numel(), dtype=torch.float32).view(shape) + offset
 
 
-def write(folder: Path, cuts: dict[str, list[int]] | None = None, roles=ROLES, **changes) -> Path:
+def write(
+    folder: Path, cuts: dict[str, list[int]] | None = None, roles=ROLES, shapes: Shapes = SHAPES, **changes
+) -> Path:
     """A checkpoint whose flattened tensors are cut at ``cuts``; the pieces alternate between two files."""
     folder.mkdir(parents=True, exist_ok=True)
     files: list[dict[str, torch.Tensor]] = [{}, {}]
     table = {}
-    for name, shape in SHAPES.items():
+    for name, shape in shapes.items():
         table[name] = {"shape": list(shape), "roles": {role: [] for role in roles}}
         for role in roles:
-            flat = tensor(name, role).flatten()
+            flat = tensor(name, role, shapes).flatten()
             bounds = [0, *(cuts or {}).get(name, []), len(flat)]
             for number, (a, b) in enumerate(pairwise(bounds)):
                 key = f"{name}/{role}/{a}/{number}"

@@ -7,6 +7,7 @@ import os
 import shutil
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
@@ -22,12 +23,21 @@ from launcher.checkpoint.store import Store, check_unused, find_address, store_a
 from launcher.config.store import store_place
 from launcher.metrics.record import read_metrics
 from longctx.checkpoint_format import MANIFEST, PROVED, CheckpointReader, list_checkpoints
+from longctx.conversion.tensors import parameter_shapes
 from longctx.errors import CheckpointError, ConfigError, DataError
 from tests.data_pipeline.stores.s3_server import S3Server
 from tests.data_pipeline.stores.s3_server import Store as Objects
 from tests.launcher.workers import end_guarded, train
 from tests.launcher.workers import run as run_workers
+from tests.longctx.samples import tiny_config
 from tests.longctx.test_checkpoint_format import write
+
+MODEL = tiny_config(
+    num_layers=1, num_experts=0, shared_ffn_size=0, hidden_size=8, ffn_size=8, num_heads=2, vocab_size=7
+)
+SHAPES = parameter_shapes(MODEL)
+CUTS = {"model.norm.weight": [4]}
+"""So that both files have pieces."""
 
 pytestmark = pytest.mark.timeout(120)
 ADDRESS = "s3://corpora/runs/first"
@@ -67,8 +77,9 @@ def run(tmp_path: Path) -> Path:
 
 
 def save(run: Path, step: int, *, is_proved: bool = False, loss: float | None = None) -> Path:
-    """A committed checkpoint in the run's folder."""
-    folder = write(folder_of(run, step), step=step, training={"step": step, "validation_loss": loss})
+    """A committed checkpoint of a tiny model in the run's folder."""
+    training = {"step": step, "validation_loss": loss}
+    folder = write(folder_of(run, step), CUTS, shapes=SHAPES, model=asdict(MODEL), step=step, training=training)
     if is_proved:
         write_proof(folder, CheckpointReader(folder).manifest["hash"], Proof("step", step + 1, 2.0))
     return folder
