@@ -79,7 +79,7 @@ def _newest_good(
         next_step, before = before, step
         path = known.get(step)
         if path is not None and (problems := problems_of(path)):
-            reason = _on_one_line(problems)
+            reason = _on_one_line(problems).removeprefix(f"{path}/").removeprefix(f"{path}: ")
             log.warning("%s is passed over: %s", path, reason)
             reasons.append(f"{path.name}: {reason}")
             path = None

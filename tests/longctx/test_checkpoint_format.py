@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from dataclasses import asdict
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
@@ -28,7 +29,9 @@ from longctx.checkpoint_format import (
     model_config,
 )
 from longctx.config import ModelConfig
+from longctx.conversion.tensors import parameter_shapes
 from longctx.errors import CheckpointError, ConfigError
+from tests.longctx.samples import tiny_config
 
 SHAPES = {"a.weight": (4, 5), "b.bias": (3,), "c.experts": (2, 3, 2)}
 
@@ -68,6 +71,14 @@ def write(
         "files": {p.name: describe_file(p) for p in paths},
     }  # fmt: skip
     return seal(folder, manifest | changes)
+
+
+def write_model(folder: Path, *, step: int, training: dict) -> Path:
+    """A checkpoint of a tiny model, in two files."""
+    sizes = {"hidden_size": 8, "ffn_size": 8, "num_heads": 2, "vocab_size": 7}
+    model = tiny_config(num_layers=1, num_experts=0, shared_ffn_size=0, **sizes)
+    shapes, cuts = parameter_shapes(model), {"model.norm.weight": [4]}
+    return write(folder, cuts, shapes=shapes, model=asdict(model), step=step, training=training)
 
 
 def seal(folder: Path, manifest: dict) -> Path:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 import shutil
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import asdict
 from pathlib import Path
 
 import pytest
@@ -22,22 +22,13 @@ from launcher.checkpoint.retention import Retention
 from launcher.checkpoint.store import Store, check_unused, find_address, store_at
 from launcher.config.store import store_place
 from launcher.metrics.record import read_metrics
-from longctx.checkpoint_format import MANIFEST, PROVED, CheckpointReader, list_checkpoints
-from longctx.conversion.tensors import parameter_shapes
+from longctx.checkpoint_format import MANIFEST, PROVED, CheckpointReader, canonical_hash, list_checkpoints
 from longctx.errors import CheckpointError, ConfigError, DataError
 from tests.data_pipeline.stores.s3_server import S3Server
 from tests.data_pipeline.stores.s3_server import Store as Objects
 from tests.launcher.workers import end_guarded, train
 from tests.launcher.workers import run as run_workers
-from tests.longctx.samples import tiny_config
-from tests.longctx.test_checkpoint_format import write
-
-MODEL = tiny_config(
-    num_layers=1, num_experts=0, shared_ffn_size=0, hidden_size=8, ffn_size=8, num_heads=2, vocab_size=7
-)
-SHAPES = parameter_shapes(MODEL)
-CUTS = {"model.norm.weight": [4]}
-"""So that both files have pieces."""
+from tests.longctx.test_checkpoint_format import write_model
 
 pytestmark = pytest.mark.timeout(120)
 ADDRESS = "s3://corpora/runs/first"
@@ -78,8 +69,7 @@ def run(tmp_path: Path) -> Path:
 
 def save(run: Path, step: int, *, is_proved: bool = False, loss: float | None = None) -> Path:
     """A committed checkpoint of a tiny model in the run's folder."""
-    training = {"step": step, "validation_loss": loss}
-    folder = write(folder_of(run, step), CUTS, shapes=SHAPES, model=asdict(MODEL), step=step, training=training)
+    folder = write_model(folder_of(run, step), step=step, training={"step": step, "validation_loss": loss})
     if is_proved:
         write_proof(folder, CheckpointReader(folder).manifest["hash"], Proof("step", step + 1, 2.0))
     return folder
@@ -330,6 +320,23 @@ def test_without_its_store_a_run_resumes_from_its_folder(objects: Objects, run: 
     assert "Only the run's folder is looked at" in caplog.text
     with pytest.raises(CheckpointError, match=r"holds no committed checkpoint\. Nor does s3://corpora/runs/first"):
         find_resume(tmp_path / "empty", "latest", store_at(ADDRESS))
+
+
+def test_one_that_somebody_made_up_there_is_passed_over_before_it_is_copied(objects: Objects, run: Path, caplog):
+    store = store_at(ADDRESS)
+    for step in (2, 4):
+        store.send(save(run, step))
+    shutil.rmtree(run)
+    place = f"{KEY}/step_000004/{MANIFEST}"
+    body = json.loads(objects.objects[place])
+    del body["hash"]
+    body["model"]["num_layers"] = 4000
+    objects.objects[place] = json.dumps(body | {"hash": canonical_hash(body)}).encode()
+    objects.requests.clear()
+    assert find_resume(run, "auto", store) == folder_of(run, 2)
+    assert "step_000004 of s3://" in caplog.text
+    assert "4,000 layers, and only" in caplog.text
+    assert not objects.requests[f"GET {KEY}/step_000004/f0.safetensors"]
 
 
 def test_an_address_can_be_resumed_from(objects: Objects, run: Path, tmp_path: Path):
