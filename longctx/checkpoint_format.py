@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from longctx.architecture.size import count_parameters
+from longctx.checkpoint_files.blocks import describe_file
 from longctx.checkpoint_files.pieces import PieceFiles, link_problem
 from longctx.checkpoint_manifest import (
     FORMAT,
@@ -136,9 +137,7 @@ class CheckpointReader:
             files, problems = self.manifest["files"], _proof_problem(self.folder)
         for name in files or ():
             # The size first: it is free, and a copy that was cut short is the usual damage.
-            problem = self._wrong_size(name)
-            if not problem and hash_file(self.folder / name) != self.manifest["files"][name]["hash"]:
-                problem = f"{name} is damaged: its xxh3-128 is not the manifest's"
+            problem = self._wrong_size(name) or _wrong_hash(self.folder / name, self.manifest["files"][name])
             problems += [problem] * bool(problem)
         return problems
 
@@ -196,6 +195,24 @@ class CheckpointReader:
     def _fill(self, out: Tensor, start: int, places: Iterable[_Place]) -> None:
         for place in places:
             self._files.read_into(place.file, place.first, out[place.lo - start : place.hi - start])
+
+
+def _wrong_hash(path: Path, entry: dict[str, Any]) -> str:
+    """What is wrong with a file, by reading all of it; empty where it is what the manifest's ``entry`` says."""
+    try:
+        if "blocks" in entry:
+            found = describe_file(path)
+        else:
+            found = {"hash": hash_file(path)}
+    except OSError as error:
+        # A disk that fails shows it here first.
+        return f"{path.name} cannot be read: {error.strerror or error}"
+    if found["hash"] != entry["hash"]:
+        return f"{path.name} is damaged: its xxh3-128 is not the manifest's"
+    # Those who load it compare these and not the one above.
+    if found.get("blocks") != entry.get("blocks"):
+        return f"{path.name} is damaged: the xxh3-128 of a block of it is not the manifest's"
+    return ""
 
 
 class _Place(NamedTuple):

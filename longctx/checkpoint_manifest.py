@@ -222,6 +222,11 @@ def _loads(value: Any, where: str) -> None:
         raise ValueError(f"{where} has rows of different lengths")
 
 
+_HISTORY = record(
+    {"losses": listing(number, most=1024), "norms": listing(number, most=1024), "skipped": whole(), "in_row": whole()}
+)
+"""What spikes are judged by; whoever goes on with it has a closer look."""
+
 _TRAINING = record(
     {},
     {
@@ -231,6 +236,8 @@ _TRAINING = record(
         "world_size": whole(1),
         "zero_stage": whole(0, 3),
         "expert_load": _loads,
+        "optimizer_steps": whole(),
+        "history": nullable(_HISTORY),
         "model_type": nullable(NAME),
         "config": mapping(NAME, mapping(NAME, anything)),
         "imported": _IMPORTED,

@@ -18,7 +18,7 @@ from typing import Any
 import xxhash
 
 from longctx.errors import DataError, LongCtxError
-from longctx.untrusted.reading import read_json
+from longctx.untrusted.reading import parse_json, read_bounded
 
 MANIFEST = "manifest.json"
 CHECKPOINTS = "checkpoints"
@@ -159,7 +159,13 @@ def check_link(folder: Path, file: str, error: type[LongCtxError] = DataError) -
 
 
 def read_manifest_json(folder: Path) -> Any:
-    """The value of a checkpoint's manifest, nothing in it checked; OSError or ValueError where it cannot be read.
+    """The value of a checkpoint's manifest, nothing in it checked; OSError or ValueError where it cannot be read."""
+    content, most_values = read_manifest_bytes(folder)
+    return parse_json(content, most_values=most_values)
+
+
+def read_manifest_bytes(folder: Path) -> tuple[bytes, int]:
+    """The text of a checkpoint's manifest, and how many values it may have; OSError or ValueError as above.
 
     Each piece is named in the manifest and, in about as many bytes, in the header of its file: a manifest larger than
     twice the folder's other files describes no checkpoint, whoever wrote it.
@@ -169,7 +175,7 @@ def read_manifest_json(folder: Path) -> Any:
     beside = sum(path.stat().st_size for path in folder.glob("*.safetensors") if path.is_file())
     most_bytes = min(_SMALL_MANIFEST_BYTES + 2 * beside, _MOST_MANIFEST_BYTES)
     # A piece takes some 130 bytes and has four values.
-    return read_json(folder / MANIFEST, most_bytes=most_bytes, most_values=_SMALL_MANIFEST_VALUES + most_bytes // 20)
+    return read_bounded(folder / MANIFEST, most_bytes), _SMALL_MANIFEST_VALUES + most_bytes // 20
 
 
 def hash_file(path: Path) -> str:

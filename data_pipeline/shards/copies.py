@@ -13,7 +13,7 @@ import os
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
-from typing import BinaryIO
+from typing import BinaryIO, cast
 
 import xxhash
 import zstandard
@@ -231,19 +231,33 @@ def _blocks(raw: BinaryIO, packed: PackedShard | None, source: Location) -> Iter
         while block := raw.read(_READ_BYTES):
             yield block
         return
-    digest = xxhash.xxh3_128()
-    unpacked = zstandard.ZstdDecompressor().decompressobj()
     damaged = DataError(f"{source} is damaged: its checksum is not the one in {PACKED_FILE}. {_ADVICE}")
-    # Small pieces: what one becomes is in memory at once.
-    while piece := raw.read(1 << 16):
-        digest.update(piece)
-        try:
-            yield unpacked.decompress(piece)
-        except (zstandard.ZstdError, EOFError) as error:
-            raise damaged from error
+    hashed = _Hashed(raw)
+    # Read block by block: 64 KiB of zstd can become 2 GiB, and who takes them stops at the size of the shard.
+    unpacked = zstandard.ZstdDecompressor().stream_reader(cast(BinaryIO, hashed), read_size=1 << 16, closefd=False)
+    try:
+        while block := unpacked.read(_READ_BYTES):
+            yield block
+    except (zstandard.ZstdError, EOFError) as error:
+        raise damaged from error
     # Also bytes behind the last frame, which change nothing of what was unpacked.
-    if digest.hexdigest() != packed.xxh3_128:
+    while hashed.read(_READ_BYTES):
+        pass
+    if hashed.digest.hexdigest() != packed.xxh3_128:
         raise damaged
+
+
+class _Hashed:
+    """A file whose bytes are hashed as they are read."""
+
+    def __init__(self, raw: BinaryIO) -> None:
+        self._raw, self.digest = raw, xxhash.xxh3_128()
+
+    def read(self, count: int) -> bytes:
+        """The next bytes, at most ``count``."""
+        piece = self._raw.read(count)
+        self.digest.update(piece)
+        return piece
 
 
 @contextlib.contextmanager

@@ -1,4 +1,4 @@
-"""The checkpoints in a run folder: find, set aside, clear up."""
+"""The checkpoints in a run folder: find what a run goes on from, set aside, clear up."""
 
 from __future__ import annotations
 
@@ -8,28 +8,38 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from data_pipeline.stores.urls import is_url
+from launcher.checkpoint.first_start import check_never_saved
+from launcher.checkpoint.load import check_training
 from launcher.checkpoint.names import set_aside, step_of
 from launcher.checkpoint.proof import broken_step_after, is_proved
 from launcher.checkpoint.remove import leftovers
 from launcher.checkpoint.retention import remove_or_warn
 from launcher.checkpoint.store import Store, find_address
+from launcher.config.sections import AUTO, NEWEST
 from longctx.checkpoint_format import CHECKPOINTS, MANIFEST, CheckpointReader, list_checkpoints
 from longctx.checkpoint_manifest import refuse_deepspeed
-from longctx.errors import CheckpointError, DataError
+from longctx.conversion.checks import check_tensors
+from longctx.errors import CheckpointError, DataError, LongCtxError
 
 log = logging.getLogger(__name__)
+
+_MOST_REASONS = 4
+"""Checkpoints whose damage one message tells; a screen has room for no more."""
+_MOST_LETTERS = 240
+"""Of one reason."""
 
 
 def find_resume(run_folder: Path, resume: str, store: Store | None = None) -> Path | None:
     """The checkpoint that ``run.resume`` names; None for "no". CheckpointError when there is none such.
 
+    None for "auto" too, where a run begins: no checkpoint of it is there, and none ever was.
     One that the run's ``store`` has, and its folder not, is copied here. So is one that ``resume`` names by its URL.
     """
     if resume == "no":
         return None
     if is_url(resume):
         return _fetch(run_folder, resume)
-    if resume not in ("latest", "newest-good"):
+    if resume not in NEWEST:
         folder = Path(resume)
         if not (folder / MANIFEST).is_file():
             refuse_deepspeed(folder)
@@ -39,31 +49,39 @@ def find_resume(run_folder: Path, resume: str, store: Store | None = None) -> Pa
         return folder
     known = {step_of(path): path for path in list_checkpoints(run_folder)}
     there = _steps_there(store)
-    if not known and not there:
-        raise CheckpointError(_none_found(run_folder, resume, store))
     steps = sorted(known.keys() | there, reverse=True)
+    if not steps and resume == AUTO:
+        check_never_saved(run_folder)
+        return None
+    if not steps:
+        raise CheckpointError(_none_found(run_folder, resume, store))
     # "latest" trusts the files: loading checks their hashes anyway, and then says which one is damaged.
     if resume == "latest":
         found = next((path for path in (known.get(s) or _brought(run_folder, s, store) for s in steps) if path), None)
-    else:
-        found = _newest_good(run_folder, steps, known, store if there else None)
-    if found is None:
-        raise CheckpointError(_none_found(run_folder, resume, store))
-    return found
+        if found is None:
+            raise CheckpointError(_none_found(run_folder, resume, store))
+        return found
+    return _newest_good(run_folder, resume, known, store if there else None, steps=steps)
 
 
-def _newest_good(run_folder: Path, steps: list[int], known: Mapping[int, Path], store: Store | None) -> Path | None:
+def _newest_good(
+    run_folder: Path, resume: str, known: Mapping[int, Path], store: Store | None, *, steps: list[int]
+) -> Path:
     """The newest of these whose files are whole, unless training broke right after it and nothing proves it.
 
-    Those that are not ``known`` here, or damaged, are looked for in the ``store``.
+    Those that are not ``known`` here, or damaged, are looked for in the ``store``. CheckpointError, with why, where
+    none is whole.
     """
     newest_whole = None
+    reasons: list[str] = []
     before = math.inf
     for step in steps:
         next_step, before = before, step
         path = known.get(step)
         if path is not None and (problems := problems_of(path)):
-            log.warning("%s is passed over: %s", path, "; ".join(problems))
+            reason = _on_one_line(problems).removeprefix(f"{path}/").removeprefix(f"{path}: ")
+            log.warning("%s is passed over: %s", path, reason)
+            reasons.append(f"{path.name}: {reason}")
             path = None
         path = path or _brought(run_folder, step, store)
         if path is None:
@@ -76,8 +94,9 @@ def _newest_good(run_folder: Path, steps: list[int], known: Mapping[int, Path], 
             return path
         log.warning("%s is passed over: step %d after it was not finite, and no step has proved it.", path, broken)
         newest_whole = newest_whole or path
-    if newest_whole is not None:
-        log.warning("No other checkpoint is good: %s is taken all the same.", newest_whole)
+    if newest_whole is None:
+        raise CheckpointError(_none_good(run_folder, resume, store, reasons))
+    log.warning("No other checkpoint is good: %s is taken all the same.", newest_whole)
     return newest_whole
 
 
@@ -98,8 +117,8 @@ def _brought(run_folder: Path, step: int, store: Store | None) -> Path | None:
         return None
     try:
         path = store.fetch(step, run_folder)
-    except (CheckpointError, DataError) as error:
-        log.warning("step_%06d of %s is passed over: %s", step, store, error)
+    except LongCtxError as error:
+        log.warning("step_%06d of %s is passed over: %s", step, store, _on_one_line([str(error)]))
         return None
     log.info("Copied %s from %s: every hash is right.", path, store)
     return path
@@ -133,11 +152,46 @@ def set_aside_newer(run_folder: Path, step: int) -> None:
 
 
 def problems_of(path: Path) -> list[str]:
-    """What is wrong with a checkpoint's files; every byte is read."""
+    """What is wrong with a checkpoint; every byte of its files is read, unless its manifest says enough.
+
+    Its hashes alone prove nothing, for anybody can form them: the manifest has to be one that a run can load.
+    """
     try:
-        return CheckpointReader(path).verify()
-    except CheckpointError as error:
+        reader = CheckpointReader(path)
+        # By arithmetic and names, so whatever sizes a manifest claims, they cost nothing.
+        check_tensors(reader)
+        check_training(reader)
+        problems = reader.verify()
+        if not problems:
+            reader.check_entries()
+    except LongCtxError as error:
         return [str(error)]
+    return problems
+
+
+def _on_one_line(problems: list[str]) -> str:
+    """Problems for the log, cut to a line: of a damaged checkpoint every file may be one."""
+    first = problems[0].splitlines()[0]
+    if len(first) > _MOST_LETTERS:
+        first = f"{first[:_MOST_LETTERS]}…"
+    if len(problems) > 1:
+        first += f"; and {len(problems) - 1} more (longctx checkpoint verify)"
+    return first
+
+
+def _none_good(run_folder: Path, resume: str, store: Store | None, reasons: list[str]) -> str:
+    """The message where checkpoints are there, and a run can go on from none of them."""
+    lines = [f"run.resume={resume!r}, and no checkpoint of {run_folder / CHECKPOINTS} can be gone on from:"]
+    lines += [f"  {reason}" for reason in reasons[:_MOST_REASONS]]
+    if len(reasons) > _MOST_REASONS:
+        lines.append(f"  and {len(reasons) - _MOST_REASONS} older ones.")
+    if store is not None:
+        lines.append(f"{store} has none that is whole either.")
+    lines.append(
+        "Nothing was changed. Put a whole copy of one there, or start anew: --run.resume no and another "
+        "--run.output_dir."
+    )
+    return "\n".join(lines)
 
 
 def _none_found(run_folder: Path, resume: str, store: Store | None) -> str:

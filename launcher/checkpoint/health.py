@@ -11,11 +11,13 @@ from typing import Any
 from data_pipeline.stores.client import written_at
 from data_pipeline.stores.urls import ObjectPath
 from launcher.checkpoint.folder import problems_of
+from launcher.checkpoint.load import check_training
 from launcher.checkpoint.proof import is_proved
 from launcher.checkpoint.retention import Candidate, Retention
 from launcher.checkpoint.store import Store, StoredCheckpoint
 from launcher.config.sections import CheckpointSection
 from longctx.checkpoint_format import MANIFEST, CheckpointReader, list_checkpoints
+from longctx.conversion.checks import check_model, check_tensors
 from longctx.errors import CheckpointError, LongCtxError
 
 CONFIG_FILE = "config.toml"
@@ -71,7 +73,8 @@ def _stored_summary(step: int, stored: StoredCheckpoint, *, check: bool) -> Summ
     age = time.time() - (written_at(stored.place / MANIFEST) or time.time())
     try:
         manifest = stored.manifest()
-    except CheckpointError as error:
+        check_model(manifest, str(stored.place))
+    except LongCtxError as error:
         return Summary(step=step, folder=stored.place, age_seconds=age, health=DAMAGED, problem=str(error))
     listed = {name: entry["bytes"] for name, entry in manifest["files"].items()}
     problems = [f"{name} is missing, or of another size" for name in listed if stored.sizes.get(name) != listed[name]]
@@ -108,6 +111,8 @@ def _summary(folder: Path, *, check: bool) -> Summary:
     age = time.time() - (folder / MANIFEST).stat().st_mtime
     try:
         reader = CheckpointReader(folder)
+        check_tensors(reader)
+        check_training(reader)
     except LongCtxError as error:
         return Summary(step=step, folder=folder, age_seconds=age, health=DAMAGED, problem=str(error))
     # From cheap to expensive.

@@ -84,6 +84,25 @@ def check_start(reader: CheckpointReader, model: ModelConfig) -> None:
         raise CheckpointError(f"{_of_another_model(reader, model, differing)}\n{MAY_CHANGE}")
 
 
+def check_training(reader: CheckpointReader) -> None:
+    """CheckpointError unless what the manifest says of the run can be gone on with; nothing but it is read."""
+    training, model = reader.manifest["training"], model_config(reader)
+    _optimizer_steps(reader)
+    # One that was converted or upcycled has no loader, and begins at step 0.
+    if "loader" in training and training.get("step") != reader.step:
+        raise CheckpointError(
+            f"{reader.folder}: training.step={training.get('step')!r} is not the step {reader.step} of the checkpoint. "
+            "Use another one."
+        )
+    load = training.get("expert_load") or []
+    layers = sum(model.has_experts(layer) for layer in range(model.num_layers))
+    if load and (len(load), len(load[0])) != (layers, model.num_experts):
+        raise CheckpointError(
+            f"{reader.folder}: its expert_load is of {len(load)} layers with {len(load[0])} experts, and its model has "
+            f"{layers} with {model.num_experts}. Use another one."
+        )
+
+
 def _optimizer_steps(reader: CheckpointReader) -> int:
     """Steps that the optimiser has taken: fewer than the run's where some were left out."""
     # Earlier releases left out none, and did not say.

@@ -20,7 +20,8 @@ from launcher.checkpoint.retention import Candidate
 from launcher.config.store import store_place
 from longctx.checkpoint_format import CHECKPOINTS, MANIFEST, PROVED, CheckpointReader
 from longctx.checkpoint_manifest import check_manifest, parse_proof
-from longctx.errors import CheckpointError, ConfigError, DataError
+from longctx.conversion.checks import check_model
+from longctx.errors import CheckpointError, ConfigError, DataError, LongCtxError
 from longctx.files import explained_writes, sync_path, write_synced
 from longctx.untrusted.reading import parse_json
 
@@ -87,8 +88,9 @@ class StoredCheckpoint:
         """Problems found by reading all objects; empty where every hash is right."""
         try:
             manifest = self.manifest()
+            check_model(manifest, str(self.place))
             self.proof()
-        except CheckpointError as error:
+        except LongCtxError as error:
             return [str(error)]
         problems = []
         for name, entry in manifest["files"].items():
@@ -219,6 +221,8 @@ class Store:
         """
         stored, target = self.of_step(step), folder_of(run_folder, step)
         manifest, partial = stored.manifest(), hidden_folder(target)
+        # Before anything is copied that no run could load.
+        check_model(manifest, str(stored.place))
         with explained_writes(target, CheckpointError):
             # Where the run's folder was on a disk that is gone, there is none yet.
             partial.parent.mkdir(parents=True, exist_ok=True)

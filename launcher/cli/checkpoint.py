@@ -255,12 +255,14 @@ def _cells(row: Summary, stay: dict[int, str] | None) -> list[str]:
 
 def _problems(folder: Path) -> list[str]:
     """Everything that is wrong with one checkpoint, its files read one by one."""
+    from launcher.checkpoint.load import check_training
     from longctx.checkpoint_format import CheckpointReader
     from longctx.conversion.checks import check_tensors
 
     try:
         reader = CheckpointReader(folder)
         check_tensors(reader)
+        check_training(reader)
     except LongCtxError as error:
         return [str(error)]
     files = reader.manifest["files"]

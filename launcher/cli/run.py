@@ -20,8 +20,8 @@ def run(
 
     A rank that died, a host that went away or a launcher that was killed costs the steps behind the last checkpoint.
     Hosts of the hostfile that no longer answer are left out where the others are a valid run. What cannot help is not
-    tried: after exit code 2, and where two attempts in a row end at the same step, it stops. With --run.resume
-    newest-good in the command, the same line begins a run and goes on with it.
+    tried: after exit code 2, and where two attempts in a row end at the same step, it stops. With --run.resume auto
+    in the command, the same line begins a run and goes on with it.
 
     Signals go to the training, and end it here too. The exit code is that of the last attempt.
 

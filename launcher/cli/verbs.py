@@ -126,7 +126,7 @@ VERBS = {
         run.run,
         (
             "--retries 5 -- deepspeed --num_gpus 2 launcher/pretrain.py --config run.toml",
-            "-- deepspeed --hostfile hostfile launcher/pretrain.py --config run.toml --run.resume newest-good",
+            "-- deepspeed --hostfile hostfile launcher/pretrain.py --config run.toml --run.resume auto",
         ),
     ),
     "report": Verb(report.report, ("runs/first", "runs/first runs/second --output comparison.html")),

@@ -7,7 +7,7 @@ from collections.abc import Set
 from pathlib import Path
 from typing import Any
 
-from launcher.config.sections import NO_PRESET, PLAIN, ModelSection, RunConfig
+from launcher.config.sections import AUTO, NEWEST, NO_PRESET, PLAIN, ModelSection, RunConfig
 from longctx.checkpoint_format import MANIFEST, CheckpointReader, find_checkpoint, list_checkpoints, model_config
 from longctx.config import PRESETS, ModelConfig
 from longctx.errors import CheckpointError, ConfigError
@@ -65,10 +65,11 @@ def find_base(values: dict[str, Any]) -> ModelConfig | None:
     # Values of other types are refused by their names later, with all other keys.
     if not isinstance(resume, str) or not isinstance(start_from, str):
         return None
-    if resume != "no":
+    output_dir = Path(str(run.get("output_dir", RunConfig().run.output_dir)))
+    if _goes_on(output_dir, resume):
         if preset != NO_PRESET:
             return None
-        return _resumed_model(Path(str(run.get("output_dir", RunConfig().run.output_dir))), resume)
+        return _resumed_model(output_dir, resume)
     if start_from == "no":
         return None
     if preset != NO_PRESET:
@@ -108,16 +109,24 @@ def started_model(start_from: str) -> ModelConfig:
         raise type(error)(f"run.start_from={start_from!r}: {error}") from error
 
 
+def _goes_on(output_dir: Path, resume: str) -> bool:
+    """Whether a run is to take its model from a checkpoint of its own."""
+    if resume == AUTO:
+        # A first start names its model. So does a later one whose checkpoints are in a store alone.
+        return bool(list_checkpoints(output_dir))
+    return resume != "no"
+
+
 def _resumed_model(output_dir: Path, resume: str) -> ModelConfig | None:
     """The model of the checkpoint that a run resumes from; None where there is none, which the start will say."""
     candidates = [Path(resume)]
-    if resume in ("latest", "newest-good"):
+    if resume in NEWEST:
         candidates = list_checkpoints(output_dir)[::-1]
     for folder in candidates:
         # All checkpoints of a run are of one model, so a damaged newest one hides nothing.
         try:
             return model_config(CheckpointReader(folder))
-        except CheckpointError:
+        except (CheckpointError, ConfigError):
             continue
     return None
 
@@ -181,7 +190,7 @@ def settle_model(config: RunConfig, base: ModelConfig | None, named: Set[str]) -
 
     ``named`` are the keys that the file or a flag gives, such as ``model.hidden_size``.
     """
-    if config.run.resume != "no":
+    if _goes_on(Path(config.run.output_dir), config.run.resume):
         return config
     if base is not None:
         _check_changes(config, base)

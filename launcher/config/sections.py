@@ -25,6 +25,11 @@ LEAST_CHUNK = 1024
 NO_PRESET = "none"
 """What ``model.preset`` is where the model comes from a checkpoint, or from the section's own fields."""
 
+AUTO = "auto"
+"""What ``run.resume`` is where the first start of a run and every later one are the same command."""
+NEWEST = ("latest", "newest-good", AUTO)
+"""What ``run.resume`` is where the run's own folder and store say which checkpoint it goes on from."""
+
 PLAIN = ModelConfig(qkv_bias=False, norm_eps=1e-5, tie_embeddings=False)
 """A decoder like Llama's, but for its sizes: what fields without a preset and without a checkpoint are laid over."""
 
@@ -36,7 +41,8 @@ class RunSection:
     output_dir: str = "runs/quickstart"
     """Folder of the run: config, metrics, logs, checkpoints, report."""
     resume: str = "no"
-    """Checkpoint folder to go on from, "latest" or "newest-good" (hashes checked) of this run, or "no"."""
+    """Checkpoint folder to go on from, "latest" or "newest-good" (hashes checked) of this run, "auto" (newest-good, and
+    a new run where there is none yet), or "no"."""
     start_from: str = "no"
     """Checkpoint, run folder (its newest) or Hugging Face folder whose model and weights a new run takes, at step 0
     with an optimiser and schedule of its own. [model] names only what shall change: rope, max_positions, window, and

@@ -16,6 +16,9 @@ from typing import Any
 
 import numpy as np
 
+from launcher.metrics.record import METRICS_FILE
+from longctx.errors import DataError
+
 WHOLE_COUNTS = 512
 """Most counts of a step, layers times experts, that are written in every step."""
 MEAN_COUNTS = 96
@@ -78,7 +81,15 @@ def idle_experts(record: Mapping[str, Any], num_experts: int) -> np.ndarray | No
     if not record.get("expert_idle"):
         return None
     size = len(record["expert_layers"]) * num_experts
-    bits = np.frombuffer(zlib.decompress(base64.b64decode(record["expert_idle"])), dtype=np.uint8)
+    num_bytes = -(-size // 8)
+    try:
+        # No more than there are experts: the text may be anybody's.
+        unpacked = zlib.decompressobj().decompress(base64.b64decode(record["expert_idle"]), num_bytes + 1)
+    except (ValueError, zlib.error) as error:
+        raise DataError(f"{METRICS_FILE}, step {record['step']}: expert_idle cannot be read ({error}).") from error
+    if len(unpacked) != num_bytes:
+        raise DataError(f"{METRICS_FILE}, step {record['step']}: expert_idle is not of {size} experts.")
+    bits = np.frombuffer(unpacked, dtype=np.uint8)
     return np.unpackbits(bits, count=size).astype(bool).reshape(-1, num_experts)
 
 

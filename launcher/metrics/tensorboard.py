@@ -25,12 +25,13 @@ def check_tensorboard() -> None:
 
 
 def first_new_step(folder: Path) -> int | None:
-    """The step after the last record of a run folder; None where there is none."""
+    """The step after the last record of a run folder, 0 where all were set aside; None of a new run."""
     if not (folder / METRICS_FILE).is_file():
         return None
     steps = [record["step"] for record in read_metrics(folder)]
+    # A start that begins anew draws over one that never saved.
     if not steps:
-        return None
+        return 0
     return max(steps) + 1
 
 

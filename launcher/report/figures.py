@@ -111,7 +111,9 @@ styled = matplotlib.rc_context(_STYLE)
 
 
 @styled
-def loss_figure(train: Sequence[Any], validations: Sequence[Any], resumes: Sequence[int]) -> str:
+def loss_figure(
+    train: Sequence[Any], validations: Sequence[Any], resumes: Sequence[int], wrong: Sequence[int] = ()
+) -> str:
     """Training loss raw and smoothed, validation points, the unigram entropy as a dashed line."""
     figure, (axes,) = new_figure(1, height=3.7)
     loss = Series.of(train, "loss")
@@ -131,6 +133,7 @@ def loss_figure(train: Sequence[Any], validations: Sequence[Any], resumes: Seque
     broken = loss.steps[~np.isfinite(loss.values)]
     _mark_steps(axes, broken[:50], color=RED, linestyle="-", label="not finite")
     _mark_steps(axes, resumes, color=GREEN, linestyle=":", label="resumed")
+    _mark_steps(axes, wrong, color=RED, linestyle="--", label="wrong number")
     finish(axes, "step", "loss (nats a token)", loss)
     axes.legend(ncols=3, loc="upper right")
     _token_axis(axes, train)

@@ -179,7 +179,10 @@ def binned(kinds: np.ndarray, lengths: np.ndarray, width: float) -> tuple[np.nda
     """Edges of columns of ``width`` seconds, the last one narrower, and shares of each kind [kinds, columns]."""
     # What a kind has taken up to the end of each part, and by that, between them, up to the edge of each column.
     ends = np.concatenate([[0.0], np.cumsum(lengths)])
-    edges = np.append(np.arange(0.0, ends[-1], width), ends[-1])
+    # By rounding the last column can be next to nothing, or nothing: it then belongs to the one before.
+    starts = np.arange(0.0, ends[-1], width)
+    starts = np.append(starts[:1], starts[1:][ends[-1] - starts[1:] > 1e-6 * width])
+    edges = np.append(starts, ends[-1])
     shares = np.zeros((len(_NAMES), len(edges) - 1))
     for number in np.unique(kinds):
         taken = np.concatenate([[0.0], np.cumsum(np.where(kinds == number, lengths, 0.0))])

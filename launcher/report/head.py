@@ -14,6 +14,7 @@ from launcher.metrics.expert_load import DEAD_AFTER_STEPS
 from launcher.metrics.goodput.account import effective_share
 from launcher.metrics.record import DISCARDED_FILE, METRICS_FILE, Record
 from launcher.report import experts, figures
+from launcher.report.audits import audit_remarks
 from launcher.report.run import Run
 from launcher.report.text import duration, flatten, known, mean, number, perplexity
 from launcher.wording import plural
@@ -182,7 +183,7 @@ def _moments(records: Sequence[Record]) -> tuple[list[float], list[float]]:
 
 def remarks(run: Run) -> list[str]:
     """Remarks that a reader must know before trusting the curves."""
-    found = []
+    found = audit_remarks(run.audits)
     broken = [r["step"] for r in run.train if r["loss"] is None or not math.isfinite(r["loss"])]
     if broken:
         found.append(f"The loss was not finite in {plural(len(broken), 'step')}, first at step {broken[0]:,}.")

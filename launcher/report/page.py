@@ -14,6 +14,7 @@ from markupsafe import Markup
 from launcher.metrics.expert_load import DEAD_AFTER_STEPS
 from launcher.metrics.record import Record
 from launcher.report import experts, figures
+from launcher.report.audits import audit_sections
 from launcher.report.evaluation.sections import evaluation_sections
 from launcher.report.goodput import goodput_section
 from launcher.report.head import key_figures, progress, remarks, state
@@ -72,7 +73,8 @@ def render(run: Run) -> str:
 
 def sections(run: Run) -> list[Section]:
     """Every part in the order shown; a part without data says so."""
-    parts = [_loss_section(run), *_validation_sections(run), _position_section(run), _speed_section(run)]
+    parts = audit_sections(run.audits)
+    parts += [_loss_section(run), *_validation_sections(run), _position_section(run), _speed_section(run)]
     parts += _work_sections(run) + goodput_section(run.goodput) + planned_section(run)
     parts.append(_optimizer_section(run))
     parts += _expert_sections(run)
@@ -93,7 +95,9 @@ def _loss_section(run: Run) -> Section:
     caption = "The run has not been validated yet: there is nothing to compare the training loss with."
     if any(record.get("unigram_entropy") is not None for record in run.validations):
         caption = "A model that only knew how frequent each token is would be on the dashed line."
-    picture = figures.loss_figure(run.train, run.validations, run.resumed_steps)
+    picture = figures.loss_figure(
+        run.train, run.validations, run.resumed_steps, [event["step"] for event in run.audits]
+    )
     if any(record.get("tokens") for record in run.train):
         caption += " The upper axis counts tokens."
     return Section(title="Loss", caption=caption, picture=Markup(picture))

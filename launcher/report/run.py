@@ -10,6 +10,7 @@ from typing import Any
 
 from launcher.metrics.goodput.account import Goodput, read_goodput
 from launcher.metrics.record import DISCARDED_FILE, METRICS_FILE, Record, read_metrics
+from launcher.report.audits import audit_events
 from launcher.report.evaluation.folder import Evaluation, load_evaluations
 from launcher.run_folder import CONFIG_FILE, ENVIRONMENT_FILE
 from longctx.errors import ConfigError, DataError
@@ -28,6 +29,8 @@ class Run:
     """Empty when the file is missing."""
     num_discarded: int
     """Lines of ``metrics.discarded.jsonl``."""
+    audits: list[Record] = field(default_factory=list)
+    """Events of wrong numbers, also of steps that were taken again."""
     goodput: Goodput = field(default_factory=lambda: Goodput(attempts=()))
     """Where its seconds went; without attempts in a run that has kept no timeline."""
     evaluations: list[Evaluation] = field(default_factory=list)
@@ -101,13 +104,15 @@ def load_run(folder: Path) -> Run:
     if (folder / DISCARDED_FILE).is_file():
         num_discarded = (folder / DISCARDED_FILE).read_bytes().count(b"\n")
     evaluations, unread = load_evaluations(folder)
+    records = read_metrics(folder)
     return Run(
         name=folder.resolve().name,
-        records=read_metrics(folder),
+        records=records,
         config_text=config_text,
         config=config,
         environment=_load_environment(folder / ENVIRONMENT_FILE),
         num_discarded=num_discarded,
+        audits=audit_events(folder, records),
         goodput=read_goodput(folder),
         evaluations=evaluations,
         unread_evaluations=unread,

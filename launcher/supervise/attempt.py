@@ -17,6 +17,8 @@ from longctx.errors import LongCtxError
 
 HANDED_ON = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
 """Signals that mean the training, and not who supervises it."""
+_RANK = "RANK"
+"""The variable by which every launcher tells a rank its number."""
 _POLL_SECONDS = 0.2
 _LEAVE_SECONDS = 120.0
 """How long what is left of an attempt has to end by itself, once it was told to: ranks save before they do."""
@@ -80,7 +82,12 @@ class Stop:
             self._hand_on(number)
 
     def _hand_on(self, number: int) -> None:
-        for process in _members(self._session):
+        members = _members(self._session)
+        # To the ranks alone where they are here: they save, and their launchers end when they do. A launcher that gets
+        # Ctrl-C too shows where it was, and one that gets SIGTERM kills its ranks half a minute later.
+        if number != signal.SIGKILL:
+            members = _ranks(members) or members
+        for process in members:
             _send(process, number)
 
 
@@ -112,6 +119,30 @@ def _members(session: int) -> list[psutil.Process]:
             # It has ended meanwhile, or is nobody of ours.
             continue
     return found
+
+
+def _ranks(members: Sequence[psutil.Process]) -> list[psutil.Process]:
+    """Those among them that a launcher has given a rank; none where that cannot be told."""
+    # All that is started by a rank has one, also this process where that is what started it.
+    if _RANK in os.environ:
+        return []
+    found = {process.pid: process for process in members if _has_rank(process)}
+    return [process for process in found.values() if _parent(process) not in found]
+
+
+def _has_rank(process: psutil.Process) -> bool:
+    try:
+        return _RANK in process.environ()
+    except (OSError, psutil.Error):
+        # It has ended meanwhile.
+        return False
+
+
+def _parent(process: psutil.Process) -> int | None:
+    try:
+        return process.ppid()
+    except psutil.Error:
+        return None
 
 
 def _end_all(session: int) -> int:

@@ -15,7 +15,7 @@ from launcher.cluster.exit import FAILED, INTERRUPTED
 from launcher.cluster.hostfile import read_hostfile
 from launcher.cluster.suspects import hosts_of, suspected_ranks
 from launcher.config.load import load_run_config
-from launcher.config.sections import RunConfig
+from launcher.config.sections import AUTO, RunConfig
 from launcher.metrics.record import Record
 from launcher.supervise.attempt import Ending, Stop, attempt
 from launcher.supervise.command import TrainingCommand
@@ -105,14 +105,15 @@ class Supervised:
         if is_first:
             # The same line begins a run and goes on with it, as a scheduler wants it that starts a job again.
             begun = self._saved is not None or last_step(self.folder) is not None
-            if line.resume in ("latest", "newest-good") and not begun and not self._is_in_store():
-                line = line.resuming(None)
+            if self.config.run.resume in ("latest", "newest-good") and not begun and not self._is_in_store():
+                line = begun_anew(line, self.config)
             return line
-        if self._saved is not None or self._is_in_store():
+        # "auto" does all of this by itself. A checkpoint of another run stays until there is one of this run.
+        if self.config.run.resume != AUTO and (self._saved is not None or self._is_in_store()):
             line = line.resuming("newest-good")
-        else:
-            line = line.resuming(None)
+        elif self.config.run.resume in ("no", "latest", "newest-good"):
             begin_anew(self.folder)
+            line = begun_anew(line, self.config)
         if line.hostfile is None:
             return line
         return self._on_answering(line, read_hostfile(line.hostfile), stop)
@@ -185,6 +186,14 @@ class Supervised:
         except OSError as error:
             # A full disk may be why the attempt failed; the next one will say so.
             log.warning("%s cannot be written: %s", self.folder / RESTARTS_FILE, error)
+
+
+def begun_anew(line: TrainingCommand, config: RunConfig) -> TrainingCommand:
+    """The line of a run that begins, whatever it or its file says of a checkpoint."""
+    # Without the flag the file counts.
+    if line.resume is None and config.run.resume != "no":
+        return line.resuming("no")
+    return line.resuming(None)
 
 
 def has_checkpoint(store: str, tell: Tell) -> bool:

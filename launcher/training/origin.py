@@ -14,10 +14,11 @@ from typing import Any, Literal
 import xxhash
 
 from launcher.checkpoint.folder import find_resume
-from launcher.checkpoint.load import check_model, check_start
+from launcher.checkpoint.load import check_model, check_start, check_training
 from launcher.checkpoint.store import Store, check_unused, store_at
 from launcher.config.model import find_start, is_hf_folder, started_model
-from launcher.config.sections import RunConfig
+from launcher.config.sections import AUTO, NEWEST, RunConfig
+from launcher.metrics.record import METRICS_FILE
 from launcher.run_folder import IMPORTED
 from longctx.architecture.size import count_parameters
 from longctx.checkpoint_format import MANIFEST, CheckpointReader, list_checkpoints, model_config
@@ -50,6 +51,8 @@ class Origin:
     """The config of the run that is resumed, as its checkpoint has it; None where it was imported."""
     order: dict[str, Any] | None = None
     """Where its loader stood; None where it had none."""
+    begins_again: bool = False
+    """Whether an earlier start of the run has recorded something, and ended before its first checkpoint."""
 
 
 def find_origin(config: RunConfig, model: ModelConfig, run_folder: Path) -> Origin:
@@ -58,7 +61,7 @@ def find_origin(config: RunConfig, model: ModelConfig, run_folder: Path) -> Orig
     CheckpointError on every rank alike where there is no such checkpoint, or its model differs too much.
     """
 
-    def find_on_rank_0() -> Path | None:
+    def find_on_rank_0() -> tuple[Path | None, bool] | None:
         # Rank 0 alone looks and hashes; a warning about a checkpoint passed over is then printed once.
         if environment_rank()[0] != 0:
             return None
@@ -67,17 +70,24 @@ def find_origin(config: RunConfig, model: ModelConfig, run_folder: Path) -> Orig
             store = store_at(config.checkpoint.store)
             if _begins(config.run.resume, run_folder, store):
                 check_unused(store)
-        return find_resume(run_folder, config.run.resume, store)
+        found = find_resume(run_folder, config.run.resume, store)
+        if found is None and store is not None and config.run.resume == AUTO:
+            # One that could not be asked may have checkpoints.
+            check_unused(store)
+        return found, (run_folder / METRICS_FILE).exists()
 
-    resume_from = broadcast_object(on_every_rank(find_on_rank_0))
+    found = broadcast_object(on_every_rank(find_on_rank_0))
+    assert found is not None, "rank 0 has looked"
+    resume_from, is_begun = found
     if resume_from is not None:
         return on_every_rank(lambda: _resumed(resume_from, model))
-    return on_every_rank(lambda: _started(config.run.start_from, model))
+    origin = on_every_rank(lambda: _started(config.run.start_from, model))
+    return dataclasses.replace(origin, begins_again=is_begun)
 
 
 def _begins(resume: str, run_folder: Path, store: Store) -> bool:
     """Whether a run begins here, with new weights or with what another one left: no other's store is taken for its."""
-    if resume in ("latest", "newest-good") or resume.startswith(str(store)):
+    if resume in NEWEST or resume.startswith(str(store)):
         return False
     return not list_checkpoints(run_folder)
 
@@ -87,6 +97,7 @@ def _resumed(folder: Path, model: ModelConfig) -> Origin:
     reader = CheckpointReader(folder)
     check_model(reader, model)
     check_tensors(reader)
+    check_training(reader)
     training = reader.manifest["training"]
     # A checkpoint that was converted or upcycled has no loader state: it begins at step 0 of this run's data.
     step = 0

@@ -85,6 +85,8 @@ class Run:
     engine: ZeroEngine
     routing: RoutingFiles
     origin: Kind
+    begins_again: bool
+    """Whether an earlier start of it left metrics and no checkpoint: these are set aside."""
     model_type: str | None
     """Hugging Face's type of the model that the weights came from, which an export keeps; None of new weights."""
     progress: Progress
@@ -207,7 +209,8 @@ def build_run(config: RunConfig, device: torch.device, stop: Stop | None = None)
         engine.initialize(config.run.seed)
 
     # Last, because only now the steps that this process takes are known.
-    routing = _open_routing(config, model, first_step=progress.step + 1, resumes=origin.kind == "resumed")
+    goes_on = origin.kind == "resumed" or origin.begins_again
+    routing = _open_routing(config, model, first_step=progress.step + 1, resumes=goes_on)
     return Run(
         config=config,
         model=model,
@@ -219,6 +222,7 @@ def build_run(config: RunConfig, device: torch.device, stop: Stop | None = None)
         engine=engine,
         routing=routing,
         origin=origin.kind,
+        begins_again=origin.begins_again,
         model_type=hf_type(origin),
         progress=progress,
         tokenizer_files=tokenizer_files,

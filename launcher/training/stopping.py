@@ -19,6 +19,7 @@ from torch.distributed.launcher.api import LaunchConfig
 
 from launcher.cluster.stopping import Reason, Stop
 from launcher.config.flags import take_flag
+from launcher.config.sections import AUTO
 from launcher.metrics.record import STOP_EVENT, Record, read_metrics
 from launcher.metrics.writer import RecordWriter
 from launcher.run_folder import LOGS
@@ -130,8 +131,10 @@ def _was_validated(folder: Path, step: int) -> bool:
 
 
 def going_on(command: Sequence[str]) -> str:
-    """A run's command line as it is typed to go on with it."""
-    words, _ = take_flag(list(command), "--run.resume")
+    """A run's command line as it is typed to go on with it: "auto" needs no change."""
+    words, resume = take_flag(list(command), "--run.resume")
+    if resume == AUTO:
+        return shlex.join(command)
     return shlex.join([*words, "--run.resume", "latest"])
 
 

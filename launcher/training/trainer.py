@@ -12,7 +12,7 @@ from typing import Any
 
 from launcher.checkpoint.folder import remove_leftovers, set_aside_newer
 from launcher.checkpoint.retention import VALIDATION_LOSS
-from launcher.metrics.record import Record, truncate_after
+from launcher.metrics.record import DISCARDED_FILE, METRICS_FILE, Record, truncate_after
 from launcher.metrics.trackers.feed import TrackerFeed, open_trackers
 from launcher.metrics.writer import Lines, RecordWriter
 from launcher.run_folder import write_config_and_environment
@@ -120,7 +120,7 @@ class Trainer:
         """Let the folder's history end where this process begins, and give it this process's config."""
         run = self.run
         # Only here: everything that could refuse this start has agreed to it, and a refused one changes no file.
-        if run.origin == "resumed":
+        if run.origin == "resumed" or run.begins_again:
             on_every_rank(lambda: _rewind_on_rank_0(run, self.progress.step))
         if run.is_rank_0:
             write_config_and_environment(run.folder, run.config, run.mesh, run.engine.num_parameters)
@@ -227,13 +227,28 @@ def _finish(run: Run, step: int) -> None:
 
 
 def _rewind_on_rank_0(run: Run, step: int) -> None:
-    if run.is_rank_0:
+    if not run.is_rank_0:
+        return
+    if not run.begins_again:
         rewind(run.folder, step)
+        return
+    # Also what was recorded of step 0.
+    moved = rewind(run.folder, -1)
+    log.info(
+        "An earlier start of this run ended before its first checkpoint: the run begins anew, and %d lines of %s went "
+        "to %s.",
+        moved,
+        METRICS_FILE,
+        run.folder / DISCARDED_FILE,
+    )
 
 
-def rewind(folder: Path, step: int) -> None:
-    """Set aside what a run did after this step: it will be done anew. The process may be killed at any point."""
+def rewind(folder: Path, step: int) -> int:
+    """Set aside what a run did after this step: it will be done anew. Returns how many lines of metrics moved.
+
+    The process may be killed at any point.
+    """
     remove_leftovers(folder)
     # Checkpoints go first: metrics may be newer than the newest checkpoint, never older.
     set_aside_newer(folder, step)
-    truncate_after(folder, step)
+    return truncate_after(folder, step)

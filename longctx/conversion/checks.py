@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
-from longctx.checkpoint_format import CHECKPOINTS, CheckpointReader, find_checkpoint, model_config
+from longctx.checkpoint_format import CHECKPOINTS, MANIFEST, CheckpointReader, check_size, find_checkpoint
+from longctx.config import ModelConfig
 from longctx.conversion.differences import raise_differences
 from longctx.conversion.tensors import parameter_shapes
 from longctx.errors import CheckpointError
@@ -47,9 +49,15 @@ def check_hashes(reader: CheckpointReader) -> None:
 
 def check_tensors(reader: CheckpointReader) -> None:
     """CheckpointError unless the checkpoint has exactly the tensors of its own config, with their shapes."""
-    meant = parameter_shapes(model_config(reader))
-    held = {name: reader.shape(name) for name in reader.names()}
+    check_model(reader.manifest, str(reader.folder))
+
+
+def check_model(manifest: dict[str, Any], folder: str) -> None:
+    """The same by the manifest of ``folder`` alone: it may be one of a store, whose files are not here."""
+    config = ModelConfig.from_dict(manifest["model"])
+    held = {name: tuple(entry["shape"]) for name, entry in manifest["tensors"].items()}
+    # First: it bounds what the names and shapes that the config means may cost.
+    check_size(config, held.values(), f"{folder}/{MANIFEST}")
+    meant = parameter_shapes(config)
     wrong = [f"{n} {held[n]} instead of {meant[n]}" for n in held.keys() & meant.keys() if held[n] != meant[n]]
-    raise_differences(
-        str(reader.folder), missing=meant.keys() - held.keys(), unexpected=held.keys() - meant.keys(), wrong=wrong
-    )
+    raise_differences(folder, missing=meant.keys() - held.keys(), unexpected=held.keys() - meant.keys(), wrong=wrong)

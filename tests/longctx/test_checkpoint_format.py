@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
+from dataclasses import asdict
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
@@ -27,26 +29,33 @@ from longctx.checkpoint_format import (
     model_config,
 )
 from longctx.config import ModelConfig
+from longctx.conversion.tensors import parameter_shapes
 from longctx.errors import CheckpointError, ConfigError
+from tests.longctx.samples import tiny_config
 
 SHAPES = {"a.weight": (4, 5), "b.bias": (3,), "c.experts": (2, 3, 2)}
 
 
-def tensor(name: str, role: str) -> torch.Tensor:
-    shape = SHAPES[name]
-    offset = 1000 * ROLES.index(role) + 100 * list(SHAPES).index(name)
+Shapes = Mapping[str, tuple[int, ...]]
+
+
+def tensor(name: str, role: str, shapes: Shapes = SHAPES) -> torch.Tensor:
+    shape = shapes[name]
+    offset = 1000 * ROLES.index(role) + 100 * list(shapes).index(name)
     return torch.arange(torch.Size(shape).numel(), dtype=torch.float32).view(shape) + offset
 
 
-def write(folder: Path, cuts: dict[str, list[int]] | None = None, roles=ROLES, **changes) -> Path:
+def write(
+    folder: Path, cuts: dict[str, list[int]] | None = None, roles=ROLES, shapes: Shapes = SHAPES, **changes
+) -> Path:
     """A checkpoint whose flattened tensors are cut at ``cuts``; the pieces alternate between two files."""
     folder.mkdir(parents=True, exist_ok=True)
     files: list[dict[str, torch.Tensor]] = [{}, {}]
     table = {}
-    for name, shape in SHAPES.items():
+    for name, shape in shapes.items():
         table[name] = {"shape": list(shape), "roles": {role: [] for role in roles}}
         for role in roles:
-            flat = tensor(name, role).flatten()
+            flat = tensor(name, role, shapes).flatten()
             bounds = [0, *(cuts or {}).get(name, []), len(flat)]
             for number, (a, b) in enumerate(pairwise(bounds)):
                 key = f"{name}/{role}/{a}/{number}"
@@ -62,6 +71,14 @@ def write(folder: Path, cuts: dict[str, list[int]] | None = None, roles=ROLES, *
         "files": {p.name: describe_file(p) for p in paths},
     }  # fmt: skip
     return seal(folder, manifest | changes)
+
+
+def write_model(folder: Path, *, step: int, training: dict) -> Path:
+    """A checkpoint of a tiny model, in two files."""
+    sizes = {"hidden_size": 8, "ffn_size": 8, "num_heads": 2, "vocab_size": 7}
+    model = tiny_config(num_layers=1, num_experts=0, shared_ffn_size=0, **sizes)
+    shapes, cuts = parameter_shapes(model), {"model.norm.weight": [4]}
+    return write(folder, cuts, shapes=shapes, model=asdict(model), step=step, training=training)
 
 
 def seal(folder: Path, manifest: dict) -> Path:

@@ -16,7 +16,8 @@ import zstandard
 from data_pipeline.prepare.documents import File, Piece
 from longctx.errors import DataError
 
-_ZSTD_INPUT_BYTES = 8 << 10
+_ZSTD_INPUT_BYTES = 2 << 10
+"""Read at a time: they can become 64 MiB, which are in memory at once. Smaller pieces take longer."""
 
 
 class OpenFile:
@@ -119,7 +120,6 @@ class _ZstdStream(io.RawIOBase):
     def readinto(self, buffer) -> int:
         """Fill ``buffer`` as far as the next bytes go, and return their number; 0 at the end."""
         while not self._output:
-            # Small pieces: one of 8 KiB can hold 256 MiB of the same byte.
             piece = self._input or self._raw.read(_ZSTD_INPUT_BYTES)
             if not piece:
                 if self._is_inside:

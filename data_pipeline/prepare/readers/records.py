@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, BinaryIO
 
 from data_pipeline.prepare.documents import DamageError, Document, Item, Skip
 
 MAX_RECORD_BYTES = 1 << 30
-"""A longer line, array element or CSV line is taken for damage, so that none fills the memory."""
+"""A longer line, array element, CSV line or compressed text is taken for damage, so that none fills the memory."""
 _MOST_NAMES = 12
 
 
@@ -41,6 +41,13 @@ def check_length(count: int) -> None:
     """Raise DamageError for a record that is longer than any may be."""
     if count > MAX_RECORD_BYTES:
         raise DamageError(f"a record is longer than {MAX_RECORD_BYTES >> 30} GiB")
+
+
+def read_bounded(stream: BinaryIO) -> bytes:
+    """What follows in a stream; DamageError where that is longer than a record may be, and no more is read then."""
+    rest = stream.read(MAX_RECORD_BYTES + 1)
+    check_length(len(rest))
+    return rest
 
 
 def _listed(names: Iterable[str]) -> str:

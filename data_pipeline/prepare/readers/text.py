@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 from data_pipeline.prepare.documents import Document, Item, Skip
 from data_pipeline.prepare.readers.opened import OpenFile
+from data_pipeline.prepare.readers.records import read_bounded
 
 _BINARY_PROBE_BYTES = 8192
 
@@ -17,7 +18,12 @@ def read_text(opened: OpenFile, text_field: str) -> Iterator[Item]:
     if b"\0" in head:
         yield Skip(opened.name, "binary")
         return
+    # A plain file is as large as it is on disk; some kilobytes of a compressed one can become terabytes.
+    if opened.file.format.compression:
+        rest = read_bounded(opened.stream)
+    else:
+        rest = opened.stream.read()
     try:
-        yield Document(opened.name, (head + opened.stream.read()).decode())
+        yield Document(opened.name, (head + rest).decode())
     except UnicodeDecodeError:
         yield Skip(opened.name, "not UTF-8")

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import xxhash
 
 from data_pipeline.inspect import describe, verify
 from data_pipeline.prepare import publish
@@ -21,6 +22,7 @@ from data_pipeline.shards.reader import ShardSet
 from data_pipeline.stores.urls import ObjectPath
 from longctx.errors import DataError
 from longctx.tokenizer import Tokenizer
+from tests.bounded import refusal, zstd_bomb
 from tests.data_pipeline.prepare.parts.conftest import content
 from tests.data_pipeline.stores.conftest import fill
 from tests.data_pipeline.stores.s3_server import Store
@@ -178,6 +180,18 @@ class TestPacked:
             shards.shard_tokens(1)
         assert not list(copies.copies_folder().rglob("00001.arrow"))
         assert any("00001.arrow.zst" in problem for problem in verify(packed))
+
+    def test_one_that_becomes_far_more_than_its_shard_is_refused(self, packed: Path):
+        """Gigabytes in some kilobytes, under the right checksum."""
+        raw = zstd_bomb(4 << 30)
+        (packed / "00001.arrow.zst").write_bytes(raw)
+        body = json.loads((packed / "packed.json").read_text())
+        del body["hash"]
+        body["shards"][1] |= {"bytes": len(raw), "xxh3_128": xxhash.xxh3_128_hexdigest(raw)}
+        (packed / "packed.json").write_text(json.dumps(body | {"hash": hash_json(body)}))
+        message = refusal(lambda: ShardSet.open(packed).shard_tokens(1))
+        assert "00001.arrow.zst is damaged: its checksum is not the one in manifest.json" in message
+        assert not list(copies.copies_folder().rglob("00001.arrow*"))
 
     @pytest.mark.parametrize(
         "change",

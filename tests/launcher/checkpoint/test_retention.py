@@ -19,9 +19,10 @@ from launcher.checkpoint.proof import Proof, broken_step_after, is_in_range, is_
 from launcher.checkpoint.retention import Candidate, Retention, prune
 from launcher.config.check import check_run
 from launcher.metrics.record import METRICS_FILE, encode
-from longctx.checkpoint_format import CHECKPOINTS, MANIFEST, PROVED, CheckpointReader, canonical_hash, list_checkpoints
+from longctx.checkpoint_format import CHECKPOINTS, MANIFEST, PROVED, CheckpointReader, list_checkpoints
 from longctx.errors import ConfigError
 from tests.launcher.runs import tiny_config
+from tests.longctx.test_checkpoint_format import write_model
 
 NO_LOSS: Mapping[int, float] = {}
 
@@ -101,27 +102,14 @@ class TestConfig:
         check_run(tiny_config(tmp_path, tmp_path, {f"checkpoint.{key}": value for key, value in changed.items()}), 2)
 
 
-# Folders. Their checkpoints hold no tensor's files: what is decided goes by manifests.
+# Folders.
 
 
 def commit(run: Path, step: int, *, loss: float | None = None, whole: bool = True) -> Path:
-    """A checkpoint with one tensor, as far as its manifest goes."""
-    folder = run / CHECKPOINTS / f"step_{step:06d}"
-    folder.mkdir(parents=True)
-    files = {}
+    """A checkpoint of a tiny model."""
+    folder = write_model(run / CHECKPOINTS / f"step_{step:06d}", step=step, training={"validation_loss": loss})
     if not whole:
-        files["rank_00000.safetensors"] = {"bytes": 1, "hash": ""}
-    manifest = {
-        "format": "longctx-checkpoint",
-        "version": 1,
-        "step": step,
-        "dtype": "float32",
-        "model": {},
-        "tensors": {"w": {"shape": [0], "roles": {"master": []}}},
-        "files": files,
-        "training": {"validation_loss": loss},
-    }
-    (folder / MANIFEST).write_text(json.dumps(manifest | {"hash": canonical_hash(manifest)}))
+        (folder / "f0.safetensors").unlink()
     return folder
 
 

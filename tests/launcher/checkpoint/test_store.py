@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 import shutil
@@ -21,13 +22,13 @@ from launcher.checkpoint.retention import Retention
 from launcher.checkpoint.store import Store, check_unused, find_address, store_at
 from launcher.config.store import store_place
 from launcher.metrics.record import read_metrics
-from longctx.checkpoint_format import MANIFEST, PROVED, CheckpointReader, list_checkpoints
+from longctx.checkpoint_format import MANIFEST, PROVED, CheckpointReader, canonical_hash, list_checkpoints
 from longctx.errors import CheckpointError, ConfigError, DataError
 from tests.data_pipeline.stores.s3_server import S3Server
 from tests.data_pipeline.stores.s3_server import Store as Objects
 from tests.launcher.workers import end_guarded, train
 from tests.launcher.workers import run as run_workers
-from tests.longctx.test_checkpoint_format import write
+from tests.longctx.test_checkpoint_format import write_model
 
 pytestmark = pytest.mark.timeout(120)
 ADDRESS = "s3://corpora/runs/first"
@@ -67,8 +68,8 @@ def run(tmp_path: Path) -> Path:
 
 
 def save(run: Path, step: int, *, is_proved: bool = False, loss: float | None = None) -> Path:
-    """A committed checkpoint in the run's folder."""
-    folder = write(folder_of(run, step), step=step, training={"step": step, "validation_loss": loss})
+    """A committed checkpoint of a tiny model in the run's folder."""
+    folder = write_model(folder_of(run, step), step=step, training={"step": step, "validation_loss": loss})
     if is_proved:
         write_proof(folder, CheckpointReader(folder).manifest["hash"], Proof("step", step + 1, 2.0))
     return folder
@@ -321,6 +322,23 @@ def test_without_its_store_a_run_resumes_from_its_folder(objects: Objects, run: 
         find_resume(tmp_path / "empty", "latest", store_at(ADDRESS))
 
 
+def test_one_that_somebody_made_up_there_is_passed_over_before_it_is_copied(objects: Objects, run: Path, caplog):
+    store = store_at(ADDRESS)
+    for step in (2, 4):
+        store.send(save(run, step))
+    shutil.rmtree(run)
+    place = f"{KEY}/step_000004/{MANIFEST}"
+    body = json.loads(objects.objects[place])
+    del body["hash"]
+    body["model"]["num_layers"] = 4000
+    objects.objects[place] = json.dumps(body | {"hash": canonical_hash(body)}).encode()
+    objects.requests.clear()
+    assert find_resume(run, "auto", store) == folder_of(run, 2)
+    assert "step_000004 of s3://" in caplog.text
+    assert "4,000 layers, and only" in caplog.text
+    assert not objects.requests[f"GET {KEY}/step_000004/f0.safetensors"]
+
+
 def test_an_address_can_be_resumed_from(objects: Objects, run: Path, tmp_path: Path):
     for step in (2, 4):
         store_at(ADDRESS).send(save(run, step))
@@ -387,9 +405,9 @@ def begin(endpoint: str) -> None:
 def train_and_go_on_elsewhere(endpoint: str, shards: Path, folder: Path) -> None:
     """A run whose machine is lost with its disk, gone on with on another one; and the same run unbroken."""
     begin(endpoint)
-    kept = {"checkpoint.store": ADDRESS, "checkpoint.keep_last": 1}
+    kept = {"checkpoint.store": ADDRESS, "checkpoint.keep_last": 1, "run.resume": "auto"}
     train(shards, folder / "lost", {**kept, "train.stop_after": 4})
-    train(shards, folder / "found", {**kept, "run.resume": "newest-good"})
+    train(shards, folder / "found", kept)
     train(shards, folder / "unbroken", {})
 
 
@@ -417,6 +435,8 @@ def train_beside_a_store_that_is_gone(shards: Path, folder: Path, words: list[st
     client._ATTEMPTS = 1
     store = {"checkpoint.store": ADDRESS}
     end_guarded(shards, folder / "new", store, 2, words)
+    # It may hold checkpoints of this very run.
+    end_guarded(shards, folder / "new", {**store, "run.resume": "auto"}, 2, words)
     train(shards, folder / "run", {"train.stop_after": 2})
     train(shards, folder / "run", {**store, "run.resume": "latest"})
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import base64
 import importlib.util
 import json
 import math
+import zlib
 from pathlib import Path
 
 import numpy as np
@@ -25,6 +27,7 @@ from launcher.metrics.record import read_metrics, truncate_after, without_timing
 from launcher.metrics.writer import Lines, MetricsWriter
 from launcher.wording import short_duration
 from longctx.errors import ConfigError, DataError
+from tests.bounded import refusal
 
 TRAIN = {
     "kind": "train",
@@ -401,6 +404,22 @@ def test_ten_thousand_steps_of_a_large_model_stay_under_50_mb(tmp_path):
     idle_LE = idle_experts(records[-1], 128)
     assert idle_LE is not None
     assert (idle_LE == (loads_LE == 0)).all()
+
+
+@pytest.mark.parametrize(
+    ("idle", "said"),
+    [
+        (base64.b64encode(zlib.compress(bytes(256 << 20), 9)).decode(), "is not of 256 experts"),
+        (base64.b64encode(zlib.compress(bytes(31))).decode(), "is not of 256 experts"),
+        (base64.b64encode(b"no zlib").decode(), "cannot be read"),
+        ("A", "cannot be read"),
+    ],
+    ids=["a bomb", "too few", "no zlib", "no base64"],
+)
+def test_idle_experts_take_no_more_room_than_there_are_experts(idle: str, said: str):
+    record = {"step": 7, "expert_idle": idle, "expert_layers": [0, 1]}
+    message = refusal(lambda: idle_experts(record, 128))
+    assert f"metrics.jsonl, step 7: expert_idle {said}" in message
 
 
 def test_a_small_models_counts_stand_in_every_step():

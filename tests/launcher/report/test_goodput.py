@@ -14,6 +14,9 @@ from launcher.report.text import duration
 from tests.launcher.metrics.goodput.test_account import World
 from tests.launcher.report.test_report import dense, make_run, page_of, section_of
 
+TOTALS = (83.62165000711694, 2429.6909588001135, 1945.2181984715398, 960.0)
+"""Seconds of which a 480th, 480 times, is the whole, a little less, or just the whole."""
+
 
 def killed_and_stopped(folder: Path, *, attempts: int = 3) -> None:
     """Attempts that are killed behind their fourth step, and the one before the last is stopped for a day."""
@@ -101,3 +104,19 @@ def test_columns_by_hand():
     assert shares[1].tolist() == pytest.approx([0.0, 0.5, 0.0])
     assert shares.shape == (len(KINDS), 3)
     assert shares.sum(axis=0).tolist() == pytest.approx([1.0] * 3)
+
+
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("total", TOTALS)
+def test_no_column_is_empty_by_rounding(total: float):
+    """The picture's 480 columns: one more by rounding would be of no width, and its shares no numbers."""
+    edges, shares = binned(np.array([0, 1]), np.array([total / 2, total / 2]), total / 480)
+    assert (np.diff(edges) > total / 1000).all()
+    assert edges[-1] == total
+    assert shares.sum(axis=0).tolist() == pytest.approx([1.0] * 480)
+
+
+def test_an_attempt_of_no_length_has_no_column():
+    edges, shares = binned(np.array([], dtype=int), np.array([]), 1.0)
+    assert edges.tolist() == [0.0]
+    assert shares.shape == (len(KINDS), 0)

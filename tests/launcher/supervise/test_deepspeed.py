@@ -14,7 +14,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from launcher.supervise.progress import newest_checkpoint
+from launcher.cluster.exit import STOPPED
+from launcher.supervise.progress import last_step, newest_checkpoint
 from longctx.checkpoint_format import list_checkpoints
 from tests.helpers import REPOSITORY
 from tests.launcher.cluster.cluster import HOSTS, missing_programs, two_hosts
@@ -100,6 +101,26 @@ def test_whoever_is_killed_the_metrics_are_those_of_an_undisturbed_run(shards, t
     assert newest_checkpoint(folder) == STEPS
     run(train, 2, shards, tmp_path / "undisturbed", {})
     assert rows(folder) == rows(tmp_path / "undisturbed"), "to the last bit"
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_a_stop_is_the_ranks_own_and_the_last_thing_said_is_ours(shards, tmp_path, number):
+    """Ctrl-C in a terminal comes to ``longctx run`` alone. No launcher shows where it was, or ends the ranks."""
+    folder = tmp_path / "run"
+    settings = {"run.hostfile": "none", "train.steps": 40, "checkpoint.every_steps": 0, "run.resume": "auto"}
+    supervisor = Supervisor(["--num_gpus", "2"], flags(shards, folder, settings), {})
+    supervisor.wait_until(lambda: (last_step(folder) or 0) >= 3)
+    supervisor.process.send_signal(number)
+    code, text = supervisor.wait()
+    assert code == STOPPED, text
+    assert "Traceback" not in text
+    before, after = text.split("Stopped behind step")
+    assert "--run.resume auto" in after
+    assert newest_checkpoint(folder) == last_step(folder)
+    # DeepSpeed's launcher notes the exit codes of its ranks, a line each.
+    others = [line for line in after.splitlines()[4:] if line.strip() and "[launch.py" not in line]
+    assert not others, others
+    assert "KeyboardInterrupt" not in before
 
 
 def test_a_host_that_goes_away_is_left_out(shards, tmp_path):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
 import threading
 import time
 from pathlib import Path
@@ -11,7 +12,9 @@ from pathlib import Path
 import psutil
 import pytest
 
+from launcher.recipes.find import QUICKSTART
 from launcher.supervise import run as supervised
+from launcher.supervise.attempt import Stop, attempt
 from launcher.supervise.command import TrainingCommand
 from tests.launcher.cli.calls import call
 from tests.launcher.runs import SCREEN
@@ -59,6 +62,34 @@ def test_one_line_begins_a_run_and_goes_on_with_it(capsys, tmp_path: Path):
     assert call(capsys, *line)[0] == 2
     assert call(capsys, *line)[0] == 0
     assert trainer.resumes() == [None, "newest-good"]
+
+
+def test_a_line_that_does_it_all_is_repeated_as_it_is(capsys, tmp_path: Path):
+    """``run.resume = "auto"``, on the line or in its file, begins, begins again and goes on by itself."""
+    acts = (Act(), Act(steps=(1,)), Act(steps=(1, 2), saves=(2,)), Act(steps=range(3, 11), code=0))
+    trainer = Trainer(tmp_path, *acts)
+    assert call(capsys, "run", *NOW, "--", *trainer.words("--run.resume", "auto"))[0] == 0
+    assert trainer.resumes() == ["auto"] * 4
+    assert not (trainer.run / "metrics.discarded.jsonl").exists(), "the training itself sets it aside"
+
+
+@pytest.mark.parametrize("resume", ["newest-good", "auto"])
+def test_the_file_of_a_line_counts_as_the_line(capsys, tmp_path: Path, resume: str):
+    trainer = Trainer(tmp_path, Act(steps=(1,)), Act(steps=(1, 2), saves=(2,)), Act(steps=range(3, 11), code=0))
+    toml = tmp_path / "run.toml"
+    toml.write_text(QUICKSTART.read_text().replace("[run]", f'[run]\nresume = "{resume}"'))
+    code, _, err = call(capsys, "run", *NOW, "--", *trainer.words("--config", toml))
+    assert code == 0, err
+    assert trainer.resumes() == {"newest-good": ["no", "no", "newest-good"], "auto": [None] * 3}[resume]
+
+
+def test_a_checkpoint_of_another_run_is_gone_on_from_until_this_one_has_its_own(capsys, tmp_path: Path):
+    """Begun anew, the second attempt would have other weights than the first."""
+    trainer = Trainer(tmp_path, Act(steps=(6,)), Act(steps=(6, 7), saves=(7,)), Act(steps=range(8, 11), code=0))
+    other = str(tmp_path / "other" / "checkpoints" / "step_000005")
+    code, _, err = call(capsys, "run", *NOW, "--", *trainer.words("--run.resume", other))
+    assert code == 0, err
+    assert trainer.resumes() == [other, other, "newest-good"]
 
 
 @pytest.mark.parametrize(
@@ -130,6 +161,59 @@ def test_a_signal_goes_to_the_training_and_ends_it_here_too(capsys, tmp_path: Pa
     # SIGTERM is one that it hears; of the others it dies.
     assert code == {signal.SIGTERM: 7, signal.SIGINT: 130, signal.SIGHUP: 129}[number]
     assert len(trainer.calls()) == 1
+
+
+_FAMILY = """
+import os, pathlib, signal, subprocess, sys, time
+
+place, kind = pathlib.Path(sys.argv[1]), sys.argv[2]
+heard = lambda number, frame: (place / f"{kind}.heard").write_text(str(number))
+for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1):
+    signal.signal(number, heard)
+others = {"runner": ["rank", "worker"], "rank": ["child"]}.get(kind, [])
+words = [sys.executable, __file__, str(place)]
+variables = {**os.environ, "RANK": "0"}
+started = [subprocess.Popen([*words, x], env=variables if x == "rank" else None) for x in others]
+(place / f"{kind}.ready").touch()
+end = time.monotonic() + 20
+while time.monotonic() < end and not (place / "end").exists():
+    time.sleep(0.01)
+for process in started:
+    process.wait()
+"""
+
+
+@pytest.mark.parametrize(
+    ("number", "alone", "hear"),
+    [
+        (signal.SIGINT, True, {"rank"}),
+        (signal.SIGTERM, True, {"rank"}),
+        # Every process has a rank, and nobody can say whose it is.
+        (signal.SIGINT, False, {"runner", "rank", "worker", "child"}),
+    ],
+)
+def test_of_a_session_the_ranks_hear_a_signal(tmp_path: Path, monkeypatch, number, alone, hear):
+    (tmp_path / "family.py").write_text(_FAMILY)
+    if not alone:
+        monkeypatch.setenv("RANK", "3")
+    everyone, stop = ("runner", "rank", "worker", "child"), Stop()
+
+    def tell() -> None:
+        while not all((tmp_path / f"{one}.ready").exists() for one in everyone):
+            time.sleep(0.01)
+        os.kill(os.getpid(), number)
+        while not all((tmp_path / f"{one}.heard").exists() for one in hear):
+            time.sleep(0.01)
+        # Who hears it in spite of that does so within this time.
+        time.sleep(0.3)
+        (tmp_path / "end").touch()
+
+    sender = threading.Thread(target=tell)
+    sender.start()
+    with stop.listening():
+        attempt([sys.executable, str(tmp_path / "family.py"), str(tmp_path), "runner"], stop)
+    sender.join()
+    assert {one for one in everyone if (tmp_path / f"{one}.heard").exists()} == hear
 
 
 def test_whoever_waits_for_the_next_attempt_can_be_stopped(capsys, tmp_path: Path):

@@ -1,0 +1,96 @@
+"""The report's part on wrong numbers: what audits and comparisons of replicas found, and on which rank."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from launcher.cluster.suspects import AUDIT_EVENT
+from launcher.metrics.record import DISCARDED_FILE, Record, decode
+from launcher.report.section import Section, Table
+from launcher.wording import plural
+
+MAX_FINDINGS = 20
+"""Most findings that have a row of the table: the last ones."""
+_MAX_REMARKS = 3
+"""Most steps that the head of the page names."""
+
+
+def audit_events(folder: Path, records: Sequence[Record]) -> list[Record]:
+    """The events of a run's wrong numbers, by step: those of steps that it has taken again since, too."""
+    found = [record for record in records if record.get("event") == AUDIT_EVENT]
+    # Whoever goes on from an earlier checkpoint sets the event aside, and the machine is as suspect as before.
+    path = folder / DISCARDED_FILE
+    if path.is_file():
+        for line in path.read_bytes().splitlines():
+            if f'"{AUDIT_EVENT}"'.encode() not in line:
+                continue
+            try:
+                record = decode(line)
+            except (ValueError, LookupError, TypeError, AttributeError):
+                # Cut short by a kill.
+                continue
+            # A resume that was killed may have set the same line aside twice.
+            if record.get("event") == AUDIT_EVENT and record not in found:
+                found.append(record)
+    return sorted(found, key=lambda record: (record["step"], record.get("time", "")))
+
+
+def audit_remarks(events: Sequence[Record]) -> list[str]:
+    """One remark for each of the last steps whose numbers were wrong."""
+    lines = []
+    for event in events[-_MAX_REMARKS:]:
+        findings = event.get("findings") or [{}]
+        more = ""
+        if len(findings) > 1:
+            more = f", and {plural(len(findings) - 1, 'more finding')}"
+        lines.append(
+            f"A wrong number was found in step {event['step']:,}: {_who(findings[0])}{more}. See Wrong numbers, below."
+        )
+    if len(events) > _MAX_REMARKS:
+        lines.insert(0, f"Wrong numbers were found in {len(events)} steps; the last {_MAX_REMARKS} follow.")
+    return lines
+
+
+def audit_sections(events: Sequence[Record]) -> list[Section]:
+    """A table with a row for each finding; none of a run whose numbers were never found wrong."""
+    rows = [_row(event, finding) for event in events for finding in event.get("findings") or []]
+    if not rows:
+        return []
+    caption = (
+        "Each ended the run. Test the machines that are named before you use them again; earlier steps of theirs may "
+        "have been wrong too."
+    )
+    if len(rows) > MAX_FINDINGS:
+        caption = f"The last {MAX_FINDINGS} of {len(rows)}. {caption}"
+    headings = ("Step", "Who", "What", "Values that differ", "Why it is known")
+    return [Section(title="Wrong numbers", caption=caption, table=Table(headings=headings, rows=rows[-MAX_FINDINGS:]))]
+
+
+def _who(finding: dict[str, Any]) -> str:
+    """The rank that was wrong, or those of which one was, with their machines."""
+    ranks, hosts = finding.get("ranks") or [], finding.get("hosts") or []
+    if not ranks:
+        return "by an unknown rank"
+    on = [f"{rank} on {host}" for rank, host in zip(ranks, hosts, strict=False)] or [str(rank) for rank in ranks]
+    if len(ranks) == 1:
+        return f"rank {on[0]}"
+    return f"one of the ranks {', '.join(on)}"
+
+
+def _row(event: Record, finding: dict[str, Any]) -> tuple[str, ...]:
+    differing = "–"
+    if finding.get("values") is not None:
+        differing = f"{finding['values']:,} of {finding.get('of_values', 0):,}"
+        bits = finding.get("bits") or []
+        if bits:
+            differing += f", in bit{'s' * (len(bits) > 1)} {', '.join(map(str, bits[:8]))}"
+            differing += "…" * (len(bits) > 8)
+    return (
+        f"{event['step']:,}",
+        _who(finding),
+        str(finding.get("what", "")),
+        differing,
+        str(finding.get("evidence", "")),
+    )
