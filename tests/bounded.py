@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -12,6 +13,8 @@ from longctx.errors import LongCtxError
 
 MOST_SECONDS, MOST_MIB = 5.0, 200.0
 SCREEN_LINES, SCREEN_CHARACTERS = 25, 2500
+ODD_FILES = ("pipe", "folder", "itself", "ten gigabytes")
+"""What may stand where a small file is expected."""
 
 
 def refusal(action: Callable[[], object]) -> str:
@@ -34,6 +37,25 @@ def check_screen(message: str) -> None:
     assert len(message.splitlines()) <= SCREEN_LINES
     assert message.replace("\n", "").isprintable(), repr(message)
     assert "Traceback" not in message
+
+
+def put_odd_file(path: Path, kind: str) -> None:
+    """Put one of ``ODD_FILES`` in the place of a file, if there is one."""
+    path.unlink(missing_ok=True)
+    if kind == "pipe":
+        os.mkfifo(path)
+    elif kind == "folder":
+        path.mkdir()
+    elif kind == "itself":
+        path.symlink_to(path.name)
+    else:
+        put_sparse_file(path, 10 * 2**30)
+
+
+def put_sparse_file(path: Path, size: int) -> None:
+    """A file of so many bytes that takes no room."""
+    with path.open("wb") as file:
+        file.truncate(size)
 
 
 def _status_mib(name: str) -> float:
