@@ -54,7 +54,7 @@ SEPARATE = {
 }
 """Benchmarks with bounds that run when they are named, and why they are no part of the run without names."""
 SCRIPTS = {
-    "faults": "the fault suite as a table, some forty minutes; its verdict is that of the tests, which are part of `make faults`",
+    "faults": "the fault suite as a table, some forty minutes; `make faults` has its tests and their verdict",
     "plan_bytes": "needs PyTorch's CUDA build; up to ten minutes for each of twelve traces",
     "scale": "what grows with 4,096 ranks; a page of figures and powers, read by people",
     "degrees": "rows side by side, on a corpus that is named; it ends with 1 where work is uneven",
