@@ -172,7 +172,8 @@ def measure_unevenly() -> None:
         dist.all_reduce(torch.zeros(1))
         wait()
 
-    alone, together = [None, None], [None, None]
+    alone: list[Any] = [None, None]
+    together: list[Any] = [None, None]
     clock.seconds(wait)
     dist.all_gather_object(alone, len(calls))
     calls.clear()
