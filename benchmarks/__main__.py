@@ -5,7 +5,8 @@
 Each runs in a process of its own, and what becomes of one stops no other. A missed limit on time, or on a peer's
 memory, is measured again in a second process: it counts as missed when both miss it, and the summary has both figures.
 The summary has every bound that is missed; of those that a benchmark holds in several cases it has the closest. Exit
-code 1 if any is missed.
+code 1 if any is missed. Below it stands what the run left out: benchmarks that run when they are named (``SEPARATE``),
+with what was last measured on this kind of processor, and scripts that state no bounds (``SCRIPTS``).
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from benchmarks.bounds import Bound
+from benchmarks.machine import RESULTS, processor_kind
 
 NAMES = (
     "attention",
@@ -43,7 +45,28 @@ NAMES = (
     "delivery",
     "build",
     "audit",
+    "silent_errors",
 )
+SEPARATE = {
+    "endurance": "one run of 20,000 steps, twenty minutes; fewer do not tell growth from the allocator's jumps",
+    "plan_memory": "eleven runs by the launcher, up to four ranks, some twenty minutes",
+    "plan_seconds": "ten runs beside their plans, up to half an hour; needs a machine without other programs",
+}
+"""Benchmarks with bounds that run when they are named, and why they are no part of the run without names."""
+SCRIPTS = {
+    "faults": "the fault suite as a table, some forty minutes; `make faults` has its tests and their verdict",
+    "plan_bytes": "needs PyTorch's CUDA build; up to ten minutes for each of twelve traces",
+    "scale": "what grows with 4,096 ranks; a page of figures and powers, read by people",
+    "degrees": "rows side by side, on a corpus that is named; it ends with 1 where work is uneven",
+    "layouts": "imbalance and rows received, on a corpus that is named",
+    "duplicates": "two lines on the pass that looks for duplicates",
+    "fingerprint": "compares two states of the code, to the bit",
+    "profiled": "is started by deepspeed or torchrun",
+    "first_gpu_hour": "needs GPUs",
+    "gpu_attention": "needs a GPU",
+    "gpu_moe": "needs a GPU",
+}
+"""Commands of this folder that state no bounds to this one, and why."""
 TIMEOUT_SECONDS = 7200
 
 
@@ -170,20 +193,45 @@ def _rows(outcome: Outcome) -> Iterator[Row]:
             name = seconds = ""
 
 
+def left_out() -> str:
+    """What a run without names does not measure, and what its last measurement said."""
+    width = max(map(len, [*SEPARATE, *SCRIPTS]))
+    lines = ["not in this run, each by `python -m benchmarks.NAME`:"]
+    for name, reason in SEPARATE.items():
+        lines.append(f"  {name:<{width}}  {reason}; {last_measured(name)}")
+    lines += [f"  {name:<{width}}  {reason}" for name, reason in SCRIPTS.items()]
+    return "\n".join(lines)
+
+
+def last_measured(name: str) -> str:
+    """The day of a benchmark's result on this kind of processor, and whether its bounds held."""
+    path = RESULTS / processor_kind() / f"{name}.json"
+    if not path.exists():
+        return "never measured on this kind of processor"
+    result = json.loads(path.read_text())
+    missed = sum(not kept["held"] for kept in result["bounds"])
+    verdict = f"{missed} bounds missed" if missed else "every bound held"
+    return f"{result['machine']['date']}: {verdict}"
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run them and print the summary; 1 when a bound is missed or a benchmark did not run to its end."""
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("names", nargs="*", metavar="NAME", help=f"which to run (default: all of {', '.join(NAMES)})")
+    known = (*NAMES, *SEPARATE)
+    shown = f"which to run (default: all of {', '.join(NAMES)}); {', '.join(SEPARATE)} run when they are named"
+    parser.add_argument("names", nargs="*", metavar="NAME", help=shown)
     parser.add_argument("--quick", action="store_true", help="less of each; nothing is saved")
     options = parser.parse_args(arguments)
-    unknown = [name for name in options.names if name not in NAMES]
+    unknown = [name for name in options.names if name not in known]
     if unknown:
-        parser.error(f"there is no benchmark {unknown[0]!r}. Try one of {', '.join(NAMES)}.")
+        parser.error(f"there is no benchmark {unknown[0]!r}. Try one of {', '.join(known)}.")
     outcomes = [run_benchmark(name, quick=options.quick) for name in options.names or NAMES]
     failed = [outcome.name for outcome in outcomes if not outcome.passed]
     print(f"\n{summary(outcomes)}\n")
+    if not options.names:
+        print(f"{left_out()}\n")
     print(f"outside their bounds: {', '.join(failed)}" if failed else "every bound holds")
     return int(bool(failed))
 

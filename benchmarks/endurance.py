@@ -214,7 +214,9 @@ def bounds_of(ranks: dict[str, Any]) -> list[Bound]:
 
 def table(result: dict[str, Any]) -> tuple[list[str], list[list[str]]]:
     """Head and rows for a page: each count of each rank."""
-    head = ["rank", *(f"{NAMES[name]}: median, least … most, rise" for name in COUNTS), "log, bytes a step"]
+    units = {"memory_bytes": ", MiB"}
+    head = ["rank", *(f"{NAMES[name]}{units.get(name, '')}: median, least … most, rise" for name in COUNTS)]
+    head.append("log, bytes a step")
     rows = []
     for rank, found in result["ranks"].items():
         cells = [_cell(found[name], 1 << 20 if name == "memory_bytes" else 1) for name in COUNTS]

@@ -9,7 +9,7 @@ it has a model worth the name, measured on as many ranks. It may be 10 % off eit
 
 ``MALLOC_MMAP_THRESHOLD_=4194304`` is in the environment of every run: without it glibc keeps freed tensors below 32 MiB
 for itself, as many as chance has it. Saved in ``benchmarks/results/KIND/plan_memory.json``; exit code 1 when a figure
-is outside its bound.
+there is outside its bound. Rows of ``--only`` take their places among those that were measured before, with their day.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.bounds import Bound, conclude, parse
+from benchmarks.machine import RESULTS, machine, processor_kind
 from benchmarks.plan_runs import Case, planned, settings_of, write_shards
 from launcher.measure.run import MeasureOptions, measure_machine
 from launcher.plan.hardware import Hardware, load_hardware
@@ -144,13 +145,32 @@ def measure(cases: Sequence[Case], steps: int) -> Iterator[dict[str, Any]]:
                 }
 
 
+def merged(before: dict[str, Any], rows: Sequence[dict[str, Any]], now: dict[str, Any]) -> dict[str, Any]:
+    """The result ``before`` with these rows among its own, in the order of ``CASES``, each with its day.
+
+    ``now`` is the machine that measured them. ValueError where another processor measured the others.
+    """
+    if before["machine"]["processor"] != now["processor"]:
+        raise ValueError(
+            f"the other rows are those of {before['machine']['processor']}, this is {now['processor']}. "
+            "Measure all of them, or take --unsaved."
+        )
+    found = {row["name"]: row for row in before["rows"]} | {row["name"]: {**row, "date": now["date"]} for row in rows}
+    return {**before, "rows": [found[case.name] for case in CASES if case.name in found]}
+
+
+def bounds_of(rows: Sequence[dict[str, Any]]) -> list[Bound]:
+    """The bound of each row."""
+    return [Bound("error of the plan", abs(row["error"]), BOUND, case=row["name"]) for row in rows]
+
+
 def main() -> int:
     """Measure, run, compare, save."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", nargs="+", metavar="NAME", help="runs whose names begin so; nothing is saved")
+    parser.add_argument("--only", nargs="+", metavar="NAME", help="runs whose names begin so; other rows stay")
     options = parse(parser, "two steps of a run in place of three")
     cases = [case for case in CASES if options.only is None or case.name.startswith(tuple(options.only))]
-    rows, bounds = [], []
+    rows = []
     for row in measure(cases, 2 if options.quick else STEPS):
         rows.append(row)
         planned_mib, measured_mib = row["planned_bytes"] / 2**20, row["measured_bytes"] / 2**20
@@ -159,9 +179,14 @@ def main() -> int:
             f"{row['error']:+.1%}",
             flush=True,
         )
-        bounds.append(Bound("error of the plan", abs(row["error"]), BOUND, case=row["name"]))
     content = {"steps": STEPS, "environment": ENVIRONMENT, "rows": rows}
-    return conclude("plan_memory", content, bounds, options, whole=options.only is None)
+    path = RESULTS / processor_kind() / "plan_memory.json"
+    # Without the other rows these are no result, and a quick row is not among them.
+    can_merge = options.only is not None and path.exists() and not options.quick and not options.unsaved
+    if can_merge:
+        content = merged(json.loads(path.read_text()), rows, machine())
+    bounds = bounds_of(content["rows"])
+    return conclude("plan_memory", content, bounds, options, whole=options.only is None or can_merge)
 
 
 if __name__ == "__main__":

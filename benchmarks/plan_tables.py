@@ -32,7 +32,10 @@ def of_memory(result: dict[str, Any]) -> Table:
     rows = []
     for row in result["rows"]:
         figures = tuple(f"{row[name] / 2**20:,.0f} MiB" for name in ("planned_bytes", "measured_bytes"))
-        rows.append((row["name"], f"{row['ranks']}", *figures, f"{row['error']:+.1%}"))
+        name = row["name"]
+        if "date" in row:
+            name += f" ({row['date']})"
+        rows.append((name, f"{row['ranks']}", *figures, f"{row['error']:+.1%}"))
     return head, rows
 
 

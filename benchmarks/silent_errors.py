@@ -5,7 +5,8 @@
 Two ranks take steps of a small decoder with ``parallel.check_rows = "on"`` and ``run.replicas_every = 1``. The CPU
 seconds of the main thread are taken around the step, around all that looks at messages, and around each comparison of
 what ranks hold; figures are the medians of the slower rank. Seconds are predicted from the bytes and the rate at which
-one process sums 64 MiB. Times of processes that share cores differ, shares of one thread's seconds hardly do.
+one process sums 64 MiB. Times of processes that share cores differ, shares of one thread's seconds hardly do. Saved in
+``benchmarks/results/KIND/silent_errors.json``; exit code 1 when a share is outside its bound.
 """
 
 from __future__ import annotations
@@ -18,18 +19,22 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from benchmarks.machine import machine
+from benchmarks.bounds import Bound, conclude, parse
 from benchmarks.ranks import run_ranks
 from benchmarks.start import make_shards
 from benchmarks.start_memory import load_config
 
 RANKS = 2
+REPLICAS_EVERY = 20
+"""Steps between two comparisons in the run that the share of a step is stated for."""
+MESSAGES, REPLICAS = 0.02, 0.005
+"""The most that each may take of a step."""
 PRELOAD = ("launcher.training.setup", "launcher.checkpoint.saver", "deepspeed.module_inject")
 COMMON = {
     **{"model.vocab_size": 1024, "model.hidden_size": 512, "model.num_layers": 4, "model.num_heads": 8},
@@ -130,34 +135,46 @@ def measure(data: Path, output: Path, settings: dict[str, Any], steps: int) -> d
     }
 
 
+def row_of(case: str, ranks: Sequence[dict[str, float]]) -> dict[str, Any]:
+    """The figures of the slower rank, and shares of its step."""
+    worst = max(ranks, key=lambda rank: rank["of_messages"] / rank["step"])
+    return {
+        "case": case,
+        **worst,
+        "messages_share": worst["of_messages"] / worst["step"],
+        "replicas_share": worst["of_replicas"] / worst["step"] / REPLICAS_EVERY,
+    }
+
+
+def bounds_of(rows: Sequence[dict[str, Any]]) -> list[Bound]:
+    """What may be spent on looking."""
+    why = "about twice the most that runs on two cores have taken"
+    bounds = []
+    for row in rows:
+        for what, name, most in (
+            ("share of a step for sums of messages", "messages_share", MESSAGES),
+            (f"share of a step for replicas, every {REPLICAS_EVERY} steps", "replicas_share", REPLICAS),
+        ):
+            bounds.append(Bound(what, row[name], most, row["case"], why, again=()))
+    return bounds
+
+
 def main() -> int:
-    """Print a row for each case."""
-    parser = argparse.ArgumentParser(description="What it costs to look for silent errors.")
-    parser.add_argument("--quick", action="store_true", help="two steps of the first case")
-    options = parser.parse_args()
+    """Measure each case, print it, save."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    options = parse(parser, "two steps of the first case")
     cases, steps = CASES, 7
     if options.quick:
         cases, steps = dict(list(CASES.items())[:1]), 2
-    out = sys.stdout
-    out.write(f"{machine()}\n\n")
-    out.write(
-        "| case | step, CPU s | messages | MiB summed | predicted s | measured s | share | replicas s | every 20 |\n"
-    )
-    out.write("|---|--:|--:|--:|--:|--:|--:|--:|--:|\n")
+    rows = []
     with tempfile.TemporaryDirectory(prefix="longctx-silent-") as place:
         data = make_shards(Path(place))
         for number, (name, changed) in enumerate(cases.items()):
             settings = {**COMMON, **changed}
             ranks = run_ranks(measure, RANKS, data, Path(place) / f"run{number}", settings, steps, preload=PRELOAD)
-            worst = max(ranks, key=lambda rank: rank["of_messages"] / rank["step"])
-            share, tenth = worst["of_messages"] / worst["step"], worst["of_replicas"] / worst["step"] / 20
-            out.write(
-                f"| {name} | {worst['step']:.2f} | {worst['messages']:.0f} | {worst['bytes'] / 2**20:.1f} | "
-                f"{worst['predicted']:.4f} | {worst['of_messages']:.4f} | {share:.2%} | "
-                f"{worst['of_replicas']:.3f} | {tenth:.2%} |\n"
-            )
-            out.flush()
-    return 0
+            rows.append(row_of(name, ranks))
+            print(rows[-1], flush=True)
+    return conclude("silent_errors", {"steps": steps, "rows": rows}, bounds_of(rows), options)
 
 
 if __name__ == "__main__":

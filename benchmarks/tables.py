@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks import audit_tables, faults, plan_tables
+from benchmarks import audit_tables, endurance, faults, plan_tables, run_tables
 from benchmarks.delivering import tables as delivery
 from benchmarks.machine import KINDS, RESULTS
 from benchmarks.scaling import table as scale
@@ -364,77 +364,6 @@ def _power(value: float) -> str:
     return f"{digits}e{int(exponent)}"
 
 
-# --- the start ----------------------------------------------------------------------------------------------
-
-_ORIGINS = {"new": "new", "weights": "weights of a checkpoint", "resumed": "resumed, with moments"}
-
-
-def start_memory(result: Result) -> str:
-    """Memory and time of a start by stage, of the state before and of today's."""
-    before = {_start_case(row): row for row in result["before"]}
-    lines = []
-    for row in result["rows"]:
-        old = before.get(_start_case(row), {})
-        size, limit = f"{row['model']}, {row['billions']} billion", f"{2 * row['share'] + 1:.1f}"
-        figures = [_start_change(old, row, of) for of in ("peak", "cpu_seconds")]
-        stage = f"{row['stage']}, {row['dtype']}"
-        lines.append([size, _ORIGINS[row["origin"]], stage, f"{row['share']:.1f}", limit, *figures])
-    head = ("parameters", "begins", "ZeRO", "share, GiB", "limit, GiB", "peak, GiB", "CPU s, each rank")
-    return markdown(head, lines)
-
-
-def _start_case(row: dict[str, Any]) -> tuple[Any, ...]:
-    return tuple(row[name] for name in ("model", "billions", "origin", "stage"))
-
-
-def _start_change(old: dict[str, Any], row: dict[str, Any], of: str) -> str:
-    """The figure of today, after that of the state before where there is one."""
-    if of in old:
-        return f"{old[of]:.1f} → **{row[of]:.1f}**"
-    return f"{row[of]:.1f}"
-
-
-# --- the start of a corpus, and its blocks of rows -----------------------------------------------------------
-
-
-def data_start(result: Result) -> str:
-    """Seconds and memory to a first batch, by documents."""
-    head = ("documents", "shards", "first batch", "of it CPU", "memory", "not of files",
-            "middle of an epoch", "plan alone, files not in the cache")  # fmt: skip
-    return markdown(head, (_data_start_row(row) for row in result["starts"]))
-
-
-def _data_start_row(row: dict[str, Any]) -> list[str]:
-    first = row["first"]
-    return [
-        f"{row['documents'] / 1e6:,.0f} million",
-        f"{row['shards']:,}",
-        f"{first['seconds']:.2f} s",
-        f"{first['cpu_seconds']:.2f} s",
-        f"{first['peak_mb']:.0f} MB",
-        f"{first['anonymous_mb']:.0f} MB",
-        f"{row['resumed']['seconds']:.2f} s, {row['resumed']['peak_mb']:.0f} MB",
-        f"{row['cold']['plan_seconds']:.2f} s",
-    ]
-
-
-def data_blocks(result: Result) -> str:
-    """What a block is, and what it costs, by tokens of a row."""
-    head = ("tokens of a row", "blocks", "documents of a block", "its rows", "padding", "planned a second of CPU")
-    return markdown(head, (_data_blocks_row(row) for row in result["blocks"]))
-
-
-def _data_blocks_row(row: dict[str, Any]) -> list[str]:
-    return [
-        f"{row['seq_len']:,}",
-        f"{row['blocks']:,}",
-        f"{row['documents_per_block']:,.0f}",
-        f"{row['rows_per_block']:,.0f}",
-        f"{100 * row['padding_share']:.2f} %",
-        f"{row['documents_per_second'] / 1e6:.2f} million documents",
-    ]
-
-
 TABLES: dict[str, tuple[str, Callable[[Result], str]]] = {
     "decoder": ("decoder", decoder),
     "compiled": ("compiled", compiled),
@@ -458,7 +387,10 @@ TABLES: dict[str, tuple[str, Callable[[Result], str]]] = {
     "plan-bytes": ("plan_bytes", lambda result: markdown(*plan_tables.of_bytes(result))),
     "plan-memory": ("plan_memory", lambda result: markdown(*plan_tables.of_memory(result))),
     "plan-seconds": ("plan_seconds", lambda result: markdown(*plan_tables.of_seconds(result))),
-    "start-memory": ("start_memory", start_memory),
+    "start-memory": ("start_memory", lambda result: markdown(*run_tables.of_starts(result))),
+    "saving": ("saving", lambda result: markdown(*run_tables.of_saves(result))),
+    "silent-errors": ("silent_errors", lambda result: markdown(*run_tables.of_sums(result))),
+    "endurance": ("endurance", lambda result: markdown(*endurance.table(result))),
     "delivery": ("delivery", lambda result: markdown(*delivery.of_rates(result, "synthetic"))),
     "delivery-default": ("delivery", lambda result: markdown(*delivery.of_rates(result, "default"))),
     "delivery-slices": ("delivery", lambda result: markdown(*delivery.of_slices(result))),
@@ -466,8 +398,8 @@ TABLES: dict[str, tuple[str, Callable[[Result], str]]] = {
     "data-build": ("build", lambda result: markdown(*delivery.of_build(result))),
     "audit-flips": ("audit", lambda result: markdown(*audit_tables.of_flips(result))),
     "audit-cost": ("audit", lambda result: markdown(*audit_tables.of_cost(result))),
-    "data-start": ("data_plan", data_start),
-    "data-blocks": ("data_plan", data_blocks),
+    "data-start": ("data_plan", lambda result: markdown(*run_tables.of_corpora(result))),
+    "data-blocks": ("data_plan", lambda result: markdown(*run_tables.of_blocks(result))),
     "faults": ("faults", lambda result: markdown(*faults.table(result))),
 }
 """By name: the benchmark whose result it is made from, and how."""

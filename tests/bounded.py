@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -13,6 +14,8 @@ from longctx.errors import LongCtxError
 
 MOST_SECONDS, MOST_MIB = 5.0, 200.0
 SCREEN_LINES, SCREEN_CHARACTERS = 25, 2500
+ODD_FILES = ("pipe", "folder", "itself", "ten gigabytes")
+"""What may stand where a small file is expected."""
 
 
 def refusal(action: Callable[[], object]) -> str:
@@ -49,6 +52,25 @@ def zstd_bomb(num_bytes: int) -> bytes:
     # No size of the content, and a window of 128 KiB; blocks that repeat one byte.
     head = (0xFD2FB528).to_bytes(4, "little") + bytes([0x00, 7 << 3])
     return head + ((block << 3 | 1 << 1).to_bytes(3, "little") + b"a") * (num_bytes // block) + last
+
+
+def put_odd_file(path: Path, kind: str) -> None:
+    """Put one of ``ODD_FILES`` in the place of a file, if there is one."""
+    path.unlink(missing_ok=True)
+    if kind == "pipe":
+        os.mkfifo(path)
+    elif kind == "folder":
+        path.mkdir()
+    elif kind == "itself":
+        path.symlink_to(path.name)
+    else:
+        put_sparse_file(path, 10 * 2**30)
+
+
+def put_sparse_file(path: Path, size: int) -> None:
+    """A file of so many bytes that takes no room."""
+    with path.open("wb") as file:
+        file.truncate(size)
 
 
 def _status_mib(name: str) -> float:

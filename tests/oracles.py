@@ -13,6 +13,21 @@ from longctx.config import ModelConfig
 from longctx.model.decoder import Decoder
 
 
+def mix64(x: int) -> int:
+    """SplitMix64's next number, in Python's unbounded whole numbers."""
+    x = (x + 0x9E3779B97F4A7C15) % 2**64
+    x = ((x ^ (x >> 30)) * 0xBF58476D1CE4E5B9) % 2**64
+    x = ((x ^ (x >> 27)) * 0x94D049BB133111EB) % 2**64
+    return x ^ (x >> 31)
+
+
+def mix32(x: int) -> int:
+    """MurmurHash3's finaliser, in Python's unbounded whole numbers."""
+    x = ((x ^ (x >> 16)) * 0x85EBCA6B) % 2**32
+    x = ((x ^ (x >> 13)) * 0xC2B2AE35) % 2**32
+    return x ^ (x >> 16)
+
+
 class MaskedAttention:
     """A core that forms every score of the flattened rows and masks what lies in another document or ahead."""
 

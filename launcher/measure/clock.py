@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 
 _ROUNDS, _LONG = 3, 5
+_TOGETHER_SECONDS, _MOST_TOGETHER = 0.05, 50
 
 
 class Clock:
@@ -31,7 +32,11 @@ class Clock:
             self.factor = max(1.0, num_ranks() / cores)
 
     def seconds(self, action: Callable[[], Any]) -> float:
-        """Of one call, the median of rounds. What a first call prepares is not in it."""
+        """Of one call, the median of rounds. What a first call prepares is not in it.
+
+        For an action of this rank alone: how often it is repeated is each rank's own affair. One in which ranks wait
+        for one another would hang here; ``together`` is for those.
+        """
         meet()
         action()
         once = self._once(action, 1)
@@ -41,10 +46,15 @@ class Clock:
         repeats = max(1, int(self.round_seconds / max(once, 1e-9)))
         return statistics.median(self._once(action, repeats) for _ in range(_ROUNDS))
 
-    def together(self, action: Callable[[], Any], repeats: int) -> float:
+    def together(self, action: Callable[[], Any]) -> float:
         """The same of an action in which ranks wait for one another: equally often on all of them."""
         # A first call connects, and allocates.
         action()
+        meet()
+        # Ranks see different seconds, so they agree on the number of calls.
+        once = torch.tensor([self._once(action, 1)], dtype=torch.float64, device=self.device)
+        dist.all_reduce(once, op=dist.ReduceOp.MAX)
+        repeats = min(max(1, int(_TOGETHER_SECONDS / max(once.item(), 1e-6))), _MOST_TOGETHER)
         times = []
         for _ in range(_ROUNDS):
             meet()

@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from launcher.measure.clock import Clock, meet, num_ranks
+from launcher.measure.clock import Clock, num_ranks
 from launcher.measure.figures import Figure
 from launcher.measure.sizes import Sizes
 from parallel.runtime.links.measure import measure_links as links_of_pairs
-
-_SECONDS_OF_A_SIZE = 0.05
-_MOST_REPEATS = 50
 
 
 def measure_links(clock: Clock, sizes: Sizes) -> Iterator[Figure]:
@@ -31,12 +28,12 @@ def measure_links(clock: Clock, sizes: Sizes) -> Iterator[Figure]:
     ranks, of_hops = num_ranks(), []
     for num_bytes in sizes.message_bytes:
         sent, received = (torch.zeros(num_bytes, dtype=torch.uint8, device=clock.device) for _ in range(2))
-        of_hops.append(_seconds(clock, lambda: _hop(sent, received)))  # noqa: B023
+        of_hops.append(clock.together(lambda: _hop(sent, received)))  # noqa: B023
         hops.add(None, num_bytes / of_hops[-1])
         # A part stays where it is.
         leaving = num_bytes // ranks * (ranks - 1)
         sent, received = sent[: num_bytes // ranks * ranks], received[: num_bytes // ranks * ranks]
-        exchanges.add(None, leaving / _seconds(clock, lambda: dist.all_to_all_single(received, sent)))  # noqa: B023
+        exchanges.add(None, leaving / clock.together(lambda: dist.all_to_all_single(received, sent)))  # noqa: B023
     yield hops
     yield exchanges
     slowest = min(link.bytes_per_second for link in pairs)
@@ -56,16 +53,6 @@ def _of_one_rank(clock: Clock, sizes: Sizes) -> Iterator[Figure]:
         yield Figure.of(name, bandwidth, what)
     small = x[: sizes.message_bytes[0]]
     yield Figure.of("message_seconds", clock.seconds(small.clone), what)
-
-
-def _seconds(clock: Clock, action: Callable[[], Any]) -> float:
-    """Of a collective action, repeated as often on every rank."""
-    action()
-    meet()
-    once = torch.tensor([clock.once(action)], dtype=torch.float64, device=clock.device)
-    dist.all_reduce(once, op=dist.ReduceOp.MAX)
-    repeats = min(max(1, int(_SECONDS_OF_A_SIZE / max(once.item(), 1e-6))), _MOST_REPEATS)
-    return clock.together(action, repeats)
 
 
 def _hop(sent: Tensor, received: Tensor) -> None:
@@ -88,7 +75,7 @@ def _hidden_share(clock: Clock, num_bytes: int) -> float:
     """How much of a hop's time a rank computes besides, 0 to 1: of products that take as long."""
     sent, received = (torch.zeros(num_bytes, dtype=torch.uint8, device=clock.device) for _ in range(2))
     x_MM = torch.randn(256, 256, device=clock.device)
-    moving, product = _seconds(clock, lambda: _hop(sent, received)), clock.seconds(lambda: torch.mm(x_MM, x_MM))
+    moving, product = clock.together(lambda: _hop(sent, received)), clock.seconds(lambda: torch.mm(x_MM, x_MM))
     # The same number on all ranks: they wait for one another.
     times = torch.tensor([max(1.0, moving / product)], dtype=torch.float64, device=clock.device)
     dist.all_reduce(times, op=dist.ReduceOp.MAX)
@@ -105,4 +92,4 @@ def _hidden_share(clock: Clock, num_bytes: int) -> float:
             work.wait()
 
     computing = clock.seconds(multiply)
-    return min(1.0, max(0.0, (moving + computing - _seconds(clock, both)) / moving))
+    return min(1.0, max(0.0, (moving + computing - clock.together(both)) / moving))

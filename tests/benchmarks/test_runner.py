@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -59,8 +60,34 @@ def test_all_run_whatever_becomes_of_one(monkeypatch, capsys, misses):
     monkeypatch.setattr(runner, "run_benchmark", run_benchmark)
     assert runner.main(["--quick"]) == int(misses)
     assert tuple(ran) == runner.NAMES
-    last = capsys.readouterr().out.splitlines()[-1]
-    assert last == ("outside their bounds: peers" if misses else "every bound holds")
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[-1] == ("outside their bounds: peers" if misses else "every bound holds")
+    # Nothing is left out in silence.
+    for name, reason in (runner.SEPARATE | runner.SCRIPTS).items():
+        assert any(line.split()[:1] == [name] and reason in line for line in lines), name
+
+
+def test_a_separate_one_runs_when_it_is_named_and_alone(monkeypatch, capsys):
+    ran = []
+
+    def run_benchmark(name: str, *, quick: bool) -> runner.Outcome:
+        ran.append(name)
+        return outcome(name, Bound("time", 0.5, 0.9))
+
+    monkeypatch.setattr(runner, "run_benchmark", run_benchmark)
+    assert runner.main(["endurance"]) == 0
+    assert ran == ["endurance"]
+    assert "not in this run" not in capsys.readouterr().out
+
+
+def test_what_is_left_out_has_the_day_and_verdict_of_its_last_result(monkeypatch, tmp_path):
+    monkeypatch.setattr(runner, "RESULTS", tmp_path)
+    assert runner.last_measured("endurance") == "never measured on this kind of processor"
+    path = tmp_path / runner.processor_kind() / "endurance.json"
+    path.parent.mkdir()
+    for held, said in (([True, True], "every bound held"), ([True, False], "1 bounds missed")):
+        path.write_text(json.dumps({"machine": {"date": "2026-11-26"}, "bounds": [{"held": one} for one in held]}))
+        assert runner.last_measured("endurance") == f"2026-11-26: {said}"
 
 
 def test_an_unknown_name_is_refused(capsys):
@@ -126,8 +153,13 @@ def test_a_command_that_dies_or_does_not_end_is_told():
     )
 
 
-def test_every_name_is_a_benchmark_that_keeps_its_bounds():
-    for name in runner.NAMES:
-        text = (Path(runner.__file__).parent / f"{name}.py").read_text()
-        assert f'conclude("{name}"' in text
-        assert "parse(parser" in text
+def test_every_script_runs_with_all_or_says_why_not():
+    folder = Path(runner.__file__).parent
+    texts = {path.stem: path.read_text() for path in folder.glob("*.py")}
+    scripts = {name for name, text in texts.items() if 'if __name__ == "__main__"' in text}
+    # The command of all benchmarks, and the one that writes their tables, measure nothing.
+    listed = [*runner.NAMES, *runner.SEPARATE, *runner.SCRIPTS]
+    assert sorted(listed) == sorted(scripts - {"__main__", "tables"})
+    for name in listed:
+        keeps_bounds = f'conclude("{name}"' in texts[name] and "parse(parser" in texts[name]
+        assert keeps_bounds == (name not in runner.SCRIPTS), name

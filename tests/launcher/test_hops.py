@@ -6,10 +6,6 @@ What stops ranks from going on is the watch's to find; what arrives with other b
 
 from __future__ import annotations
 
-import json
-import sys
-import tempfile
-from dataclasses import asdict
 from pathlib import Path
 
 import pytest
@@ -17,8 +13,7 @@ import pytest
 from tests.launcher.test_accidents import Accident, Place
 from tests.launcher.test_hangs import END_SECONDS, TIMEOUT, screen
 from tests.launcher.test_hangs import run as run_accident
-from tests.launcher.training.test_messages import Row
-from tests.launcher.workers import rows, run, train
+from tests.launcher.workers import Row, print_rows, rows, run, train
 
 pytestmark = [pytest.mark.timeout(600), pytest.mark.slow]
 
@@ -58,15 +53,5 @@ def test_a_hop_that_does_not_come_as_it_should_ends_the_run_in_time(kind, shards
     check_hop(kind, shards, tmp_path)
 
 
-def main() -> None:
-    """Inject each kind into a run; print a row as JSON for each."""
-    from tests.launcher.conftest import build_tiny_shards
-
-    for kind in sys.argv[1:] or KINDS:
-        with tempfile.TemporaryDirectory() as place:
-            row = check_hop(kind, build_tiny_shards(Path(place)), Path(place))
-        sys.stdout.write(json.dumps(asdict(row)) + "\n")
-
-
 if __name__ == "__main__":
-    main()
+    print_rows(check_hop, KINDS)

@@ -5,10 +5,14 @@ from __future__ import annotations
 import contextlib
 import functools
 import io
+import json
 import os
 import resource
 import signal
-from collections.abc import Callable, Mapping
+import sys
+import tempfile
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +44,28 @@ from tests.parallel.zero.swapping import swap_everything
 
 SAVING = (launcher.checkpoint.saver, launcher.checkpoint.save, launcher.checkpoint.saver.HostCopy)
 """Where the stages of a save are."""
+
+
+@dataclass(kw_only=True)
+class Row:
+    """What came of one fault that was put into a run."""
+
+    kind: str
+    injected: str
+    saw: str
+    seconds: float
+    steps_lost: int
+    equal: bool
+
+
+def print_rows(check: Callable[[str, Path, Path], Row], kinds: Iterable[str]) -> None:
+    """Inject each kind (those of the command line, if it has any) into a run; print a row as JSON for each."""
+    from tests.launcher.conftest import build_tiny_shards
+
+    for kind in sys.argv[1:] or kinds:
+        with tempfile.TemporaryDirectory() as place:
+            row = check(kind, build_tiny_shards(Path(place)), Path(place))
+        sys.stdout.write(json.dumps(asdict(row)) + "\n")
 
 
 def build(shards: Path, output: Path, changed: Mapping[str, Any]) -> Run:

@@ -6,7 +6,6 @@ Each is given to everything that opens a checkpoint.
 from __future__ import annotations
 
 import json
-import os
 import re
 import shutil
 from collections.abc import Callable
@@ -24,7 +23,7 @@ from longctx.conversion.checks import check_tensors, open_checked
 from longctx.conversion.convert import export_checkpoint
 from longctx.files import hash_file
 from longctx.model.decoder import Decoder
-from tests.bounded import refusal
+from tests.bounded import put_odd_file, put_sparse_file, refusal
 from tests.longctx.samples import tiny_config
 
 CONFIG = tiny_config()
@@ -297,12 +296,6 @@ def test_a_sealed_manifest_that_cannot_be_right_is_refused(folder: Path, tmp_pat
 # --------------------------------------------------------------------------------------- what is no manifest at all
 
 
-def sparse(path: Path, size: int) -> None:
-    """A file of so many bytes that takes no room."""
-    with path.open("wb") as file:
-        file.truncate(size)
-
-
 TEXTS: dict[str, tuple[bytes, str]] = {
     "nothing": (b"", "cannot be read"),
     "no UTF-8": (b'{"format": "\xff"}', "cannot be read"),
@@ -337,7 +330,7 @@ class TestOtherFiles:
     """Files that are not what their names say."""
 
     def test_a_manifest_of_ten_gigabytes_is_not_read(self, folder: Path, tmp_path: Path):
-        sparse(folder / MANIFEST, 10 * 2**30)
+        put_sparse_file(folder / MANIFEST, 10 * 2**30)
         for action in open_in_every_way(folder, tmp_path / "hf"):
             assert "10,737,418,240 bytes, and such a file has at most" in refusal(action)
 
@@ -345,7 +338,7 @@ class TestOtherFiles:
         body = json.loads((folder / MANIFEST).read_text())
         seal(folder, body | {"training": {"note": "x" * 2**25}})
         assert "such a file has at most" in refusal(lambda: CheckpointReader(folder))
-        sparse(folder / "rank_00001.safetensors", 2**24)
+        put_sparse_file(folder / "rank_00001.safetensors", 2**24)
         CheckpointReader(folder)
 
     @pytest.mark.parametrize("name", [MANIFEST, FILE])
@@ -358,13 +351,11 @@ class TestOtherFiles:
     @pytest.mark.parametrize("name", [MANIFEST, FILE])
     @pytest.mark.parametrize("kind", ["pipe", "folder", "itself", "nothing"])
     def test_what_is_no_plain_file(self, folder: Path, tmp_path: Path, name: str, kind: str):
-        (folder / name).unlink()
-        if kind == "pipe":
-            os.mkfifo(folder / name)
-        elif kind == "folder":
-            (folder / name).mkdir()
+        if kind == "nothing":
+            (folder / name).unlink()
+            (folder / name).symlink_to("nobody")
         else:
-            (folder / name).symlink_to(name if kind == "itself" else "nobody")
+            put_odd_file(folder / name, kind)
         for action in open_in_every_way(folder, tmp_path / "hf"):
             refusal(action)
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import os
 import re
 from pathlib import Path
 from typing import Any
@@ -21,7 +20,7 @@ from data_pipeline.shards.reader import ShardSet
 from data_pipeline.shards.sums import sum_blocks
 from data_pipeline.shards.writer import EncodedDocument, ShardWriter
 from longctx.tokenizer import Tokenizer
-from tests.bounded import check_screen, refusal
+from tests.bounded import ODD_FILES, check_screen, put_odd_file, refusal
 from tests.data_pipeline.lengths import read_all, write_lengths
 
 
@@ -166,18 +165,9 @@ def test_what_is_no_strict_json_is_refused(folder: Path, name: str, content: str
 
 
 @pytest.mark.parametrize("name", ["manifest.json", EXCLUSIONS_FILE, "00000.sums", "00000.arrow", "tokenizer.model"])
-@pytest.mark.parametrize("kind", ["pipe", "ten gigabytes", "folder", "itself"])
+@pytest.mark.parametrize("kind", ODD_FILES)
 def test_what_is_no_small_file_is_not_read(folder: Path, name: str, kind: str):
-    (folder / name).unlink(missing_ok=True)
-    if kind == "pipe":
-        os.mkfifo(folder / name)
-    elif kind == "folder":
-        (folder / name).mkdir()
-    elif kind == "itself":
-        (folder / name).symlink_to(name)
-    else:
-        with (folder / name).open("wb") as file:
-            file.truncate(10 * 2**30)
+    put_odd_file(folder / name, kind)
 
     def read() -> None:
         shards = ShardSet.open(folder)

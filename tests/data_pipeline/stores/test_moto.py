@@ -1,8 +1,4 @@
-"""The whole road through moto, the field's own S3 server.
-
-It brings 22 packages and is no part of the tools of the tests. Where it is missing, nothing here runs, and our own
-small server alone has answered Arrow's client: `pip install 'moto[server]'`.
-"""
+"""The whole road through moto, the field's own S3 server, where it is installed."""
 
 from __future__ import annotations
 
@@ -22,31 +18,15 @@ from data_pipeline.stores import client
 from data_pipeline.stores.urls import ObjectPath, locate
 from longctx.errors import DataError
 from longctx.tokenizer import Tokenizer
-
-moto = pytest.importorskip(
-    "moto.server", reason="moto is not installed: S3 is tested with our own server alone (pip install 'moto[server]')"
-)
+from tests.data_pipeline.stores.moto_server import empty_bucket
 
 
 @pytest.fixture
 def bucket(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """An empty bucket s3://shelf."""
-    import pyarrow.fs as pafs
-
-    server = moto.ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
-    server.start()
-    host, port = server.get_host_and_port()
-    monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://{host}:{port}")
-    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
-        monkeypatch.setenv(name, "of-the-test")
-    monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
+    """An empty bucket s3://shelf, and a cache of its own."""
     monkeypatch.setenv("LONGCTX_CACHE", str(tmp_path / "cache"))
-    client._connected.cache_clear()
-    address = {"endpoint_override": f"{host}:{port}", "scheme": "http", "region": "us-east-1", "request_timeout": 60}
-    pafs.S3FileSystem(allow_bucket_creation=True, **address).create_dir("shelf")
-    yield
-    server.stop()
-    client._connected.cache_clear()
+    with empty_bucket("shelf", monkeypatch):
+        yield
 
 
 @pytest.mark.slow

@@ -1,4 +1,4 @@
-"""Checkpoints in moto, the field's own S3 server, where it is installed (see ``tests/data_pipeline/stores``)."""
+"""Checkpoints in moto, the field's own S3 server, where it is installed."""
 
 from __future__ import annotations
 
@@ -13,32 +13,17 @@ from launcher.checkpoint.names import folder_of
 from launcher.checkpoint.retention import Retention
 from launcher.checkpoint.store import check_unused, store_at
 from longctx.errors import ConfigError
+from tests.data_pipeline.stores.moto_server import empty_bucket
 from tests.launcher.checkpoint.test_store import content, save
 
-moto = pytest.importorskip(
-    "moto.server", reason="moto is not installed: S3 is tested with our own server alone (pip install 'moto[server]')"
-)
 ADDRESS = "s3://shelf/runs/first"
 
 
 @pytest.fixture
 def bucket(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """An empty bucket s3://shelf."""
-    import pyarrow.fs as pafs
-
-    server = moto.ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
-    server.start()
-    host, port = server.get_host_and_port()
-    monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://{host}:{port}")
-    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
-        monkeypatch.setenv(name, "of-the-test")
-    monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
-    client._connected.cache_clear()
-    address = {"endpoint_override": f"{host}:{port}", "scheme": "http", "region": "us-east-1", "request_timeout": 60}
-    pafs.S3FileSystem(allow_bucket_creation=True, **address).create_dir("shelf")
-    yield
-    server.stop()
-    client._connected.cache_clear()
+    with empty_bucket("shelf", monkeypatch):
+        yield
 
 
 @pytest.mark.slow

@@ -18,12 +18,10 @@ from tests.launcher.runs import free_port
 HOSTS = ("127.0.0.1", "127.0.0.2")
 INSTALL = "apt-get update && apt-get install -y openssh-server pdsh"
 
-_SERVER = """\
-ListenAddress 127.0.0.1
-ListenAddress 127.0.0.2
+SERVER = """\
 Port {port}
 HostKey {folder}/host_key
-PidFile {folder}/sshd.pid
+PidFile {pid_file}
 AuthorizedKeysFile {folder}/key.pub
 PermitRootLogin prohibit-password
 PasswordAuthentication no
@@ -31,7 +29,8 @@ KbdInteractiveAuthentication no
 UsePAM no
 StrictModes no
 """
-_CLIENT = """\
+"""The ssh server of tests; it listens everywhere unless lines before say where."""
+CLIENT = """\
 Host *
   Port {port}
   IdentityFile {folder}/key
@@ -56,8 +55,9 @@ def two_hosts(folder: Path, *, slots: int = 1) -> Iterator[tuple[Path, dict[str,
     port = free_port()
     for name in ("host_key", "key"):
         subprocess.run(["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", folder / name], check=True)
-    (folder / "sshd.conf").write_text(_SERVER.format(port=port, folder=folder))
-    (folder / "ssh_config").write_text(_CLIENT.format(port=port, folder=folder))
+    addresses = "".join(f"ListenAddress {host}\n" for host in HOSTS)
+    (folder / "sshd.conf").write_text(addresses + SERVER.format(port=port, folder=folder, pid_file=folder / "sshd.pid"))
+    (folder / "ssh_config").write_text(CLIENT.format(port=port, folder=folder))
     hostfile = folder / "hostfile"
     hostfile.write_text("".join(f"{host} slots={slots}\n" for host in HOSTS))
     path = f"{Path(sys.executable).parent}:/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"

@@ -15,29 +15,9 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
-from tests.launcher.cluster.cluster import missing_programs, server_program
+from tests.launcher.cluster.cluster import CLIENT, SERVER, missing_programs, server_program
 
 _PORT = 2222
-_SERVER = """\
-Port {port}
-HostKey {folder}/host_key
-PidFile none
-AuthorizedKeysFile {folder}/key.pub
-PermitRootLogin prohibit-password
-PasswordAuthentication no
-KbdInteractiveAuthentication no
-UsePAM no
-StrictModes no
-"""
-_CLIENT = """\
-Host *
-  Port {port}
-  IdentityFile {folder}/key
-  IdentitiesOnly yes
-  StrictHostKeyChecking no
-  UserKnownHostsFile /dev/null
-  LogLevel ERROR
-"""
 
 
 def why_no_namespaces() -> str | None:
@@ -143,8 +123,8 @@ def namespaces(folder: Path, count: int, *, named: bool = False) -> Iterator[Nam
     """
     for name in ("host_key", "key"):
         subprocess.run(["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", folder / name], check=True)
-    (folder / "sshd.conf").write_text(_SERVER.format(port=_PORT, folder=folder))
-    (folder / "ssh_config").write_text(_CLIENT.format(port=_PORT, folder=folder))
+    (folder / "sshd.conf").write_text(SERVER.format(port=_PORT, folder=folder, pid_file="none"))
+    (folder / "ssh_config").write_text(CLIENT.format(port=_PORT, folder=folder))
     Path("/run/sshd").mkdir(exist_ok=True)
     spaces = Namespaces(folder, count)
     with ExitStack() as stack:

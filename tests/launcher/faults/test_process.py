@@ -22,61 +22,39 @@ STEP = 6
 """Five steps are recorded then, and a checkpoint is behind."""
 
 
+def strike(scene: Scene, accident: Accident, kind: str, *, injected: str, seen: str = "died without a message") -> None:
+    """All ranks end and hear why, and a run that goes on has the metrics of an undisturbed one: a row of the suite."""
+    outcome = scene.strike(accident)
+    check(accident, outcome)
+    scene.record("process", kind, injected=injected, seen=scene.seen(outcome.text, seen), seconds=outcome.seconds)
+
+
 @pytest.mark.parametrize("place", PLACES)
 def test_a_rank_is_killed(scene: Scene, place: str):
     accident = Accident(rank=1, place=PLACES[place], kind="SIGKILL", ranks=2, step=STEP)
-    outcome = scene.strike(accident)
-    check(accident, outcome)
-    scene.record(
-        "process",
-        f"SIGKILL in {place}",
-        injected=f"rank 1 of 2 is killed in {place} of step {STEP}",
-        seen=scene.seen(outcome.text, "died without a message"),
-        seconds=outcome.seconds,
-    )
+    strike(scene, accident, f"SIGKILL in {place}", injected=f"rank 1 of 2 is killed in {place} of step {STEP}")
 
 
 def test_rank_0_is_killed(scene: Scene):
     """The hub is its thread: the others must tell by themselves."""
     accident = Accident(rank=0, place=PLACES["a hop"], kind="SIGKILL", ranks=2, step=STEP)
-    outcome = scene.strike(accident)
-    check(accident, outcome)
-    scene.record(
-        "process",
-        "SIGKILL of rank 0",
-        injected=f"rank 0, which watches over all, is killed in a hop of step {STEP}",
-        seen=scene.seen(outcome.text, "died without a message"),
-        seconds=outcome.seconds,
-    )
+    injected = f"rank 0, which watches over all, is killed in a hop of step {STEP}"
+    strike(scene, accident, "SIGKILL of rank 0", injected=injected)
 
 
 def test_a_rank_is_killed_while_it_validates(scene: Scene):
     place = Place("validation", "launcher.training.trainer", "validate")
     accident = Accident(rank=1, place=place, kind="SIGKILL", ranks=2)
-    outcome = scene.strike(accident)
-    check(accident, outcome)
-    scene.record(
-        "process",
-        "SIGKILL in validation",
-        injected="rank 1 of 2 is killed in the validation behind step 4",
-        seen=scene.seen(outcome.text, "died without a message"),
-        seconds=outcome.seconds,
-    )
+    injected = "rank 1 of 2 is killed in the validation behind step 4"
+    strike(scene, accident, "SIGKILL in validation", injected=injected)
 
 
 @pytest.mark.parametrize(("kind", "said"), [("MemoryError", "MemoryError"), ("exit", "died without a message")])
 def test_a_rank_ends_by_itself(scene: Scene, kind: str, said: str):
     accident = Accident(rank=1, place=PLACES["forward"], kind=kind, ranks=2, step=STEP)
-    outcome = scene.strike(accident)
-    check(accident, outcome)
     what = {"MemoryError": "an exception", "exit": "an exit without a word"}[kind]
-    scene.record(
-        "process",
-        f"{what} of one rank",
-        injected=f"rank 1 of 2 meets {what} in forward of step {STEP}",
-        seen=scene.seen(outcome.text, said),
-        seconds=outcome.seconds,
-    )
+    injected = f"rank 1 of 2 meets {what} in forward of step {STEP}"
+    strike(scene, accident, f"{what} of one rank", injected=injected, seen=said)
 
 
 @pytest.mark.parametrize("rank", [0, 1])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import time
 import tomllib
 from collections.abc import Callable
 from pathlib import Path
@@ -155,6 +156,36 @@ def test_a_clock_counts_one_call_of_many():
     seconds = clock.seconds(lambda: calls.append(1))
     assert 0 < seconds < 0.01
     assert len(calls) > 3
+
+
+def measure_unevenly() -> None:
+    """On rank 1 every call takes 4 ms, on rank 0 next to nothing."""
+    import torch.distributed as dist
+
+    clock, calls = Clock(torch.device("cpu"), round_seconds=0.01), []
+
+    def wait() -> None:
+        calls.append(1)
+        time.sleep(0.004 * dist.get_rank())
+
+    def reduce() -> None:
+        dist.all_reduce(torch.zeros(1))
+        wait()
+
+    alone: list[Any] = [None, None]
+    together: list[Any] = [None, None]
+    clock.seconds(wait)
+    dist.all_gather_object(alone, len(calls))
+    calls.clear()
+    clock.together(reduce)
+    dist.all_gather_object(together, len(calls))
+    assert alone[0] > 10 * alone[1], alone
+    # A first call, one that is timed, and three rounds of some 10.
+    assert together[0] == together[1] > 5, together
+
+
+def test_ranks_repeat_as_often_what_they_do_together_however_long_it_takes_them():
+    run_distributed(measure_unevenly, 2, timeout=20.0)
 
 
 class FakeEvents:

@@ -6,23 +6,24 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import os
-import sys
-import tempfile
 import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
 
+from launcher.training.feed import StepData
+from launcher.training.setup import Progress
+from launcher.training.step import TrainStep
+from launcher.training.totals import StepSums
 from longctx.checkpoint_format import list_checkpoints
+from parallel.loss import StepCounts
 from parallel.transport.exchange import TAG_GRADIENTS, TAG_KEYS
 from tests.launcher.runs import STEPS
-from tests.launcher.workers import end_guarded, rows, run, train
+from tests.launcher.workers import Row, end_guarded, print_rows, rows, run, train
 from tests.parallel.runtime.messages import faults
 
 pytestmark = pytest.mark.timeout(240)
@@ -95,18 +96,6 @@ FAULTS: dict[str, Fault] = {
 }
 
 
-@dataclass(kw_only=True)
-class Row:
-    """What came of one fault."""
-
-    kind: str
-    injected: str
-    saw: str
-    seconds: float
-    steps_lost: int
-    equal: bool
-
-
 def injecting(fault: Fault, told: Path) -> Callable[[], AbstractContextManager[None]]:
     """The fault on its rank, and nothing on the others; when it came about is written down."""
     seen = faults.Seen()
@@ -124,26 +113,30 @@ def injecting(fault: Fault, told: Path) -> Callable[[], AbstractContextManager[N
     return inject
 
 
-def break_a_step(name: str, shards: Path, output: Path, **changed: Any) -> None:
-    """A run in whose fifth step a message goes wrong: it ends, with one screen on rank 0."""
-    from launcher.training.step import TrainStep
-
-    fault, told = FAULTS[name], output.parent / f"{output.name}.at"
+def disturbed_step(fault: Fault, told: Path) -> type[TrainStep]:
+    """Steps of which the fifth has the fault."""
     inject = injecting(fault, told)
 
     class DisturbedStep(TrainStep):
-        def forward_backward(self, data, counts, progress):
+        def forward_backward(self, data: StepData, counts: StepCounts, progress: Progress) -> StepSums:
             if progress.step + 1 != BEFORE:
                 return super().forward_backward(data, counts, progress)
             with inject():
                 return super().forward_backward(data, counts, progress)
 
+    return DisturbedStep
+
+
+def break_a_step(name: str, shards: Path, output: Path, **changed: Any) -> None:
+    """A run in whose fifth step a message goes wrong: it ends, with one screen on rank 0."""
+    fault = FAULTS[name]
+    step = disturbed_step(fault, output.parent / f"{output.name}.at")
     words = (
         "ClusterError: in step 5, messages between ranks did not arrive as they were sent (parallel.check_rows).",
         "The step was not taken",
         "step_000004 (--run.resume latest)",
     )
-    end_guarded(shards, output, {**fault.changed, **changed}, 1, [*fault.says, *words], step=DisturbedStep)
+    end_guarded(shards, output, {**fault.changed, **changed}, 1, [*fault.says, *words], step=step)
 
 
 def check_fault(name: str, shards: Path, folder: Path) -> Row:
@@ -189,19 +182,9 @@ def spoil_first_step(shards: Path, output: Path) -> None:
 
 def without_the_check(name: str, shards: Path, output: Path) -> None:
     """The same fault where nobody looks: the run goes on to its end."""
-    from launcher.training.step import TrainStep
-
     fault = FAULTS[name]
-    inject = injecting(fault, output.parent / "at")
-
-    class DisturbedStep(TrainStep):
-        def forward_backward(self, data, counts, progress):
-            if progress.step + 1 != BEFORE:
-                return super().forward_backward(data, counts, progress)
-            with inject():
-                return super().forward_backward(data, counts, progress)
-
-    train(shards, output, {**fault.changed, "parallel.check_rows": "off"}, DisturbedStep)
+    step = disturbed_step(fault, output.parent / "at")
+    train(shards, output, {**fault.changed, "parallel.check_rows": "off"}, step)
 
 
 @pytest.mark.slow
@@ -253,18 +236,8 @@ def test_a_clean_run_of_hundreds_of_steps_is_never_stopped(shards, tmp_path):
     assert [row["step"] for row in rows(tmp_path / "run") if row["kind"] == "train"] == list(range(1, 301))
 
 
-def main() -> None:
-    """Inject each kind into a run; print a row as JSON for each."""
-    from tests.launcher.conftest import build_tiny_shards
-
-    # Workers find a function by its module's name, which is not that of a script.
-    from tests.launcher.training.test_messages import check_fault
-
-    for name in sys.argv[1:] or FAULTS:
-        with tempfile.TemporaryDirectory() as place:
-            row = check_fault(name, build_tiny_shards(Path(place)), Path(place))
-        sys.stdout.write(json.dumps(asdict(row)) + "\n")
-
-
 if __name__ == "__main__":
-    main()
+    # Workers find a function by its module's name, which is not that of a script.
+    from tests.launcher.training import test_messages
+
+    print_rows(test_messages.check_fault, FAULTS)

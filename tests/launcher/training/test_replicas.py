@@ -5,11 +5,7 @@
 
 from __future__ import annotations
 
-import json
-import sys
-import tempfile
 import time
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -25,8 +21,7 @@ from parallel.runtime.process import gather_objects
 from parallel.zero.partition import MASTER, MOMENTS
 from parallel.zero.replicas import Odd, Part, judge
 from tests.launcher.runs import SCREEN
-from tests.launcher.training.test_messages import Row
-from tests.launcher.workers import breaking_step, build, end_guarded, rows, run, train
+from tests.launcher.workers import Row, breaking_step, build, end_guarded, print_rows, rows, run, train
 from tests.parallel.runtime.messages.faults import flip_bit
 
 pytestmark = pytest.mark.timeout(240)
@@ -193,18 +188,8 @@ def test_nothing_is_found_in_a_clean_run_of_any_stage(shards, tmp_path):
     run(clean, 4, shards, tmp_path)
 
 
-def main() -> None:
-    """Inject each kind into a run; print a row as JSON for each."""
-    from tests.launcher.conftest import build_tiny_shards
-
-    # Workers find a function by its module's name, which is not that of a script.
-    from tests.launcher.training.test_replicas import check_flip
-
-    for name in sys.argv[1:] or ["weight, stage 0", "moment, stage 0", "master, stage 1", "moment, stage 3"]:
-        with tempfile.TemporaryDirectory() as place:
-            row = check_flip(name, build_tiny_shards(Path(place)), Path(place))
-        sys.stdout.write(json.dumps(asdict(row)) + "\n")
-
-
 if __name__ == "__main__":
-    main()
+    # Workers find a function by its module's name, which is not that of a script.
+    from tests.launcher.training import test_replicas
+
+    print_rows(test_replicas.check_flip, ["weight, stage 0", "moment, stage 0", "master, stage 1", "moment, stage 3"])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import shutil
 from collections.abc import Callable
@@ -16,7 +15,7 @@ import torch
 from longctx.conversion import import_hf, load_hf, save_hf
 from longctx.conversion.weights.folder import INDEX
 from longctx.model.decoder import Decoder
-from tests.bounded import refusal
+from tests.bounded import ODD_FILES, put_odd_file, refusal
 from tests.longctx.samples import tiny_config
 
 WEIGHTS = "model.safetensors"
@@ -137,18 +136,9 @@ def test_what_is_no_strict_json_is_refused(folder: Path, tmp_path: Path, name: s
 
 
 @pytest.mark.parametrize("name", ["config.json", INDEX])
-@pytest.mark.parametrize("kind", ["pipe", "folder", "itself", "ten gigabytes"])
+@pytest.mark.parametrize("kind", ODD_FILES)
 def test_what_is_no_small_file_is_not_read(folder: Path, tmp_path: Path, name: str, kind: str):
-    (folder / name).unlink()
-    if kind == "pipe":
-        os.mkfifo(folder / name)
-    elif kind == "folder":
-        (folder / name).mkdir()
-    elif kind == "itself":
-        (folder / name).symlink_to(name)
-    else:
-        with (folder / name).open("wb") as file:
-            file.truncate(10 * 2**30)
+    put_odd_file(folder / name, kind)
     for action in import_in_every_way(folder, tmp_path / "out"):
         refusal(action)
 

@@ -17,6 +17,7 @@ from longctx.objectives.causal_lm import CausalLM
 from longctx.objectives.loss_sum import LossSum
 from tests.longctx.attention_cores import MaskIsPlan
 from tests.longctx.samples import gradients, packed_batch, step_loss, tiny_config
+from tests.oracles import mix32, mix64
 from tests.rounding import UNIT
 
 M = 256
@@ -59,18 +60,6 @@ def test_seeds_layers_and_places_are_independent_and_so_is_dropout():
 
 def by_whole_numbers(seed: int, layer: int, token: int, channel: int) -> int:
     """The random bits in Python's unbounded whole numbers, signed."""
-
-    def mix64(x: int) -> int:
-        x = (x + 0x9E3779B97F4A7C15) % 2**64
-        x = ((x ^ (x >> 30)) * 0xBF58476D1CE4E5B9) % 2**64
-        x = ((x ^ (x >> 27)) * 0x94D049BB133111EB) % 2**64
-        return x ^ (x >> 31)
-
-    def mix32(x: int) -> int:
-        x = ((x ^ (x >> 16)) * 0x85EBCA6B) % 2**32
-        x = ((x ^ (x >> 13)) * 0xC2B2AE35) % 2**32
-        return x ^ (x >> 16)
-
     key = mix64((mix64(seed % 2**64) - 2 - layer) % 2**64)
     row = mix32((token + key % 2**31) % 2**32) ^ (key >> 32)
     bits = mix32(row ^ (channel * 0x9E3779B1 % 2**32))

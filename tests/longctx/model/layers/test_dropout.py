@@ -15,6 +15,7 @@ from longctx.model.layers.dropout import Draw, Dropout
 from longctx.model.training_pass import Execution, TrainingPass
 from tests.longctx.attention_cores import MaskIsPlan
 from tests.longctx.samples import dense_config, documents_of, gradients, one_document, packed_batch, tiny_config
+from tests.oracles import mix32, mix64
 
 M = 256
 
@@ -98,18 +99,6 @@ def test_bits_do_not_depend_on_what_else_is_computed(monkeypatch):
 
 def by_whole_numbers(rate: float, seed: int, site: int, token: int, channel: int) -> bool:
     """The rule in Python's unbounded whole numbers: SplitMix64 of seed and site, then MurmurHash3's finaliser."""
-
-    def mix64(x: int) -> int:
-        x = (x + 0x9E3779B97F4A7C15) % 2**64
-        x = ((x ^ (x >> 30)) * 0xBF58476D1CE4E5B9) % 2**64
-        x = ((x ^ (x >> 27)) * 0x94D049BB133111EB) % 2**64
-        return x ^ (x >> 31)
-
-    def mix32(x: int) -> int:
-        x = ((x ^ (x >> 16)) * 0x85EBCA6B) % 2**32
-        x = ((x ^ (x >> 13)) * 0xC2B2AE35) % 2**32
-        return x ^ (x >> 16)
-
     key = mix64((mix64(seed % 2**64) + site) % 2**64)
     row = mix32((token + key % 2**31) % 2**32) ^ (key >> 32)
     bits = mix32(row ^ (channel * 0x9E3779B1 % 2**32))

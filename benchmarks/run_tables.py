@@ -1,0 +1,99 @@
+"""The tables of what surrounds a run's steps: its start, its corpus, its saves, its search for silent errors."""
+
+from __future__ import annotations
+
+from typing import Any
+
+Table = tuple[list[str], list[list[str]]]
+"""Head and rows."""
+_ORIGINS = {"new": "new", "weights": "weights of a checkpoint", "resumed": "resumed, with moments"}
+
+
+def of_starts(result: dict[str, Any]) -> Table:
+    """Memory and time of a start by stage, of the state before and of today's."""
+    before = {_start_case(row): row for row in result["before"]}
+    lines = []
+    for row in result["rows"]:
+        old = before.get(_start_case(row), {})
+        size, limit = f"{row['model']}, {row['billions']} billion", f"{2 * row['share'] + 1:.1f}"
+        figures = [_start_change(old, row, of) for of in ("peak", "cpu_seconds")]
+        stage = f"{row['stage']}, {row['dtype']}"
+        lines.append([size, _ORIGINS[row["origin"]], stage, f"{row['share']:.1f}", limit, *figures])
+    head = ["parameters", "begins", "ZeRO", "share, GiB", "limit, GiB", "peak, GiB", "CPU s, each rank"]
+    return head, lines
+
+
+def _start_case(row: dict[str, Any]) -> tuple[Any, ...]:
+    return tuple(row[name] for name in ("model", "billions", "origin", "stage"))
+
+
+def _start_change(old: dict[str, Any], row: dict[str, Any], of: str) -> str:
+    """The figure of today, after that of the state before where there is one."""
+    if of in old:
+        return f"{old[of]:.1f} → **{row[of]:.1f}**"
+    return f"{row[of]:.1f}"
+
+
+def of_corpora(result: dict[str, Any]) -> Table:
+    """Seconds and memory to a first batch, by documents."""
+    head = ["documents", "shards", "first batch", "of it CPU", "memory", "not of files"]
+    head += ["middle of an epoch", "plan alone, files not in the cache"]
+    return head, [_corpus_row(row) for row in result["starts"]]
+
+
+def _corpus_row(row: dict[str, Any]) -> list[str]:
+    first = row["first"]
+    return [
+        f"{row['documents'] / 1e6:,.0f} million",
+        f"{row['shards']:,}",
+        f"{first['seconds']:.2f} s",
+        f"{first['cpu_seconds']:.2f} s",
+        f"{first['peak_mb']:.0f} MB",
+        f"{first['anonymous_mb']:.0f} MB",
+        f"{row['resumed']['seconds']:.2f} s, {row['resumed']['peak_mb']:.0f} MB",
+        f"{row['cold']['plan_seconds']:.2f} s",
+    ]
+
+
+def of_blocks(result: dict[str, Any]) -> Table:
+    """What a block is, and what it costs, by tokens of a row."""
+    head = ["tokens of a row", "blocks", "documents of a block", "its rows", "padding", "planned a second of CPU"]
+    return head, [_blocks_row(row) for row in result["blocks"]]
+
+
+def _blocks_row(row: dict[str, Any]) -> list[str]:
+    return [
+        f"{row['seq_len']:,}",
+        f"{row['blocks']:,}",
+        f"{row['documents_per_block']:,.0f}",
+        f"{row['rows_per_block']:,.0f}",
+        f"{100 * row['padding_share']:.2f} %",
+        f"{row['documents_per_second'] / 1e6:.2f} million documents",
+    ]
+
+
+def of_saves(result: dict[str, Any]) -> Table:
+    """Wall seconds of each contender, in the order in which they took turns."""
+    head = ["", "saved, s", "loaded, s"]
+    seconds = result["files"]["seconds"]
+    return head, [[name, f"{of['save']:.2f}", f"{of['load']:.2f}"] for name, of in seconds.items()]
+
+
+def of_sums(result: dict[str, Any]) -> Table:
+    """What sums of messages and comparisons of replicas take of a step."""
+    head = ["case", "step, CPU s", "messages", "MiB summed", "predicted, s", "measured, s", "share", "replicas, s"]
+    return [*head, "every 20"], [_sums_row(row) for row in result["rows"]]
+
+
+def _sums_row(row: dict[str, Any]) -> list[str]:
+    return [
+        row["case"],
+        f"{row['step']:.2f}",
+        f"{row['messages']:.0f}",
+        f"{row['bytes'] / 2**20:.1f}",
+        f"{row['predicted']:.4f}",
+        f"{row['of_messages']:.4f}",
+        f"{row['messages_share']:.2%}",
+        f"{row['of_replicas']:.3f}",
+        f"{row['replicas_share']:.2%}",
+    ]
