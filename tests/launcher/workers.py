@@ -186,10 +186,11 @@ def end_guarded(
     words: list[str],
     limit: int = 0,
     step: type[TrainStep] = TrainStep,
+    seen: Path | None = None,
 ) -> None:
     """``train`` ends with this exit code on all ranks, and rank 0 alone speaks: one screen that has all the words.
 
-    With ``limit``, no file of the last rank may grow beyond so many bytes.
+    With ``limit``, no file of the last rank may grow beyond so many bytes. ``seen`` keeps the screen.
     """
     launcher.cluster.exit.HEAD_START_SECONDS = 0.0
     if limit and int(os.environ["RANK"]) + 1 == int(os.environ["WORLD_SIZE"]):
@@ -201,6 +202,8 @@ def end_guarded(
     assert [c for c, _ in told] == [code] * len(told), told
     assert not any(text for _, text in told[1:]), told
     text = told[0][1]
+    if seen is not None and os.environ["RANK"] == "0":
+        seen.write_text(text)
     assert all(text.count(word) == 1 for word in words), f"{words} expected once in: {text}"
     assert "Traceback" not in text, text
     assert len(text.splitlines()) < SCREEN, text
