@@ -1,7 +1,7 @@
 """A hop that never comes, comes too late or comes twice: the run ends in time, and goes on as if nothing had been.
 
 What stops ranks from going on is the watch's to find; what arrives with other bytes is told by sums of messages
-(``tests/launcher/training/test_messages.py``). ``python -m tests.launcher.test_hops`` prints a row for each kind.
+(``tests/launcher/training/test_messages.py``).
 """
 
 from __future__ import annotations
@@ -10,10 +10,11 @@ from pathlib import Path
 
 import pytest
 
+from tests.faults import FaultRow, FaultRows, verdict
 from tests.launcher.test_accidents import Accident, Place
 from tests.launcher.test_hangs import END_SECONDS, TIMEOUT, screen
 from tests.launcher.test_hangs import run as run_accident
-from tests.launcher.workers import Row, print_rows, rows, run, train
+from tests.launcher.workers import rows, run, train
 
 pytestmark = [pytest.mark.timeout(600), pytest.mark.slow]
 
@@ -25,33 +26,38 @@ KEYS = {
 IN_STEP_3 = 4 + 12 + 12 + 4 + 3
 START = Place("hop", "parallel.transport.exchange", "RingExchange._start", call=IN_STEP_3)
 KINDS = {
-    "drop a hop": ("the run hangs", "because of rank 1:", "exchanging keys and values with ranks 0"),
-    "send a hop twice": ("the run hangs", "exchanging", "hop 1"),
-    "sleep": ("the run hangs", "because of rank 0:"),
+    "drop a hop": ("a hop that never comes", ("the run hangs", "because of rank 1:", "with ranks 0")),
+    "send a hop twice": ("a hop that is sent twice", ("the run hangs", "exchanging", "hop 1")),
+    "sleep": ("a hop later than the time-out", ("the run hangs", "because of rank 0:")),
 }
-"""What happens to a hop of rank 0, and what the user reads."""
+"""What happens to a hop of rank 0: its name, and what the user reads."""
 
 
-def check_hop(kind: str, shards: Path, folder: Path) -> Row:
+def check_hop(kind: str, shards: Path, folder: Path, fault_rows: FaultRows) -> None:
     """The run ends within the time-out, and one that goes on has the records of an undisturbed one."""
     outcome = run_accident(Accident(rank=0, place=START, kind=kind, ranks=2), shards, folder, KEYS)
     assert outcome.codes == [1, 1], outcome.text
     assert outcome.seconds < TIMEOUT + END_SECONDS, outcome.text
-    for words in KINDS[kind]:
+    name, expected = KINDS[kind]
+    for words in expected:
         assert words in "\n".join(screen(outcome.text)), outcome.text
     assert [row["step"] for row in rows(folder / "run") if row["kind"] == "train"] == [1, 2]
     run(train, 2, shards, folder / "quiet", KEYS)
     run(train, 2, shards, folder / "run", {**KEYS, "run.resume": "latest"})
-    equal = rows(folder / "run") == rows(folder / "quiet")
-    assert equal
-    saw = screen(outcome.text)[0]
-    return Row(kind="ring", injected=kind, saw=saw, seconds=round(outcome.seconds, 2), steps_lost=0, equal=equal)
+    fault_rows.add(
+        FaultRow(
+            group="ring",
+            kind=name,
+            injected=f"by rank 0 of 2, in step 3; run.timeout_seconds = {TIMEOUT:g}",
+            seen=verdict("\n".join(screen(outcome.text)), expected[0]),
+            seconds=outcome.seconds,
+            steps_lost=0,
+            beyond_checkpoint=0,
+            equal=rows(folder / "run") == rows(folder / "quiet"),
+        )
+    )
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_hop_that_does_not_come_as_it_should_ends_the_run_in_time(kind, shards, tmp_path):
-    check_hop(kind, shards, tmp_path)
-
-
-if __name__ == "__main__":
-    print_rows(check_hop, KINDS)
+def test_a_hop_that_does_not_come_as_it_should_ends_the_run_in_time(kind, shards, tmp_path, fault_rows):
+    check_hop(kind, shards, tmp_path, fault_rows)

@@ -5,14 +5,10 @@ from __future__ import annotations
 import contextlib
 import functools
 import io
-import json
 import os
 import resource
 import signal
-import sys
-import tempfile
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -44,28 +40,6 @@ from tests.parallel.zero.swapping import swap_everything
 
 SAVING = (launcher.checkpoint.saver, launcher.checkpoint.save, launcher.checkpoint.saver.HostCopy)
 """Where the stages of a save are."""
-
-
-@dataclass(kw_only=True)
-class Row:
-    """What came of one fault that was put into a run."""
-
-    kind: str
-    injected: str
-    saw: str
-    seconds: float
-    steps_lost: int
-    equal: bool
-
-
-def print_rows(check: Callable[[str, Path, Path], Row], kinds: Iterable[str]) -> None:
-    """Inject each kind (those of the command line, if it has any) into a run; print a row as JSON for each."""
-    from tests.launcher.conftest import build_tiny_shards
-
-    for kind in sys.argv[1:] or kinds:
-        with tempfile.TemporaryDirectory() as place:
-            row = check(kind, build_tiny_shards(Path(place)), Path(place))
-        sys.stdout.write(json.dumps(asdict(row)) + "\n")
 
 
 def build(shards: Path, output: Path, changed: Mapping[str, Any]) -> Run:
@@ -212,10 +186,11 @@ def end_guarded(
     words: list[str],
     limit: int = 0,
     step: type[TrainStep] = TrainStep,
+    seen: Path | None = None,
 ) -> None:
     """``train`` ends with this exit code on all ranks, and rank 0 alone speaks: one screen that has all the words.
 
-    With ``limit``, no file of the last rank may grow beyond so many bytes.
+    With ``limit``, no file of the last rank may grow beyond so many bytes. ``seen`` keeps the screen.
     """
     launcher.cluster.exit.HEAD_START_SECONDS = 0.0
     if limit and int(os.environ["RANK"]) + 1 == int(os.environ["WORLD_SIZE"]):
@@ -227,6 +202,8 @@ def end_guarded(
     assert [c for c, _ in told] == [code] * len(told), told
     assert not any(text for _, text in told[1:]), told
     text = told[0][1]
+    if seen is not None and os.environ["RANK"] == "0":
+        seen.write_text(text)
     assert all(text.count(word) == 1 for word in words), f"{words} expected once in: {text}"
     assert "Traceback" not in text, text
     assert len(text.splitlines()) < SCREEN, text

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import socket
+import time
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +20,9 @@ from launcher.training.totals import StepSums
 from longctx.checkpoint_format import CHECKPOINTS
 from longctx.kernels.regions import missing_for_compiling
 from parallel.loss import StepCounts
+from tests.faults import FaultRow, verdict
 from tests.helpers import run_distributed
-from tests.launcher.workers import end_guarded, rows, run, train_each
+from tests.launcher.workers import end_guarded, rows, run, train, train_each
 
 pytestmark = pytest.mark.timeout(240)
 
@@ -96,6 +98,8 @@ class FlippedStep(TrainStep):
             self.flip.call = (looked_at(chance, self.flip.seen) or [0])[-1]
             if progress.step + 1 != WRONG:
                 self.flip.call = 0
+            else:
+                (self.run.folder.parent / "at").write_text(str(time.time()))
         with self.flip:
             return super().__call__(progress)
 
@@ -105,17 +109,33 @@ def end_named(shards: Path, output: Path, changed: dict[str, Any]) -> None:
     words = [f"rank {named} on {socket.gethostname()} computed a wrong number in step {WRONG}"]
     words += ["1 of ", "values differ, in bit 11 (mantissa)", "did not repeat", "model.layers."]
     words += [f"step_{WRONG - 1:06d} or an older one (--run.resume newest-good)", "out of the hostfile"]
-    end_guarded(shards, output, {**DENSE, **changed}, 1, words, step=FlippedStep)
+    end_guarded(shards, output, {**DENSE, **changed}, 1, words, step=FlippedStep, seen=output.parent / "screen")
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("ranks", [2, 4])
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
-def test_a_wrong_number_ends_the_run_and_names_the_rank(shards, tmp_path, stage, ranks):
-    run(end_named, ranks, shards, tmp_path, {"zero.stage": stage})
-    events = [row for row in read_metrics(tmp_path) if row.get("event") == AUDIT_EVENT]
+def test_a_wrong_number_ends_the_run_and_names_the_rank(shards, tmp_path, fault_rows, stage, ranks):
+    broken, quiet, changed = tmp_path / "broken", tmp_path / "quiet", {**DENSE, "zero.stage": stage}
+    run(end_named, ranks, shards, broken, changed)
+    seconds = time.time() - float((tmp_path / "at").read_text())
+    events = [row for row in read_metrics(broken) if row.get("event") == AUDIT_EVENT]
     assert [suspected_ranks(event) for event in events] == [[ranks - 1]]
     assert events[0]["step"] == WRONG
-    steps = [row["step"] for row in rows(tmp_path) if row["kind"] == "train"]
+    steps = [row["step"] for row in rows(broken) if row["kind"] == "train"]
     assert steps == list(range(1, WRONG)), "the step was not taken"
-    assert not (tmp_path / CHECKPOINTS / f"step_{WRONG:06d}").exists()
+    assert not (broken / CHECKPOINTS / f"step_{WRONG:06d}").exists()
+    run(train, ranks, shards, quiet, changed)
+    run(train, ranks, shards, broken, {**changed, "run.resume": "newest-good"})
+    fault_rows.add(
+        FaultRow(
+            group="numbers",
+            kind="a flipped bit in a product's output",
+            injected=f"bit 11 of 32, on rank {ranks - 1} of {ranks} in step {WRONG}; run.audit_every = 1",
+            seen=verdict((tmp_path / "screen").read_text(), "computed a wrong number"),
+            seconds=seconds,
+            steps_lost=0,
+            beyond_checkpoint=0,
+            equal=rows(broken) == rows(quiet),
+        )
+    )

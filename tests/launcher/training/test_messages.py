@@ -1,7 +1,4 @@
-"""A message between ranks that goes wrong in a run: what the user reads, and that going on gives the undisturbed run.
-
-``python -m tests.launcher.training.test_messages`` prints a row for each kind.
-"""
+"""A message between ranks that goes wrong in a run: what the user reads, and that going on is as if it had not."""
 
 from __future__ import annotations
 
@@ -22,8 +19,9 @@ from launcher.training.totals import StepSums
 from longctx.checkpoint_format import list_checkpoints
 from parallel.loss import StepCounts
 from parallel.transport.exchange import TAG_GRADIENTS, TAG_KEYS
+from tests.faults import FaultRow, FaultRows, verdict
 from tests.launcher.runs import STEPS
-from tests.launcher.workers import Row, end_guarded, print_rows, rows, run, train
+from tests.launcher.workers import end_guarded, rows, run, train
 from tests.parallel.runtime.messages import faults
 
 pytestmark = pytest.mark.timeout(240)
@@ -136,10 +134,11 @@ def break_a_step(name: str, shards: Path, output: Path, **changed: Any) -> None:
         "The step was not taken",
         "step_000004 (--run.resume latest)",
     )
-    end_guarded(shards, output, {**fault.changed, **changed}, 1, [*fault.says, *words], step=step)
+    seen = output.parent / "screen"
+    end_guarded(shards, output, {**fault.changed, **changed}, 1, [*fault.says, *words], step=step, seen=seen)
 
 
-def check_fault(name: str, shards: Path, folder: Path) -> Row:
+def check_fault(name: str, shards: Path, folder: Path, fault_rows: FaultRows) -> None:
     """The run ends in that step, and a run that goes on has the records of one that nothing befell."""
     fault, quiet, broken = FAULTS[name], folder / "quiet", folder / "broken"
     run(train, fault.ranks, shards, quiet, fault.changed)
@@ -148,15 +147,24 @@ def check_fault(name: str, shards: Path, folder: Path) -> Row:
     assert [path.name for path in list_checkpoints(broken)] == ["step_000002", "step_000004"]
     assert [row["step"] for row in rows(broken) if row["kind"] == "train"] == [1, 2, 3, 4]
     run(train, fault.ranks, shards, broken, {**fault.changed, "run.resume": "latest"})
-    equal = rows(broken) == rows(quiet)
-    assert equal
-    return Row(kind="ring", injected=name, saw=fault.says[0], seconds=round(seconds, 2), steps_lost=0, equal=equal)
+    fault_rows.add(
+        FaultRow(
+            group="ring",
+            kind=name,
+            injected=f"on rank {fault.rank} of {fault.ranks}, in step {BEFORE}",
+            seen=verdict((folder / "screen").read_text(), fault.says[0]),
+            seconds=seconds,
+            steps_lost=0,
+            beyond_checkpoint=0,
+            equal=rows(broken) == rows(quiet),
+        )
+    )
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", FAULTS)
-def test_a_wrong_message_ends_the_run_which_goes_on_as_if_nothing_had_been(name, shards, tmp_path):
-    check_fault(name, shards, tmp_path)
+def test_a_wrong_message_ends_the_run_which_goes_on_as_if_nothing_had_been(name, shards, tmp_path, fault_rows):
+    check_fault(name, shards, tmp_path, fault_rows)
 
 
 def test_wrong_bytes_in_a_hop_do_not_reach_the_weights(shards, tmp_path):
@@ -234,10 +242,3 @@ def test_a_clean_run_of_hundreds_of_steps_is_never_stopped(shards, tmp_path):
 
     run_distributed(train, 4, shards, tmp_path / "run", changed, timeout=800.0)
     assert [row["step"] for row in rows(tmp_path / "run") if row["kind"] == "train"] == list(range(1, 301))
-
-
-if __name__ == "__main__":
-    # Workers find a function by its module's name, which is not that of a script.
-    from tests.launcher.training import test_messages
-
-    print_rows(test_messages.check_fault, FAULTS)

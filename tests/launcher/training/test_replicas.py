@@ -1,7 +1,4 @@
-"""A flipped bit in weights or moments: found at the next comparison, with rank and tensor, in every ZeRO stage.
-
-``python -m tests.launcher.training.test_replicas`` prints a row for each kind.
-"""
+"""A flipped bit in weights or moments: found at the next comparison, with rank and tensor, in every ZeRO stage."""
 
 from __future__ import annotations
 
@@ -20,8 +17,9 @@ from longctx.errors import TrainingError
 from parallel.runtime.process import gather_objects
 from parallel.zero.partition import MASTER, MOMENTS
 from parallel.zero.replicas import Odd, Part, judge
+from tests.faults import FaultRow, FaultRows, verdict
 from tests.launcher.runs import SCREEN
-from tests.launcher.workers import Row, breaking_step, build, end_guarded, print_rows, rows, run, train
+from tests.launcher.workers import breaking_step, build, end_guarded, rows, run, train
 from tests.parallel.runtime.messages.faults import flip_bit
 
 pytestmark = pytest.mark.timeout(240)
@@ -135,10 +133,11 @@ def end_by(name: str, shards: Path, output: Path, step: int, words: list[str], a
             at.write_text(str(time.time()))
 
     changed = {**flip.changed, "zero.stage": flip.stage, "run.replicas_every": 3}
-    end_guarded(shards, output, changed, 1, [flip.says, *words], step=breaking_step(step, act))
+    seen = output.parent / "screen"
+    end_guarded(shards, output, changed, 1, [flip.says, *words], step=breaking_step(step, act), seen=seen)
 
 
-def check_flip(name: str, shards: Path, folder: Path) -> Row:
+def check_flip(name: str, shards: Path, folder: Path, fault_rows: FaultRows) -> None:
     """The run ends, and one that goes on has the records of a run that nothing befell."""
     flip, quiet, broken = FLIPS[name], folder / "quiet", folder / "broken"
     changed = {**flip.changed, "zero.stage": flip.stage, "run.replicas_every": 3}
@@ -147,15 +146,25 @@ def check_flip(name: str, shards: Path, folder: Path) -> Row:
     run(end_by, flip.ranks, name, shards, broken, 6, words, folder / "at")
     seconds = time.time() - float((folder / "at").read_text())
     run(train, flip.ranks, shards, broken, {**changed, "run.resume": broken / "checkpoints" / "step_000004"})
-    equal = rows(broken) == rows(quiet)
-    assert equal
-    return Row(kind="numbers", injected=name, saw=flip.says, seconds=round(seconds, 2), steps_lost=0, equal=equal)
+    fault_rows.add(
+        FaultRow(
+            group="numbers",
+            kind=f"a flipped bit in a {name}",
+            injected=f"of rank {flip.rank} of {flip.ranks}, behind step 5; run.replicas_every = 3",
+            seen=verdict((folder / "screen").read_text(), flip.says),
+            seconds=seconds,
+            # Step 5 was taken, and is behind the checkpoint.
+            steps_lost=1,
+            beyond_checkpoint=0,
+            equal=rows(broken) == rows(quiet),
+        )
+    )
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["weight, stage 0", "moment, stage 0", "master, stage 1", "moment, stage 3"])
-def test_a_run_that_goes_on_is_as_if_nothing_had_been(name, shards, tmp_path):
-    check_flip(name, shards, tmp_path)
+def test_a_run_that_goes_on_is_as_if_nothing_had_been(name, shards, tmp_path, fault_rows):
+    check_flip(name, shards, tmp_path, fault_rows)
 
 
 def test_three_decide_and_two_do_not():
@@ -186,10 +195,3 @@ def clean(shards: Path, output: Path) -> None:
 def test_nothing_is_found_in_a_clean_run_of_any_stage(shards, tmp_path):
     run(clean, 2, shards, tmp_path)
     run(clean, 4, shards, tmp_path)
-
-
-if __name__ == "__main__":
-    # Workers find a function by its module's name, which is not that of a script.
-    from tests.launcher.training import test_replicas
-
-    print_rows(test_replicas.check_flip, ["weight, stage 0", "moment, stage 0", "master, stage 1", "moment, stage 3"])
