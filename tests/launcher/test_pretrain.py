@@ -218,6 +218,7 @@ def test_a_missing_hostfile_does_not_silently_become_one_rank(shards, tmp_path):
 # It does not start: said by rank 0 alone, after all ranks have agreed.
 
 
+@pytest.mark.slow
 def test_what_cannot_run_ends_on_every_rank_with_one_screen(shards, copied, tmp_path):
     damaged = Path(shutil.copytree(shards, tmp_path / "damaged"))
     shard = damaged / "00000.arrow"

@@ -42,11 +42,11 @@ PAIRS: list[tuple[Written, tuple[int, int]]] = [
     (PLAIN, (3, 1)),
     (("moe", "float32", 3, 2), (2, 4)),
     (("dense", "float32", 2, 2), (0, 2)),
-    (("moe", "bfloat16 in float32", 2, 2), (3, 2)),
 ]
 """What wrote, and the stage and ranks that read."""
 MORE_PAIRS: list[tuple[Written, tuple[int, int]]] = [
     (PLAIN, (1, 2)),
+    (("moe", "bfloat16 in float32", 2, 2), (3, 2)),
     (("moe", "bfloat16", 2, 2), (3, 2)),
     (("moe", "float32", 3, 2), (3, 2)),
     (("dense", "float32", 0, 1), (1, 2)),
@@ -56,12 +56,12 @@ MORE_PAIRS: list[tuple[Written, tuple[int, int]]] = [
 """The same, tried where slow tests are."""
 
 KILLS: dict[str, tuple[Any, ...]] = {
-    "in the middle of a step": (train_until_killed_in_a_step, 0, 6),
     "while a rank has written its pieces": (train_until_killed_in_a_save, 1, "read_back rank_00001.safetensors"),
-    "in the middle of a resume": (train_until_killed_in_a_resume, 4),
 }
 """Accidents: what is run, and where it is killed."""
 MORE_KILLS: dict[str, tuple[Any, ...]] = {
+    "in the middle of a step": (train_until_killed_in_a_step, 0, 6),
+    "in the middle of a resume": (train_until_killed_in_a_resume, 4),
     "before anything is copied": (train_until_killed_in_a_save, 1, "fill"),
     "before a rank writes its pieces": (train_until_killed_in_a_save, 1, "write_pieces"),
     "before the commit": (train_until_killed_in_a_save, 0, "commit"),

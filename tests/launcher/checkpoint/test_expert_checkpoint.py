@@ -94,7 +94,7 @@ def written(tmp_path_factory) -> Callable[[Ranks], Path]:
 
 
 @pytest.mark.timeout(200)
-@pytest.mark.parametrize("world", [1, 2, 4])
+@pytest.mark.parametrize("world", [2, *(pytest.param(world, marks=pytest.mark.slow) for world in (1, 4))])
 def test_another_expert_degree_goes_on_from_what_one_wrote(written, world):
     readers = [(written(source), *target[1:]) for source, target in QUICK if target[0] == world]
     run_distributed(read_each, world, readers, timeout=100)

@@ -19,9 +19,9 @@ from launcher.checkpoint.health import DAMAGED, WHOLE, staying, summaries
 from launcher.config.load import load_run_config
 from longctx.checkpoint_format import CHECKPOINTS, MANIFEST
 from longctx.errors import CheckpointError, LongCtxError
-from tests.bounded import check_screen, within_bounds
+from tests.bounded import check_screen, put_sparse_file, within_bounds
 from tests.launcher.cli.calls import call
-from tests.longctx.test_hostile_checkpoints import FILE, FORGED, TEXTS, Body, changed, seal, sparse, whole
+from tests.longctx.test_hostile_checkpoints import FILE, FORGED, TEXTS, Body, changed, seal, whole
 
 __all__ = ["whole"]
 
@@ -108,7 +108,7 @@ def test_what_is_no_strict_json_is_passed_over(run: Path, caplog, content: str):
 
 
 def test_a_manifest_of_ten_gigabytes_is_passed_over(run: Path, caplog):
-    sparse(run / CHECKPOINTS / "step_000004" / MANIFEST, 10 * 2**30)
+    put_sparse_file(run / CHECKPOINTS / "step_000004" / MANIFEST, 10 * 2**30)
     assert "10,737,418,240 bytes" in check_passed_over(run, caplog)
 
 

@@ -25,6 +25,7 @@ import yaml
 
 from launcher.cluster.command import SCRIPT
 from launcher.config.load import load_run_config
+from launcher.config.sections import AUTO
 from launcher.metrics.record import read_metrics
 from launcher.supervise.command import TrainingCommand
 from launcher.supervise.progress import newest_checkpoint
@@ -94,8 +95,7 @@ def test_its_parts_name_one_another():
     assert {mount["name"] for mount in inside["volumeMounts"]} == {volume["name"] for volume in pod["volumes"]}
     assert SCRIPT in words
     settings = TrainingCommand.of(words).arguments[2:]
-    config = load_run_config([word.replace("$resume", "newest-good") for word in settings])
-    assert f'"{config.run.output_dir}/checkpoints/step_*"' in script
+    assert load_run_config(settings).run.resume == AUTO, "the same command begins the run and goes on with it"
 
 
 def test_what_kubernetes_grants_a_save_torchrun_grants_too():

@@ -70,7 +70,7 @@ def alone(shards: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     [
         pytest.param(2, {"shared": shared(500), "fixed": {**SAME, "parallel.context": 2}}, marks=pytest.mark.slow),
         pytest.param(3, {"shared": shared(300)}, marks=pytest.mark.slow),
-        (3, {"long": shared(86, zero__stage=2)}),
+        pytest.param(3, {"long": shared(86, zero__stage=2)}, marks=pytest.mark.slow),
         (4, {"heads": shared(300, parallel__ulysses=2, zero__stage=3)}),
     ],
 )

@@ -123,6 +123,7 @@ def test_chunks_of_other_lengths_compile_nothing(name):
     check(name, "aot_eager", keep="attention", store="host", chunk_tokens=24)
 
 
+@pytest.mark.slow
 def test_products_in_float32_are_operators_of_the_graph():
     check_bfloat16("dense", "aot_eager", "float32", keep="attention")
 

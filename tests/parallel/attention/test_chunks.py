@@ -93,7 +93,9 @@ def check(world_size: int, name: str, layouts: tuple[str, ...], stride: int = 1)
 
 
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize(("name", "layout"), [("softmax", "balanced"), ("capacity", "striped")])
+@pytest.mark.parametrize(
+    ("name", "layout"), [("softmax", "balanced"), pytest.param("capacity", "striped", marks=pytest.mark.slow)]
+)
 def test_chunks_over_ranks_give_one_process_gradients(name, layout):
     run_distributed(check, 2, 2, name, (layout,), 7, timeout=250)
 

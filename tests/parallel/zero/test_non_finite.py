@@ -135,7 +135,10 @@ def test_nor_does_one_that_is_no_number(world_size):
 
 @pytest.mark.parametrize(
     "ways",
-    [WAYS["float32"][::3], *(pytest.param(ways, marks=pytest.mark.slow) for ways in WAYS.values())],
+    [
+        pytest.param(WAYS["float32"][::3], marks=pytest.mark.slow),
+        *(pytest.param(ways, marks=pytest.mark.slow) for ways in WAYS.values()),
+    ],
     ids=["float32, stages 0 and 3", *WAYS],
 )
 def test_nor_does_that_of_an_expert_that_one_rank_holds(ways):

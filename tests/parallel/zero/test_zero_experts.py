@@ -226,7 +226,7 @@ def check_bfloat16(expected: Path, products: Products, stages: Sequence[int]) ->
     ("products", "stages"),
     [
         ("native", (3,)),
-        ("float32", (1,)),
+        pytest.param("float32", (1,), marks=pytest.mark.slow),
         pytest.param("native", (1, 2), marks=pytest.mark.slow),
         pytest.param("float32", (2, 3), marks=pytest.mark.slow),
     ],
