@@ -16,7 +16,7 @@ TORCH := torch==2.13.0
 TORCH_CPU_INDEX ?= https://download.pytorch.org/whl/cpu
 RUN ?= runs/quickstart
 RECALL_RUN ?= runs/recall
-WORKERS ?= 2
+WORKERS ?= 3
 PART ?= 1/1
 
 export DS_ACCELERATOR ?= cpu
@@ -48,7 +48,8 @@ demo-recall: setup
 	@bash launcher/demo_recall.sh $(RECALL_RUN)
 
 test: setup
-	@# In the order of tests/conftest.py: by itself xdist begins with the files of most tests, not the longest.
+	@# In the order of tests/conftest.py: by itself xdist begins with the files of most tests, not the longest. Three workers
+	@# on two cores: many tests wait for ranks that are to fail.
 	@$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder -m "not slow and not gpu and not multigpu"
 
 faults: setup
