@@ -44,7 +44,8 @@ def find_resume(run_folder: Path, resume: str, store: Store | None = None) -> Pa
         if not (folder / MANIFEST).is_file():
             refuse_deepspeed(folder)
             raise CheckpointError(
-                f"run.resume={resume!r} is no checkpoint: {folder / MANIFEST} does not exist.\n{_offer(run_folder)}"
+                f"run.resume={resume!r} is no checkpoint: {folder / MANIFEST} does not exist, nor is it one of "
+                f"{', '.join(map(repr, NEWEST))} and 'no'.\n{_offer(run_folder)}"
             )
         return folder
     known = {step_of(path): path for path in list_checkpoints(run_folder)}

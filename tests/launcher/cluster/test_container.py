@@ -99,7 +99,7 @@ class Containers:
         """Start each one's ssh server, which lets in whoever has the shared key."""
         subprocess.run(["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", self._shared / "key"], check=True)
         script = (
-            "mkdir -p -m 700 /run/sshd /root/.ssh; ssh-keygen -A; cp /shared/key.pub /root/.ssh/authorized_keys;"
+            "mkdir -p -m 700 /run/sshd ~root/.ssh; ssh-keygen -A; cp /shared/key.pub ~root/.ssh/authorized_keys;"
             f"exec /usr/sbin/sshd -D -e -p {PORT}"
         )
         for host in self.hosts.hosts:
