@@ -1,9 +1,14 @@
-"""A tiny corpus as shards, and one finished run over two ranks, each made once for the whole session."""
+"""A tiny corpus as shards, and one finished run over two ranks, each made once, whichever worker of xdist needs it."""
 
 from __future__ import annotations
 
+import fcntl
+import json
+import os
 import shutil
 import sysconfig
+from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
@@ -14,10 +19,30 @@ from data_pipeline.prepare.train_tokenizer import train_tokenizer
 from tests.launcher.runs import Ended, flags, path_without_ssh, pretrain
 
 
+def made_once(factory: pytest.TempPathFactory, name: str, make: Callable[[Path], object]) -> Path:
+    """A folder that ``make`` has filled, the same one for all workers of a session."""
+    if "PYTEST_XDIST_WORKER" not in os.environ:
+        folder = factory.mktemp(name)
+        make(folder)
+        return folder
+    # Workers have folders of their own in the session's.
+    folder = factory.getbasetemp().parent / name
+    with folder.with_suffix(".lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        done = folder / "done"
+        if not done.exists():
+            # Where another worker failed to make it, this one says why too.
+            shutil.rmtree(folder, ignore_errors=True)
+            folder.mkdir()
+            make(folder)
+            done.touch()
+    return folder
+
+
 @pytest.fixture(scope="session")
 def shards(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Thirty short files of the standard library as shards with a validation split. Read-only: damage a copy."""
-    return build_tiny_shards(tmp_path_factory.mktemp("tiny"))
+    return made_once(tmp_path_factory, "tiny", build_tiny_shards) / "shards"
 
 
 def build_tiny_shards(place: Path) -> Path:
@@ -40,7 +65,11 @@ def finished(shards: Path, tmp_path_factory: pytest.TempPathFactory) -> Ended:
 
     Where ssh and pdsh fail, and leave a trace beside the run.
     """
-    folder = tmp_path_factory.mktemp("finished")
-    ended = pretrain(flags(shards, folder / "run"), environment={"PATH": path_without_ssh(folder)})
-    assert ended.code == 0, ended.text
-    return ended
+
+    def run(folder: Path) -> None:
+        ended = pretrain(flags(shards, folder / "run"), environment={"PATH": path_without_ssh(folder)})
+        assert ended.code == 0, ended.text
+        (folder / "ended.json").write_text(json.dumps(asdict(ended), default=str))
+
+    ended = json.loads((made_once(tmp_path_factory, "finished", run) / "ended.json").read_text())
+    return Ended(**{**ended, "folder": Path(ended["folder"])})
