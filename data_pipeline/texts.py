@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from pathlib import Path
 
 from data_pipeline.prepare.sources import open_source
 from data_pipeline.shards.copies import has_folder
 from data_pipeline.shards.verify import open_verified
+from data_pipeline.stores.urls import Location
 
 
-def read_texts(folder: str | Path) -> Iterator[str]:
+def read_texts(folder: str | Location) -> Iterator[str]:
     """Yield the text of each document, in the folder's order, as a haystack of evaluation takes it.
 
     A run's held-out documents are its ``data.validation`` folder.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import signal
 import tempfile
 import zlib
 from pathlib import Path
@@ -75,4 +76,7 @@ def pytest_configure(config) -> None:
     """Before any test's own settings are read, and before any process is started."""
     # What runs remember of the shards they have read must not end up in the developer's own cache.
     os.environ["LONGCTX_CACHE"] = str(Path(tempfile.gettempdir()) / f"longctx-tests-{os.getuid()}")
+    # A shell's & leaves Ctrl-C off, and every run that a test starts and interrupts would have it so.
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     settings.load_profile("search" if config.option.markexpr.startswith("slow") else "repeatable")

@@ -10,6 +10,7 @@ import contextlib
 import datetime
 import io
 import os
+import re
 from collections.abc import Callable, Iterator
 from functools import cache
 from pathlib import Path
@@ -26,8 +27,11 @@ _READ_BYTES = 4 << 20
 _SENT_BYTES = 16 << 20
 _ATTEMPTS = 5
 _CONNECT_SECONDS = 10
-_GIVE_UP_SECONDS = 60
-"""Without a byte of an answer: AWS's own three seconds are too few for a store, or a host, that is busy."""
+_GIVE_UP_SECONDS, _GIVE_UP_SECONDS_OF_GOOGLES = 60, 20
+"""Without a byte of an answer: AWS's own three seconds are too few for a store, or a host, that is busy. Google's
+client tries again for so long, and may ask for keys before."""
+_GOOGLES = re.compile(r"with a last message of (.*?) error_info=")
+"""Where Google's client says what went wrong, in a paragraph that says it three times."""
 _SECRETS = ("AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN", "AWS_ACCESS_KEY_ID")
 
 
@@ -215,7 +219,9 @@ def _connected(scheme: str, bucket: str, process: int) -> pafs.FileSystem:
                 request_timeout=_GIVE_UP_SECONDS,
                 **_s3_options(bucket),
             )
-        return pafs.GcsFileSystem(retry_time_limit=datetime.timedelta(seconds=_GIVE_UP_SECONDS), **_gcs_options())
+        return pafs.GcsFileSystem(
+            retry_time_limit=datetime.timedelta(seconds=_GIVE_UP_SECONDS_OF_GOOGLES), **_gcs_options()
+        )
     except (ImportError, AttributeError) as error:
         raise DataError(
             f"this pyarrow was built without its client of {scheme}:// ({error}).\n"
@@ -265,14 +271,18 @@ def _without_secrets(message: str) -> str:
         secret = os.environ.get(name)
         if secret:
             message = message.replace(secret, f"${name}")
+    if (reason := _GOOGLES.search(message)) is not None:
+        message = reason[1]
     return message.strip().splitlines()[0] if message.strip() else "the store gives no reason"
 
 
 def _advice(path: ObjectKey, message: str) -> str:
     """What to look at."""
-    if "NETWORK_CONNECTION" in message or "connect" in message:
-        return "Is the network up, and is AWS_ENDPOINT_URL right? deepspeed forwards variables of .deepspeed_env alone."
     keys = "AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or AWS_PROFILE (AWS_NO_SIGN_REQUEST=yes for a public bucket)"
+    network = "Is the network up, and is AWS_ENDPOINT_URL right?"
     if path.scheme == "gs":
-        keys = "GOOGLE_APPLICATION_CREDENTIALS"
+        # Without keys the client asks the machine that it runs on for some, as if that were one of Google's.
+        keys, network = "GOOGLE_APPLICATION_CREDENTIALS", "Is the network up, and GOOGLE_APPLICATION_CREDENTIALS set?"
+    if any(word in message for word in ("NETWORK_CONNECTION", "connect", "resolve host")):
+        return f"{network} deepspeed forwards variables of .deepspeed_env alone."
     return f"Look at bucket and name, and at {keys} on this host."

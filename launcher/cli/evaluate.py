@@ -33,8 +33,9 @@ class Flags:
     """Print a line for each task, and end."""
     samples: int = 22
     """Samples of each task and length; texts of ppl and longppl."""
-    haystack: Annotated[Path | None, arg(metavar="FOLDER")] = None
-    """Text that needles are hidden in: a folder of text or shards; by default the run's validation folder."""
+    haystack: Annotated[str | None, arg(metavar="FOLDER")] = None
+    """Text that needles are hidden in: a folder of text or shards, or its URL (s3://BUCKET/FOLDER); by default the
+    run's validation folder."""
     tokenizer: Annotated[Path | None, arg(metavar="TOKENIZER")] = None
     """For a folder that has none of its own: SentencePiece model, tokenizer.json, or a folder with one."""
     seed: int = 42

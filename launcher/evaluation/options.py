@@ -49,7 +49,8 @@ class Options(Computation):
     lengths: tuple[int, ...]
     """Ascending, each once."""
     samples: int = SAMPLES
-    haystack: Path | None = None
+    haystack: str | None = None
+    """A folder of text or of shards, or its URL."""
     tokenizer: Path | None = None
     seed: int = SEED
     depths: tuple[float, ...] = DEPTHS

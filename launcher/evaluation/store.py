@@ -67,7 +67,10 @@ def text_settings(subject: Subject) -> dict[str, Any]:
         for sentence in subject.setting.haystack.sentences:
             digest.update(sentence.encode())
         haystack = digest.hexdigest()
-    return {"haystack": haystack, "text_folder": subject.text_folder and str(subject.text_folder.resolve())}
+    folder = subject.text_folder
+    if isinstance(folder, Path):
+        folder = folder.resolve()
+    return {"haystack": haystack, "text_folder": folder and str(folder)}
 
 
 @contextmanager

@@ -6,8 +6,8 @@ import tomllib
 from dataclasses import dataclass
 from pathlib import Path
 
-from data_pipeline.shards.copies import fetch_folder
-from data_pipeline.stores.urls import below, locate
+from data_pipeline.shards.copies import fetch_folder, has_folder
+from data_pipeline.stores.urls import Location, below, locate
 from data_pipeline.texts import read_texts
 from launcher.evaluation.opened import OpenedModel, check_positions, open_model, run_of
 from launcher.evaluation.options import Options
@@ -22,8 +22,9 @@ class Subject(OpenedModel):
     """Model, tokenizer and text."""
 
     setting: Setting
-    text_folder: Path | None
-    """Where the haystack and the texts of losses come from; None where no task reads any."""
+    text_folder: Location | None
+    """Where the haystack and the texts of losses come from, of shards in a store their copy; None where no task reads
+    any."""
 
 
 def open_subject(options: Options) -> Subject:
@@ -36,7 +37,7 @@ def open_subject(options: Options) -> Subject:
     if readers or measures:
         text_folder = _text_folder(options, opened.folder, (readers + measures)[0])
     if readers and text_folder is not None:
-        haystack = Haystack(read_texts(text_folder), source=str(text_folder))
+        haystack = Haystack(read_texts(text_folder), source=options.haystack or str(text_folder))
     setting = Setting(
         tokenizer=opened.tokenizer,
         seed=options.seed,
@@ -68,12 +69,13 @@ def _check_lengths(options: Options, model: ModelConfig) -> None:
     )
 
 
-def _text_folder(options: Options, checkpoint: Path, task: str) -> Path:
+def _text_folder(options: Options, checkpoint: Path, task: str) -> Location:
     """The folder that was named, else the validation folder of the checkpoint's run; ConfigError without either."""
     if options.haystack is not None:
-        if not options.haystack.exists():
+        named = locate(options.haystack)
+        if not named.exists():
             raise ConfigError(f"--haystack {options.haystack} does not exist. Name a folder of text or of shards.")
-        return options.haystack
+        return fetch_folder(named) if has_folder(named) else named
     run = run_of(checkpoint)
     if run is not None and (run / CONFIG_FILE).is_file():
         folder, cache = _validation_folder(run / CONFIG_FILE)

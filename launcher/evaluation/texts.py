@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
 
 import numpy as np
 
@@ -12,6 +11,7 @@ from data_pipeline.prepare.sources import open_source
 from data_pipeline.shards.manifest import MANIFEST_FILE
 from data_pipeline.shards.reader import ShardSet
 from data_pipeline.shards.verify import open_verified
+from data_pipeline.stores.urls import Location
 from launcher.checkpoint.tokenizers import check_same_tokenizer
 from launcher.evaluation.options import Options
 from launcher.evaluation.subject import Subject
@@ -57,7 +57,7 @@ def read_documents(options: Options, subject: Subject) -> Texts:
     return found
 
 
-def _documents(options: Options, subject: Subject, folder: Path) -> Iterator[tuple[str, np.ndarray]]:
+def _documents(options: Options, subject: Subject, folder: Location) -> Iterator[tuple[str, np.ndarray]]:
     """Yield name and ids of each document, with the ids that frame one."""
     if (folder / MANIFEST_FILE).is_file():
         shards = open_verified(folder)

@@ -11,7 +11,7 @@ from launcher.training.setup import Run
 from launcher.wording import first_names
 from longctx.checkpoint_format import list_checkpoints
 from longctx.errors import TrainingError
-from parallel.runtime.process import gather_objects
+from parallel.runtime.process import gather_objects, meet_patiently
 from parallel.zero.replicas import Odd, Replicas
 
 _TOLD = 3
@@ -41,8 +41,10 @@ class ReplicaWatch:
 
 
 def check_before_save(run: Run, step: int) -> None:
-    """TrainingError where ranks differ in what is about to be saved. Collective."""
+    """TrainingError where ranks differ in what is about to be saved; a rank may be hours late. Collective."""
     if run.config.run.replicas_every:
+        # Rank 0 may still hash the files of the last checkpoint, and a comparison waits no longer than a step does.
+        meet_patiently()
         _check(run, Replicas(run.engine), f"the weights after step {step}, which are not saved", step + 1)
 
 

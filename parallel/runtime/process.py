@@ -167,6 +167,13 @@ def on_rank_0(action: Callable[[], T]) -> T:
     return broadcast_object(result)
 
 
+def meet_patiently() -> None:
+    """Wait for all ranks, which may be hours late. Collective."""
+    if dist.is_initialized():
+        with waiting("the other ranks", patient=True):
+            dist.barrier(group=control_group())
+
+
 def any_rank(value: bool) -> bool:
     """Whether it holds on any rank; ranks may be hours late. Collective."""
     if not dist.is_initialized():

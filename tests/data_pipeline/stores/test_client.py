@@ -120,6 +120,20 @@ def test_a_store_that_nobody_answers_for_is_named(store: Store, monkeypatch: pyt
         size_of(place("s3://lonely/x"))
 
 
+def test_nor_does_google_answer(monkeypatch: pytest.MonkeyPatch):
+    client._connected.cache_clear()
+    monkeypatch.setattr(client, "_GIVE_UP_SECONDS_OF_GOOGLES", 1)
+    monkeypatch.setenv("STORAGE_EMULATOR_HOST", "http://127.0.0.1:1")
+    with pytest.raises(DataError, match="GOOGLE_APPLICATION_CREDENTIALS") as refusal:
+        size_of(place("gs://lonely/x"))
+    client._connected.cache_clear()
+    first, second = str(refusal.value).splitlines()
+    assert first.startswith("gs://lonely/x cannot be reached: ")
+    assert "Could not connect to server" in first
+    assert len(first) < 200
+    assert "AWS" not in second
+
+
 def test_a_reading_that_breaks_off_goes_on(store: Store):
     store.objects["corpora/x"] = os.urandom(100_000)
     faults = iter(["cut"])

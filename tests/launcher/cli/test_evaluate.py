@@ -18,6 +18,8 @@ from pathlib import Path
 import pytest
 
 from longctx.errors import LongCtxError
+from tests.data_pipeline.stores.conftest import fill, server, store  # noqa: F401  (fixtures)
+from tests.data_pipeline.stores.s3_server import Store
 from tests.helpers import REPOSITORY, run_distributed
 from tests.launcher.cli.calls import call, start
 from tests.launcher.runs import free_port
@@ -298,6 +300,23 @@ def test_a_hugging_face_folder_gives_the_same(capsys, world, run, evaluated, tmp
     assert "leaves these depths without a sample: 0.5, 0.25" in err
     wanted = [row for row in lines(evaluated) if (row["task"], row["length"]) == ("passkey", 320)]
     assert lines(tmp_path / "out") == wanted
+
+
+def test_text_in_a_store_is_the_same_text(capsys, world, run, tmp_path, store: Store):  # noqa: F811
+    fill(store, world / "data/validation", "corpora/held-out")
+    fill(store, world / "corpus", "corpora/texts")
+    given = {"tasks": "niah,ppl", "lengths": "320", "samples": 1}
+    for number, (here, there) in enumerate(
+        [(world / "data/validation", "s3://corpora/held-out"), (world / "corpus", "s3://corpora/texts")]
+    ):
+        outputs = [tmp_path / f"{number}_here", tmp_path / f"{number}_there"]
+        for output, haystack in zip(outputs, (here, there), strict=True):
+            code, _, err = call(capsys, *words(run, output, haystack=haystack, **given))
+            assert code == 0, err
+        assert lines(outputs[0]) == lines(outputs[1])
+    code, _, err = call(capsys, *words(run, tmp_path / "out", haystack="s3://corpora/nowhere", **given))
+    assert code == 2
+    assert "--haystack s3://corpora/nowhere does not exist" in err
 
 
 def test_a_folder_in_a_run_is_a_part_of_its_report(capsys, damaged_run, world):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -10,11 +11,13 @@ import pytest
 import torch.distributed as dist
 
 from launcher.cluster.suspects import suspected_ranks
+from launcher.training.replicas import check_before_save
 from launcher.training.setup import Run
 from launcher.training.trainer import Trainer
 from longctx.checkpoint_format import list_checkpoints
 from longctx.errors import TrainingError
 from parallel.runtime.process import gather_objects
+from parallel.runtime.watch.spans import DOING
 from parallel.zero.partition import MASTER, MOMENTS
 from parallel.zero.replicas import Odd, Part, judge
 from tests.faults import FaultRow, FaultRows, verdict
@@ -122,6 +125,21 @@ def save_nothing_odd(shards: Path, output: Path) -> None:
 @pytest.mark.slow
 def test_weights_that_differ_are_not_saved(shards, tmp_path):
     run(save_nothing_odd, 4, shards, tmp_path / "run")
+
+
+def come_late(shards: Path, output: Path) -> None:
+    run_, patient = build(shards, output, CONTEXT), []
+    if dist.get_rank() == 0:
+        threading.Timer(0.4, lambda: patient.append(DOING.patient)).start()
+    else:
+        time.sleep(0.8)
+    check_before_save(run_, 1)
+    assert all(patient)
+    assert len(patient) == (dist.get_rank() == 0)
+
+
+def test_a_rank_that_is_late_to_a_save_is_waited_for_patiently(shards, tmp_path):
+    run(come_late, 2, shards, tmp_path / "run")
 
 
 def end_by(name: str, shards: Path, output: Path, step: int, words: list[str], at: Path) -> None:

@@ -1,4 +1,4 @@
-"""Checkpoints in moto, the field's own S3 server, where it is installed."""
+"""Checkpoints in servers that others have written, where they are installed."""
 
 from __future__ import annotations
 
@@ -13,23 +13,21 @@ from launcher.checkpoint.names import folder_of
 from launcher.checkpoint.retention import Retention
 from launcher.checkpoint.store import check_unused, store_at
 from longctx.errors import ConfigError
-from tests.data_pipeline.stores.moto_server import empty_bucket
+from tests.data_pipeline.stores.servers import SCHEMES, empty_bucket
 from tests.launcher.checkpoint.test_store import content, save
 
-ADDRESS = "s3://shelf/runs/first"
 
-
-@pytest.fixture
-def bucket(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """An empty bucket s3://shelf."""
-    with empty_bucket("shelf", monkeypatch):
-        yield
+@pytest.fixture(params=SCHEMES)
+def bucket(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """The URL of an empty bucket."""
+    with empty_bucket(request.param, "shelf", monkeypatch) as url:
+        yield url
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-def test_sent_pruned_verified_and_fetched(bucket: None, tmp_path: Path):
-    store, run = store_at(ADDRESS), tmp_path / "run"
+def test_sent_pruned_verified_and_fetched(bucket: str, tmp_path: Path):
+    store, run = store_at(f"{bucket}/runs/first"), tmp_path / "run"
     check_unused(store)
     mirror = Mirror(run, store, Retention(last=2), step=0)
     mirror.start()
