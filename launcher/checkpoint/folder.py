@@ -49,7 +49,8 @@ def find_resume(run_folder: Path, resume: str, store: Store | None = None) -> Pa
             )
         return folder
     known = {step_of(path): path for path in list_checkpoints(run_folder)}
-    there = _steps_there(store)
+    # A run that begins asks its store again, and is refused where that does not answer.
+    there = _steps_there(store, is_told=bool(known) or resume != AUTO)
     steps = sorted(known.keys() | there, reverse=True)
     if not steps and resume == AUTO:
         check_never_saved(run_folder)
@@ -101,14 +102,15 @@ def _newest_good(
     return newest_whole
 
 
-def _steps_there(store: Store | None) -> set[int]:
-    """The checkpoints of a store; none, and a warning, where it cannot be reached."""
+def _steps_there(store: Store | None, *, is_told: bool) -> set[int]:
+    """The checkpoints of a store; none, and where that ``is_told`` a warning, if it cannot be reached."""
     if store is None:
         return set()
     try:
         return set(store.committed())
     except DataError as error:
-        log.warning("checkpoint.store: %s\nOnly the run's folder is looked at.", error)
+        if is_told:
+            log.warning("checkpoint.store: %s\nOnly the run's folder is looked at.", error)
         return set()
 
 
