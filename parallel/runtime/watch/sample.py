@@ -19,6 +19,8 @@ _BUSY = 0.02
 """Share of one core that a process uses which works. The watch itself uses a thousandth."""
 _BUSY_BYTES = 16_384
 """Bytes through files, between two looks, of a process that reads or writes. To look takes some hundreds."""
+_CHILDREN_AFTER = 2.0
+"""Seconds without a sign of work of its own after which a process looks for one of the compilers it has started."""
 _COLLECTIVES = "/torch/distributed/"
 _DEEPSPEED = "/deepspeed/"
 
@@ -59,6 +61,8 @@ class Sampler:
         self._count = self._wait_count = -1
         self._since = self._waits_since = self._moved = 0.0
         self._used, self._bytes, self._looked = 0.0, 0, 0.0
+        # What its children had used at the last look for them; None where nobody has looked since there was work.
+        self._used_below: float | None = None
 
     def look(self, now: float) -> RankState:
         """The state of this process at ``now``, by an ``AwakeClock``."""
@@ -102,18 +106,27 @@ class Sampler:
         return WORKS
 
     def _is_busy(self, now: float) -> bool:
-        """Whether the process has used a core or moved bytes since the last look."""
+        """Whether the process has used a core or moved bytes since the last look, or a compiler of it has."""
         seconds, self._looked = now - self._looked, now
-        used = 0.0
-        if not self._spins:
-            used = time.process_time()
-        # Compilers are other processes. To look for those takes a while, so they are looked for when nothing moves.
-        if now - self._moved > 2.0:
-            used += self._used_by_children()
-        moved = self._bytes_moved()
+        used, moved = self._seconds_used(), self._bytes_moved()
         busy = used - self._used > _BUSY * seconds or moved - self._bytes > _BUSY_BYTES
+        # Compilers are other processes. To look for those takes a while, so they are looked for when nothing moves.
+        if not busy and now - self._moved > _CHILDREN_AFTER:
+            before, self._used_below = self._used_below, self._used_by_children()
+            # What they used before the first look says nothing of now.
+            busy = before is not None and self._used_below - before > _BUSY * seconds
+            # To look reads a file of every process of the machine: that is no work of this one.
+            used, moved = self._seconds_used(), self._bytes_moved()
+        else:
+            self._used_below = None
         self._used, self._bytes = used, moved
         return busy
+
+    def _seconds_used(self) -> float:
+        """Seconds of a core, of all threads of this process; 0 where they say nothing."""
+        if self._spins:
+            return 0.0
+        return time.process_time()
 
     def _used_by_children(self) -> float:
         total = 0.0

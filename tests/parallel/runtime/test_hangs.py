@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 import socket
 import threading
 import time
@@ -10,6 +11,7 @@ import time
 import pytest
 
 from parallel.runtime.code_version import code_version
+from parallel.runtime.watch import sample
 from parallel.runtime.watch.judge import DISK, PATIENT, TIMED, WORKS, RankState, judge, late
 from parallel.runtime.watch.processes import RankProcess
 from parallel.runtime.watch.roll import Arrival, Roll
@@ -109,6 +111,45 @@ def test_work_is_seen_from_outside_and_waiting_is_not():
     assert state.quiet >= 0.4
     doing.patient = True
     assert looked(lambda: None).kind == PATIENT
+
+
+class CompilersOf(Sampler):
+    """Looks for compilers as on a machine with thousands of processes; those it has started have used ten seconds."""
+
+    compile_seconds = 0.0
+    """What they use from one look to the next."""
+    looks = 0
+    file = -1
+
+    def _used_by_children(self) -> float:
+        self.looks += 1
+        os.pread(self.file, 1 << 16, 0)
+        began = time.process_time()
+        while time.process_time() - began < 0.01:
+            pass
+        return 10.0 + self.looks * self.compile_seconds
+
+
+@pytest.mark.parametrize(("compile_seconds", "is_quiet"), [(0.0, True), (0.05, False)])
+def test_looking_for_compilers_is_no_work_and_what_they_do_is(compile_seconds, is_quiet, monkeypatch, tmp_path):
+    monkeypatch.setattr(sample, "_CHILDREN_AFTER", 0.25)
+    (tmp_path / "processes").write_bytes(bytes(1 << 16))
+    seen: list[RankState] = []
+
+    def look() -> None:
+        sampler, started = CompilersOf(Doing(), spins=False), time.monotonic()
+        sampler.compile_seconds = compile_seconds
+        with (tmp_path / "processes").open("rb") as file:
+            sampler.file = file.fileno()
+            for _ in range(20):
+                seen.append(sampler.look(time.monotonic() - started))
+                time.sleep(0.1)
+
+    thread = threading.Thread(target=look)
+    thread.start()
+    # The main thread is in one call all the time, as where a library hangs.
+    thread.join()
+    assert (max(state.quiet for state in seen) > 1.2) == is_quiet, [state.quiet for state in seen]
 
 
 def arrival(rank: int, *, version: str = "1", host: str = "a") -> Arrival:
