@@ -182,7 +182,8 @@ class Saver:
             return copy
         if self._copies.wanted and not waits:
             self._copies.give_up()
-            log.warning("No memory is free for copies of checkpoints: training waits while they are written.")
+            if dist.get_rank() == 0:
+                log.warning("No memory is free for copies of checkpoints: training waits while they are written.")
         return None
 
     def _poll(self) -> None:

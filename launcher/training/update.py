@@ -75,7 +75,8 @@ class Update:
         )
         if broken.is_last:
             raise broken.error()
-        log.warning("%s", broken.warning())
+        # All ranks know it, and one of them says so on the console.
+        log.log(logging.WARNING if run.is_rank_0 else logging.INFO, "%s", broken.warning())
         return Updated(broken.grad_norm, why, self.history.left_out())
 
     def _why(self, totals: StepTotals, routers: Sequence[str], norm: float) -> tuple[Skipped, str]:

@@ -160,7 +160,7 @@ def test_the_run_ends_and_goes_on_from_its_newest_checkpoint(shards, tmp_path, k
 @pytest.mark.slow
 def test_a_learning_rate_that_no_weight_survives_by_the_deepspeed_command(shards, tmp_path):
     dense = {"model.num_experts": 0, "model.expert_ffn_size": 0, "model.shared_ffn_size": 0, "model.ffn_size": 32}
-    changed = {**dense, "train.lr": 1e30, "checkpoint.every_steps": 1, "validation.rows": 0}
+    changed = {**dense, "train.lr": 1e30, "checkpoint.every_steps": 1, "validation.rows": 0, "train.skip_steps": 0}
     ended = pretrain(flags(shards, tmp_path / "run", changed))
     ended.check_one_screen(1, "TrainingError: the", "of step 2 is not finite", "step_000001 (--run.resume latest)")
     assert [path.name for path in list_checkpoints(tmp_path / "run")] == ["step_000001"]
