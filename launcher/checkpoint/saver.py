@@ -166,9 +166,8 @@ class Saver:
 
     def _begin(self, target: Path, waits: bool) -> HostCopy | None:
         """Make the hidden folder, and agree whether all ranks copy; None where they write at once. Collective."""
-        copy, problem = None, None
-        if not waits:
-            copy = self._copies.get()
+        problem = None
+        copy = None if waits else self._copies.get()
         if dist.get_rank() == 0:
             try:
                 make_empty(hidden_folder(target))
