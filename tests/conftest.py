@@ -76,7 +76,8 @@ def pytest_configure(config) -> None:
     """Before any test's own settings are read, and before any process is started."""
     # What runs remember of the shards they have read must not end up in the developer's own cache.
     os.environ["LONGCTX_CACHE"] = str(Path(tempfile.gettempdir()) / f"longctx-tests-{os.getuid()}")
-    # A shell's & leaves Ctrl-C off, and every run that a test starts and interrupts would have it so.
-    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
-        signal.signal(signal.SIGINT, signal.default_int_handler)
+    # A shell's & leaves Ctrl-C off, and nohup the hang-up: every run that a test starts and stops would have it so.
+    for number, usual in ((signal.SIGINT, signal.default_int_handler), (signal.SIGHUP, signal.SIG_DFL)):
+        if signal.getsignal(number) is signal.SIG_IGN:
+            signal.signal(number, usual)
     settings.load_profile("search" if config.option.markexpr.startswith("slow") else "repeatable")
