@@ -6,6 +6,7 @@ layers too; nothing of the model knows of it, and outside its block nothing cost
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from random import Random
@@ -57,6 +58,10 @@ class Capture(TorchDispatchMode):
     ) -> None:
         """``chance`` draws the calls; what is copied of each takes at most ``limit_bytes``."""
         super().__init__()
+        # Functions, not methods: what was copied must go with this object, and not wait in a cycle.
+        self._answer = Capture._look
+        if "torch._dynamo" in sys.modules:
+            self._answer = torch.compiler.disable(Capture._look)
         self._places: list[Sample | None] = [None] * count
         self.seen = 0
         """Calls that could have been drawn."""
@@ -79,8 +84,16 @@ class Capture(TorchDispatchMode):
         """Compiled regions stay compiled: the step computes what it computes without us."""
         return True
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Without PyTorch's own way to keep the compiler out of a mode: its first call imports the compiler, which
+        takes a run that compiles nothing a second and 70 MiB. Where it is loaded, ``__init__`` keeps it out."""
+        return False
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
+        return self._answer(self, func, args, kwargs or {})
+
+    def _look(self, func: Any, args: Any, kwargs: Any) -> Any:
         name = func._schema.name
         if name not in self._operators:
             result = func(*args, **kwargs)
