@@ -105,8 +105,9 @@ class Overseer:
             self._end(problem)
             return
         self._has_met = True
-        # Each rank hears of those on its own machine alone: a thousand would be told of a thousand.
-        for rank, process in self.processes.items():
+        # Each rank hears of those on its own machine alone: a thousand would be told of a thousand. Rank 0 hears last:
+        # it goes on at once, and may die before this thread, which dies with it, has told the others.
+        for rank, process in sorted(self.processes.items(), reverse=True):
             near = [vars(other) for other in self.processes.values() if other.machine == process.machine]
             self._tell(rank, line_of("met", neighbours=near))
 

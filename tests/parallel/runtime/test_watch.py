@@ -13,6 +13,7 @@ import pytest
 from parallel.runtime.watch.failure import Failure, Lines, line_of
 from parallel.runtime.watch.hub import Hub
 from parallel.runtime.watch.options import WatchOptions
+from parallel.runtime.watch.overseer import Overseer
 from parallel.runtime.watch.processes import RankProcess
 from tests.parallel.runtime.watched import STARTED, Ended, Ranks
 
@@ -59,6 +60,20 @@ def check_error(ended: Ended, rank: int, code: int, words: str) -> None:
         assert text.count("Error") <= 3, ended
     assert text.count("Traceback") == int("fault of longctx" in text), ended
     assert len(text.splitlines()) < 25, ended
+
+
+def test_rank_0_is_the_last_to_hear_that_all_have_met():
+    """It may die at once, and what tells the others with it: two of them would speak for it."""
+    told: list[int] = []
+    overseer = Overseer(
+        WatchOptions(rank=0, world_size=4, timeout=60.0),
+        tell=lambda rank, _: told.append(rank),
+        fail=lambda failure: pytest.fail(failure.text),
+    )
+    for rank in (2, 0, 3, 1):
+        assert not overseer.arrive(RankProcess.own(rank), "")
+    assert sorted(told) == [0, 1, 2, 3]
+    assert told[-1] == 0
 
 
 # Rank 0 is the one that all others are connected to.
