@@ -59,7 +59,7 @@ class Capture(TorchDispatchMode):
         """``chance`` draws the calls; what is copied of each takes at most ``limit_bytes``."""
         super().__init__()
         # Functions, not methods: what was copied must go with this object, and not wait in a cycle.
-        self._answer = Capture._look
+        self._answer: Any = Capture._look
         if "torch._dynamo" in sys.modules:
             self._answer = torch.compiler.disable(Capture._look)
         self._places: list[Sample | None] = [None] * count
