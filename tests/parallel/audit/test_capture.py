@@ -1,4 +1,4 @@
-"""What looks at a step's calls brings no compiler with it, and keeps one out that is there."""
+"""What looks at a step's calls imports no compiler, and what it copied goes with it, whether one is loaded or not."""
 
 from __future__ import annotations
 
