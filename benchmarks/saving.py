@@ -81,23 +81,38 @@ class SavingRun:
 
         logging.disable(logging.CRITICAL)
         with contextlib.redirect_stdout(io.StringIO()):
-            self.run = build_run(load_config(data, output, settings).resolve(native_bfloat16=True), torch.device("cpu"))
-        self._take = TrainStep(self.run)
-        self._progress, _ = self._take(self.run.progress)
+            config = load_config(data, output, settings).resolve(native_bfloat16=True)
+            self._run = build_run(config, torch.device("cpu"))
+        self._take = TrainStep(self._run)
+        self._progress, _ = self._take(self._run.progress)
 
     def step(self, *, saver: bool = True) -> float:
         """A step, of which the saver is told or not; CPU seconds of this thread."""
         began = time.thread_time()
         self._progress, record = self._take(self._progress)
         if saver:
-            self.run.saver.after_step(record["step"], record["loss"])
+            self._run.saver.after_step(record["step"], record["loss"])
         return time.thread_time() - began
 
     def save(self, *, wait: bool) -> float:
         """Begin a save; seconds until training may go on."""
         began, step = time.perf_counter(), self._progress.step
-        self.run.saver.save(step=step, training={"step": step}, loss=9.0, wait=wait)
+        self._run.saver.save(step=step, training={"step": step}, loss=9.0, wait=wait)
         return time.perf_counter() - began
+
+    def finish(self) -> None:
+        """Wait until the save is durable."""
+        self._run.saver.finish()
+
+    def owned_bytes(self) -> int:
+        """Bytes that this rank writes of a checkpoint."""
+        from launcher.checkpoint.host_copy import copy_bytes
+
+        return copy_bytes(self._run.engine.owned_pieces())
+
+    def close(self) -> None:
+        """End the thread that reads rows."""
+        self._run.feed.close()
 
 
 def seconds_of_saves(data: Path, output: Path, settings: dict[str, Any], rounds: int) -> dict[str, float]:
@@ -109,15 +124,13 @@ def seconds_of_saves(data: Path, output: Path, settings: dict[str, Any], rounds:
         found["waited"].append(run.save(wait=True))
         found["blocked"].append(run.save(wait=False))
         found["beside"] += [run.step() for _ in range(2)]
-        run.run.saver.finish()
-    run.run.feed.close()
+        run.finish()
+    run.close()
     return {name: min(of) for name, of in found.items()}
 
 
 def memory_of_saves(data: Path, output: Path, settings: dict[str, Any], rounds: int) -> dict[str, float]:
     """Peaks of memory in steps without a saver and in as many with saves, waited for and not, by turns."""
-    from launcher.checkpoint.host_copy import copy_bytes
-
     # What is freed and kept back differs from step to step by a seventh of what a rank owns.
     return_freed_memory()
     run = SavingRun(data, output, settings)
@@ -132,9 +145,9 @@ def memory_of_saves(data: Path, output: Path, settings: dict[str, Any], rounds: 
             run.save(wait=False)
             for _ in range(2):
                 run.step()
-            run.run.saver.finish()
-    run.run.feed.close()
-    return {"owned": copy_bytes(run.run.engine.owned_pieces()), "rise": saving.peak - training.peak}
+            run.finish()
+    run.close()
+    return {"owned": run.owned_bytes(), "rise": saving.peak - training.peak}
 
 
 def measure_run(rounds: int) -> dict[str, Any]:

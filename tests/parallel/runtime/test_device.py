@@ -3,12 +3,21 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 
 import pytest
 import torch
 
 from longctx.errors import ConfigError
-from parallel.runtime.device import choose_device, device_name, peak_memory_bytes, use_expandable_segments
+from longctx.kernels.processor import has_native_bfloat16
+from parallel.runtime.device import (
+    choose_device,
+    device_name,
+    keep_few_products,
+    peak_memory_bytes,
+    use_expandable_segments,
+)
 
 
 @pytest.fixture
@@ -68,6 +77,40 @@ def test_they_do_before_a_gpu_is_touched(machine, monkeypatch, wish, wanted):
     choose_device(wish)
     assert seen == [True] * wanted
     assert ("PYTORCH_ALLOC_CONF" in os.environ) == wanted
+
+
+def test_a_cpu_keeps_few_products_unless_the_user_says_otherwise():
+    environment = {"LRU_CACHE_CAPACITY": "1024"}
+    keep_few_products(environment)
+    assert environment == {"LRU_CACHE_CAPACITY": "1024", "ONEDNN_PRIMITIVE_CACHE_CAPACITY": "256"}
+
+
+PRODUCTS = """
+import psutil, torch
+from parallel.runtime.device import choose_device
+
+if CHOOSES:
+    choose_device("cpu")
+x, weight = torch.ones(1000, 128, dtype=torch.bfloat16), torch.ones(128, 128, dtype=torch.bfloat16)
+for rows in range(1, 1000):
+    x[:rows] @ weight
+    if rows == 700:
+        before = psutil.Process().memory_info().rss
+print(psutil.Process().memory_info().rss - before)
+"""
+
+
+@pytest.mark.skipif(not has_native_bfloat16(), reason="this processor multiplies bfloat16 as float32, which keeps none")
+def test_memory_of_a_cpus_products_stops_growing():
+    grown = []
+    environment = {k: v for k, v in os.environ.items() if "CACHE_CAPACITY" not in k}
+    for chooses in (True, False):
+        program = PRODUCTS.replace("CHOOSES", str(chooses))
+        ran = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, timeout=120)
+        assert ran.returncode == 0, ran.stderr.decode()
+        grown.append(int(ran.stdout))
+    # By default the last 299 sizes have code of their own, and all of it is kept.
+    assert 10 * grown[0] < grown[1], grown
 
 
 def test_the_cpu_tells_its_name_and_memory():
