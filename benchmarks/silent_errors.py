@@ -42,6 +42,8 @@ COMMON = {
     **{"train.dtype": "float32", "train.steps": 1000, "checkpoint.every_steps": 0, "validation.rows": 0},
     **{"data.seq_len": 2048, "train.tokens_per_step": 2048, "parallel.context": 2, "run.replicas_every": 1},
 }
+# Bytes of messages grow with the width, arithmetic with its square.
+WIDE = {"model.hidden_size": 1024, "model.num_heads": 16, "model.num_kv_heads": 8, "model.ffn_size": 2752}
 EXPERTS = {"model.num_experts": 8, "model.experts_per_token": 2, "model.expert_ffn_size": 688, "parallel.expert": 2}
 CASES: dict[str, dict[str, Any]] = {
     "ring, 2,048 tokens, zigzag": {"parallel.layout": "zigzag"},
@@ -49,6 +51,7 @@ CASES: dict[str, dict[str, Any]] = {
     "all-gather, 2,048 tokens": {"parallel.layout": "zigzag", "parallel.transport": "all_gather"},
     "Ulysses, 2,048 tokens": {"parallel.ulysses": 2},
     "ring and 8 experts over 2 ranks": {**EXPERTS, "parallel.layout": "zigzag"},
+    "the same, width 1,024": {**EXPERTS, **WIDE, "model.expert_ffn_size": 1376, "parallel.layout": "zigzag"},
 }
 
 
