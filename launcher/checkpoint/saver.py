@@ -12,7 +12,7 @@ import os
 import shutil
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import closing, suppress
 from dataclasses import dataclass, field
@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
+from torch import Tensor
 
 from launcher.checkpoint.host_copy import Copies, HostCopy
 from launcher.checkpoint.mirror import Mirror
@@ -38,10 +39,12 @@ from launcher.config.sections import RunConfig
 from launcher.plan.checkpoint_copy import copies_checkpoints
 from longctx.config import ModelConfig
 from longctx.errors import CheckpointError
+from longctx.kernels.memory import trim_heap
 from parallel.runtime.process import agree_or_raise, gather_objects, gather_on_rank_0, least_of_ranks
 
 if TYPE_CHECKING:  # importing DeepSpeed takes seconds, and decides on a device
     from parallel.zero.engine import ZeroEngine
+    from parallel.zero.state import Piece
 
 log = logging.getLogger(__name__)
 
@@ -123,7 +126,7 @@ class Saver:
                 work = _done(lambda: write_rank_file(partial, rank, pieces, values))
             else:
                 held = copy.fill(pieces, values)
-                work = self._thread.submit(write_rank_file, partial, rank, pieces, held)
+                work = self._thread.submit(_write_copy, partial, rank, pieces, held)
         copy_seconds = None  # of the copy alone: the rest is not waited for
         if copy is not None:
             copy_seconds = time.perf_counter() - began
@@ -356,6 +359,15 @@ def _done(work: Callable[[], WrittenFile]) -> Future[WrittenFile]:
     except (OSError, CheckpointError) as error:
         future.set_exception(error)
     return future
+
+
+def _write_copy(folder: Path, rank: int, pieces: Sequence[Piece], values: Iterable[Tensor]) -> WrittenFile:
+    """``write_rank_file``, on the thread; then the heap is trimmed, lest each of many saves leaves gaps in it."""
+    try:
+        return write_rank_file(folder, rank, pieces, values)
+    finally:
+        # While a step is computed: what it has in use stays, and only gaps go.
+        trim_heap()
 
 
 def _let_training_go_first() -> None:

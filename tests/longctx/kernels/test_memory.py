@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import ctypes
 from pathlib import Path
 
 import psutil
 import pytest
 
-from longctx.kernels.memory import available_bytes
+from longctx.kernels.memory import available_bytes, trim_heap
 
 FREE = 10_000_000
 
@@ -57,3 +58,17 @@ def test_groups_of_the_first_version(tmp_path):
 def test_a_group_over_its_limit_has_nothing_left(tmp_path):
     write(tmp_path / "sys", memory__max="100", memory__current="200", memory__stat="")
     assert left(tmp_path) == 0
+
+
+def test_gaps_of_the_heap_are_given_back():
+    if not hasattr(ctypes.CDLL(None), "malloc_trim"):
+        pytest.skip("this C library has no malloc_trim")
+    # Below what the C library takes pages of its own for, each with a small piece in use behind it.
+    blocks = [(bytearray(100_000), bytearray(1_000)) for _ in range(1_000)]
+    kept = [small for _, small in blocks]
+    del blocks
+    own = psutil.Process()
+    before = own.memory_info().rss
+    trim_heap()
+    assert before - own.memory_info().rss > 60_000_000
+    assert len(kept) == 1_000
