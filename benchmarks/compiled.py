@@ -25,7 +25,7 @@ from benchmarks.decoder import in_process
 from benchmarks.floor import Floor
 from longctx.batch import IGNORED_TARGET, Batch, PackedDocuments
 from longctx.config import ModelConfig
-from longctx.kernels.cross_entropy import PLAIN, _whole_losses_, losses_
+from longctx.kernels.cross_entropy import PLAIN, losses_, whole_losses
 from longctx.kernels.regions import Regions, compile_count
 from longctx.model.decoder import Decoder
 from longctx.model.training_pass import Execution
@@ -121,7 +121,7 @@ def measure_parts(rounds: int) -> dict[str, dict[str, float]]:
         logits = torch.randn(TOKENS, VOCABULARY).to(getattr(torch, dtype))
         actions = {
             "eager": lambda logits=logits: losses_(logits, targets, PLAIN, with_gradient=True),
-            "compiled": lambda logits=logits: run(_whole_losses_, logits, targets, PLAIN, True, tokens_dim=0),
+            "compiled": lambda logits=logits: run(whole_losses, logits, targets, PLAIN, True, tokens_dim=0),
         }
         least_seconds(actions, 1)
         found[f"loss, {dtype}"] = least_seconds(actions, rounds)

@@ -18,7 +18,9 @@ def loss_bytes(config: RunConfig, tokens: int, device_type: str) -> int:
     if device_type == "cpu":
         return _on_cpu(config, tokens)
     logits = min(_LOGITS_OF_GPU, tokens * config.model.vocab_size)
-    return logits * config.dtype.itemsize + 3 * min(_BLOCK_OF_GPU, logits) * _FLOAT32
+    chunk = logits * config.dtype.itemsize
+    # Eager, a block's copies in float32; compiled, the gradient of the whole chunk.
+    return chunk + max(3 * min(_BLOCK_OF_GPU, logits) * _FLOAT32, chunk)
 
 
 def _on_cpu(config: RunConfig, tokens: int) -> int:

@@ -24,8 +24,9 @@ from torch.autograd.function import once_differentiable
 
 from longctx.batch import IGNORED_TARGET
 from longctx.errors import ConfigError
+from longctx.kernels.devices import on_cpu
 from longctx.kernels.dtypes import accumulate_dtype
-from longctx.kernels.matmul import multiplies_in_float32
+from longctx.kernels.matmul import add_wide_product_, multiplies_in_float32
 from longctx.kernels.processor import Products
 from longctx.kernels.regions import Run, call_function
 
@@ -125,7 +126,8 @@ def token_nll(
     """
     nll_N = hidden_NM.new_zeros(len(targets_N), dtype=accumulate_dtype(hidden_NM.dtype))
     for chunk, _, logits_nV in _chunks(hidden_NM, weight_VM, products, chunk_tokens):
-        nll_N[chunk] = losses_(logits_nV, targets_N[chunk], options, with_gradient=False)[1]
+        losses_2n, _ = losses_(logits_nV, targets_N[chunk], options, with_gradient=False)
+        nll_N[chunk] = losses_2n[1]
     return nll_N
 
 
@@ -206,18 +208,20 @@ def sums_and_gradients(
         dhidden_NM = torch.empty_like(hidden_NM)
     product_VM: Tensor | None = None
     for chunk, hidden_nM, logits_nV in _chunks(hidden_NM, weight_VM, products, chunk_tokens):
-        losses_2n = losses_(logits_nV, targets_N[chunk], options, with_gradient=any(wanted), run=run)
+        losses_2n, dlogits_nV = losses_(logits_nV, targets_N[chunk], options, with_gradient=any(wanted), run=run)
         sums += losses_2n.sum(1, dtype=torch.float64)
-        dlogits_nV = logits_nV  # what they have become
         if dhidden_NM is not None:
             dhidden_NM[chunk] = _times_weight(dlogits_nV, weight_VM)
         if wanted[1] and dlogits_nV.dtype == partial:
             dweight_VM = _plus_product(dweight_VM, dlogits_nV.T, hidden_nM)
-        elif wanted[1] and dlogits_nV.device.type == "cuda":
-            dweight_VM = _plus_wide_product(dweight_VM, dlogits_nV.T, hidden_nM, partial)
+        elif wanted[1] and not on_cpu(dlogits_nV):
+            if dweight_VM is None:
+                dweight_VM = torch.zeros_like(weight_VM, dtype=partial)
+            add_wide_product_(dweight_VM, dlogits_nV.T, hidden_nM)
         elif wanted[1]:
             product_VM = torch.mm(dlogits_nV.T, hidden_nM, out=product_VM)
             dweight_VM = _plus(dweight_VM, product_VM, partial)
+        del dlogits_nV  # a compiled function's own: before the next chunk's is made
     if wanted[1] and dweight_VM is None:  # no token is here
         dweight_VM = torch.zeros_like(weight_VM, dtype=partial)
     return SumsAndGradients(sums, dhidden_NM, dweight_VM)
@@ -270,10 +274,13 @@ def _weight_tiles(weight_VM: Tensor, dtype: torch.dtype) -> Iterator[tuple[slice
 
 
 def _memory(weight_VM: Tensor, tokens: int, dtype: torch.dtype) -> Tensor:
-    """Uninitialised logits [tokens, V]. Rows of whole pages are kept apart: a column of them would fall into one set of
-    the cache, and products would take a quarter longer."""
+    """Return uninitialised logits [tokens, V].
+
+    On a CPU rows of whole pages are kept apart: a column of them would fall into one set of the cache, and products
+    would take a quarter longer.
+    """
     vocab_size, padding = len(weight_VM), 0
-    if vocab_size * dtype.itemsize % 4096 == 0:
+    if on_cpu(weight_VM) and vocab_size * dtype.itemsize % 4096 == 0:
         padding = 64
     return weight_VM.new_empty(tokens, vocab_size + padding, dtype=dtype)[:, :vocab_size]
 
@@ -291,7 +298,7 @@ def tokens_of_chunk(vocab_size: int, width: int, device_type: str) -> int:
 
 def _rows_of_block(whole: Tensor) -> int:
     """Rows that are worked on at a time: on a CPU few enough for the cache, on an accelerator for its memory."""
-    if whole.device.type != "cpu":
+    if not on_cpu(whole):
         return max(1, _BLOCK_ELEMENTS_OF_GPU // whole.shape[1])
     return max(1, _BLOCK_ELEMENTS * torch.get_num_threads() // whole.shape[1])
 
@@ -303,14 +310,6 @@ def _slices(length: int, size: int) -> Iterator[slice]:
 def _plus_product(total: Tensor | None, a: Tensor, b: Tensor) -> Tensor:
     """The total with a · b added, in the same memory where there is a total."""
     return a @ b if total is None else total.addmm_(a, b)
-
-
-def _plus_wide_product(total: Tensor | None, a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:
-    """The same with a total of a wider dtype than the factors: a chunk's part is not rounded, and has no memory."""
-    # CUDA's products alone have such results, and autograd knows no derivative of them; here it needs none.
-    if total is None:
-        return torch.mm(a, b, out_dtype=dtype)
-    return torch.addmm(total, a, b, out_dtype=dtype, out=total)
 
 
 def _plus(total: Tensor | None, part: Tensor, dtype: torch.dtype) -> Tensor:
@@ -325,14 +324,15 @@ def _plus(total: Tensor | None, part: Tensor, dtype: torch.dtype) -> Tensor:
 
 def losses_(
     logits_nV: Tensor, targets_n: Tensor, options: LossOptions, *, with_gradient: bool, run: Run = call_function
-) -> Tensor:
-    """Each token's objective and negative log-likelihood, [2, n] in the accumulation dtype; overwrites the logits.
+) -> tuple[Tensor, Tensor]:
+    """Return each token's objective and negative log-likelihood, and the gradient of the objectives' sum.
 
-    With ``with_gradient`` what they become is the gradient of the objectives' sum.
+    The losses are [2, n] in the accumulation dtype; the gradient is [n, V] in the logits' dtype, and without
+    ``with_gradient`` holds nothing of meaning. Overwrites the logits, whose memory the gradient may be.
     """
     # On a CPU the blocks below stay in its cache, and no compiled loop over a vocabulary is as fast.
-    if run is not call_function and logits_nV.device.type != "cpu":
-        return run(_whole_losses_, logits_nV, targets_n, options, with_gradient, tokens_dim=0)
+    if run is not call_function and not on_cpu(logits_nV):
+        return run(whole_losses, logits_nV, targets_n, options, with_gradient, tokens_dim=0)
     # a vocabulary of exponentials is summed in float32, whatever the products were
     partial = accumulate_dtype(logits_nV.dtype)
     losses_2n = logits_nV.new_empty(2, len(logits_nV), dtype=partial)
@@ -341,23 +341,31 @@ def losses_(
         losses_2n[0, block], losses_2n[1, block] = _block_losses_(block_rV, targets_n[block], options, with_gradient)
         if with_gradient and partial != logits_nV.dtype:
             logits_nV[block] = block_rV
-    return losses_2n
+    return losses_2n, logits_nV
 
 
-def _whole_losses_(logits_nV: Tensor, targets_n: Tensor, options: LossOptions, with_gradient: bool) -> Tensor:
-    """``losses_`` without blocks: a compiler fuses what blocks keep in the cache."""
-    wide_nV = logits_nV.to(accumulate_dtype(logits_nV.dtype))
-    losses = _block_losses_(wide_nV, targets_n, options, with_gradient)
-    if with_gradient and wide_nV.dtype != logits_nV.dtype:
-        logits_nV.copy_(wide_nV)
-    return torch.stack(losses)
+def whole_losses(
+    logits_nV: Tensor, targets_n: Tensor, options: LossOptions, with_gradient: bool
+) -> tuple[Tensor, Tensor]:
+    """Return what ``losses_`` does, without blocks and without a write to the logits.
+
+    For a compiler, which fuses what blocks keep in the cache. Without ``with_gradient`` the second result is empty.
+    """
+    wide_nV = logits_nV.to(accumulate_dtype(logits_nV.dtype), copy=True)
+    losses = torch.stack(_block_losses_(wide_nV, targets_n, options, with_gradient))
+    if not with_gradient:
+        return losses, logits_nV.new_empty(0)
+    return losses, wide_nV.to(logits_nV.dtype)
 
 
 def _block_losses_(
     logits_rV: Tensor, targets_r: Tensor, options: LossOptions, with_gradient: bool
 ) -> tuple[Tensor, Tensor]:
-    """``losses_`` of one block. With p the softmax and f the slope of scale and cap, a logit's gradient is
-    f · ((1 + 2 · z_loss · lse) · p − label_smoothing / V − (1 − label_smoothing) · [it is the target's])."""
+    """Compute the losses of one block and, in place, its gradient.
+
+    With p the softmax and f the slope of scale and cap, a logit's gradient is
+    f · ((1 + 2 · z_loss · lse) · p − label_smoothing / V − (1 − label_smoothing) · [it is the target's]).
+    """
     smoothing, z_loss = options.label_smoothing, options.z_loss
     counted_r1 = (targets_r != IGNORED_TARGET).unsqueeze(1)
     chosen_r1 = targets_r.unsqueeze(1).where(counted_r1, 0)

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
+from longctx.kernels.devices import on_cpu
 from longctx.kernels.dtypes import accumulate_dtype
 from longctx.kernels.processor import Products
 
@@ -25,7 +26,7 @@ _ROWS = 4096
 
 def multiplies_in_float32(x: Tensor, products: Products) -> bool:
     """Whether products of ``x`` are formed in float32 and not in its own dtype."""
-    return products == "float32" and x.dtype == torch.bfloat16 and x.device.type == "cpu"
+    return products == "float32" and x.dtype == torch.bfloat16 and on_cpu(x)
 
 
 def linear(x_NI: Tensor, weight_OI: Tensor, bias_O: Tensor | None = None, *, products: Products) -> Tensor:
@@ -86,7 +87,7 @@ def _multiply(x_NI: Tensor, weight_OI: Tensor, bias_O: Tensor | None) -> Tensor:
 
 def is_one_row(x_NI: Tensor) -> bool:
     """Whether x is a single row on the CPU, as in decoding."""
-    return x_NI.device.type == "cpu" and x_NI.numel() == x_NI.shape[-1]
+    return on_cpu(x_NI) and x_NI.numel() == x_NI.shape[-1]
 
 
 def multiply_row(x_1I: Tensor, weight_OI: Tensor, bias_O: Tensor | None = None) -> Tensor:
@@ -150,6 +151,24 @@ def sum_rows(dy_NO: Tensor) -> Tensor:
     """The gradient of a bias."""
     # as many terms as tokens: in bfloat16 a sum stops growing at 256 times its terms
     return dy_NO.flatten(0, -2).sum(0, dtype=accumulate_dtype(dy_NO.dtype)).to(dy_NO.dtype)
+
+
+def add_wide_product_(total_OI: Tensor, a_ON: Tensor, b_NI: Tensor) -> None:
+    """Add a · b to a total of a wider dtype than the factors'.
+
+    On CUDA one product that rounds nothing and has no memory of its own; elsewhere the factors are converted. An
+    operator: PyTorch 2.11 traces its own ``addmm`` without the dtype of its result.
+    """
+    torch.ops.longctx.add_wide_product_.default(total_OI, a_ON, b_NI)
+
+
+def _add_wide_product_(total_OI: Tensor, a_ON: Tensor, b_NI: Tensor) -> None:
+    total_OI.addmm_(a_ON.to(total_OI.dtype), b_NI.to(total_OI.dtype))
+
+
+def add_wide_product_on_cuda_(total_OI: Tensor, a_ON: Tensor, b_NI: Tensor) -> None:
+    """``add_wide_product_`` by CUDA's product, the only one whose result has another dtype than its factors."""
+    torch.addmm(total_OI, a_ON, b_NI, out_dtype=total_OI.dtype, out=total_OI)
 
 
 class _LinearGraph(torch.autograd.Function):
@@ -225,3 +244,7 @@ for _name, _operator, _fake in (
 ):
     _library.impl(_name, _operator, "CompositeExplicitAutograd")
     torch.library.register_fake(f"longctx::{_name}", _fake, lib=_library)
+_library.define("add_wide_product_(Tensor(a!) total, Tensor a, Tensor b) -> ()")
+_library.impl("add_wide_product_", _add_wide_product_, "CompositeExplicitAutograd")
+_library.impl("add_wide_product_", add_wide_product_on_cuda_, "CUDA")
+torch.library.register_fake("longctx::add_wide_product_", lambda *_: None, lib=_library)

@@ -49,7 +49,10 @@ def run_with(compiler: str | None) -> Run:
 
 
 class Regions:
-    """Calls functions compiled, each compiled once for each structure of its arguments, whatever their lengths."""
+    """Calls functions compiled, each compiled once for each structure of its arguments, whatever their lengths.
+
+    A function returns what it makes and writes to no argument: it may be handed a copy, where a write would be lost.
+    """
 
     def __init__(self, backend: str = "inductor") -> None:
         """``backend`` is ``torch.compile``'s."""
@@ -57,13 +60,21 @@ class Regions:
         self._compiled: dict[Callable[..., Any], Callable[..., Any]] = {}
 
     def __call__(self, function: Callable[..., Any], *args: Any, tokens_dim: int = 1) -> Any:
-        """``function(*args)``; all tensors among the arguments have the tokens as this dim."""
+        """``function(*args)``; all tensors among the arguments have the tokens as this dim.
+
+        AssertionError if the function writes to one of them.
+        """
         if function not in self._compiled:
             self._compiled[function] = self._compile(function)
-        args = _laid_out_alike(args)
-        for tensor in _tensors(args):
+        args = tuple(_laid_out_alike(arg) for arg in args)
+        tensors = list(_tensors(args))
+        for tensor in tensors:
             torch._dynamo.maybe_mark_dynamic(tensor, tokens_dim)
-        return self._compiled[function](*args)
+        versions = [tensor._version for tensor in tensors]
+        result = self._compiled[function](*args)
+        written = versions != [tensor._version for tensor in tensors]
+        assert not written, f"{function.__name__} writes to an argument, which may be a copy: return it instead"
+        return result
 
     def _compile(self, function: Callable[..., Any]) -> Callable[..., Any]:
         # The tracer counts what it compiles by code object, and gives up at eight: each decoder has its own.
@@ -97,20 +108,12 @@ def missing_for_compiling(device_type: str) -> str | None:
     return None
 
 
-def _laid_out_alike(args: tuple[Any, ...]) -> tuple[Any, ...]:
-    """The arguments with tensors that are parts of larger ones copied: a graph is made for strides, and those of a
-    part change with the whole."""
-    found = []
-    for arg in args:
-        if isinstance(arg, Tensor) and _is_part(arg):
-            arg = arg.clone(memory_format=torch.contiguous_format)
-        found.append(arg)
-    return tuple(found)
-
-
-def _is_part(tensor: Tensor) -> bool:
-    whole = tensor._base
-    return not tensor.is_contiguous() or (whole is not None and whole.numel() != tensor.numel())
+def _laid_out_alike(arg: Any) -> Any:
+    """Return a copy of a tensor whose values do not lie side by side: a graph is made for strides, and those of a part
+    change with the whole. Anything else is returned as it is."""
+    if isinstance(arg, Tensor) and not arg.is_contiguous():
+        return arg.clone(memory_format=torch.contiguous_format)
+    return arg
 
 
 def _tensors(args: tuple[Any, ...]) -> Iterator[Tensor]:

@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
+from longctx.kernels.devices import on_cpu
 from longctx.kernels.dtypes import accumulate_dtype
 
 _FEW_VALUES = 1 << 14
@@ -46,7 +47,7 @@ def rms_norm(x_NM: Tensor, weight_M: Tensor, eps: float, *, offset: bool = False
 def _has_fused_kernel(x: Tensor, weight: Tensor, offset: bool) -> bool:
     """Whether PyTorch normalises this in one kernel that keeps what ``_RMSNorm`` does, and rounds where it does."""
     # A compiled graph fuses the definition with what is around it. 1 + weight needs a dtype that the kernel refuses.
-    return x.is_cuda and x.dtype == weight.dtype and not offset and not torch.compiler.is_compiling()
+    return not on_cpu(x) and x.dtype == weight.dtype and not offset and not torch.compiler.is_compiling()
 
 
 def _normalize(x: Tensor, weight: Tensor, eps: float, offset: bool) -> tuple[Tensor, Tensor]:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from longctx.errors import ConfigError
+from longctx.kernels.devices import on_cpu
 from longctx.kernels.dtypes import accumulate_dtype
 from longctx.kernels.graphs import outside_graphs
 from longctx.model.rotary import angles_of
@@ -35,7 +36,7 @@ def check_learned(positions_Bt: Tensor, longest: int, max_positions: int) -> Non
     themselves are looked at on the CPU only: on another device it would wait for what was asked before.
     """
     needed = longest
-    if positions_Bt.numel() and positions_Bt.device.type == "cpu":
+    if positions_Bt.numel() and on_cpu(positions_Bt):
         needed = max(needed, int(positions_Bt.max()) + 1)
     if needed > max_positions:
         raise ConfigError(

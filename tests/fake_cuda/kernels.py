@@ -11,6 +11,7 @@ from tests.fake_cuda.devices import say  # isort: skip
 import torch
 from torch._subclasses import FakeTensorMode
 from torch.nn import functional
+from torch.torch_version import TorchVersion
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from longctx.batch import PackedDocuments
@@ -23,6 +24,7 @@ from longctx.kernels.attention.flash.libraries import CUDA_FLASH
 from longctx.kernels.attention.slices import AttentionSlice, slice_table
 from longctx.kernels.cross_entropy import loss_sums
 from longctx.kernels.grouped import grouped_outer, grouped_rows
+from longctx.kernels.matmul import add_wide_product_on_cuda_
 
 ROWS = 40
 # documents of 9, 0, 1 and 30 tokens, and a hop of a ring
@@ -106,7 +108,7 @@ def grouped() -> None:
 
 
 class Results(TorchDispatchMode):
-    """Operators, and the dtype of what each returns in the shape of a head's weight."""
+    """Operators that return or write to a tensor in the shape of a head's weight, and its dtype."""
 
     def __init__(self, shape: tuple[int, ...]) -> None:
         super().__init__()
@@ -114,8 +116,9 @@ class Results(TorchDispatchMode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         out = func(*args, **(kwargs or {}))
-        if isinstance(out, torch.Tensor) and tuple(out.shape) == self.shape:
-            self.seen.append(f"{func} {out.dtype}")
+        x = args[0] if out is None else out
+        if isinstance(x, torch.Tensor) and tuple(x.shape) == self.shape:
+            self.seen.append(f"{func} {x.dtype}")
         return out
 
 
@@ -131,6 +134,11 @@ def loss() -> None:
             say("loss", line.replace(" torch.", " "))
         total.backward()
     assert (weight.grad.dtype, weight.grad.shape) == (torch.bfloat16, weight.shape)
+    if TorchVersion(torch.__version__) < (2, 12):
+        return  # it traces no product with a total of another dtype than the factors
+    with FakeTensorMode():
+        total, a, b = (torch.empty(*shape, device="cuda") for shape in ((5, 3), (5, 7), (7, 3)))
+        add_wide_product_on_cuda_(total, a.bfloat16(), b.bfloat16())
 
 
 def batch() -> None:

@@ -21,6 +21,7 @@ from longctx.kernels.attention.contract import KernelRequest, NewestTokensKernel
 from longctx.kernels.attention.select import KERNELS, choose_kernel
 from longctx.kernels.attention.sinks import apply_sinks, sinks_gradient
 from longctx.kernels.attention.slices import AttentionSlice, slice_table
+from longctx.kernels.devices import on_cpu
 from longctx.kernels.dtypes import as_dtype
 from longctx.kernels.processor import Products
 from longctx.model.attention.cache import LocalKVCache
@@ -254,7 +255,7 @@ def _is_newest(mask: AttentionMask, shapes: AttentionShapes) -> bool:
 def _eager(kernel: str, q_BtHD: Tensor) -> Callable[..., tuple[Tensor, Tensor]]:
     """The kernel's ``forward``, as an operator only where that serves a graph or a trace."""
     # To call an operator takes about as long as the attention of a generated token.
-    if type(q_BtHD) is Tensor and q_BtHD.device.type == "cpu" and not torch.compiler.is_compiling():
+    if type(q_BtHD) is Tensor and on_cpu(q_BtHD) and not torch.compiler.is_compiling():
         return KERNELS[kernel].forward
     return partial(ops.forward, kernel)
 

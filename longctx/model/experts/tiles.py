@@ -18,6 +18,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from longctx.kernels.devices import on_cpu
 from longctx.kernels.dtypes import accumulate_dtype
 from longctx.model.experts.call import ExpertsCall, Needs, Tokens, Weights
 from longctx.model.experts.compute_cpu import backward_blocks, forward_blocks, forward_few
@@ -39,7 +40,7 @@ class Routed(NamedTuple):
 
 def computes_in_blocks(x: Tensor) -> bool:
     """Whether experts compute block by block; on accelerators they use one grouped product."""
-    return x.device.type == "cpu"
+    return on_cpu(x)
 
 
 def forward_tiles(

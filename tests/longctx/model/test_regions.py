@@ -10,16 +10,20 @@ import shutil
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from longctx.batch import Batch
-from longctx.kernels.cross_entropy import PLAIN, LossOptions, _whole_losses_, losses_
+from longctx.kernels.cross_entropy import PLAIN, LossOptions, losses_, whole_losses
 from longctx.kernels.processor import Products
-from longctx.kernels.regions import Regions, call_function, compile_count, missing_for_compiling
+from longctx.kernels.regions import Regions, compile_count, missing_for_compiling
+from longctx.model import decoder as decoder_module
 from longctx.model.decoder import Decoder
 from longctx.model.kept import Keep, Store
 from longctx.model.training_pass import Execution, TrainingPass
 from longctx.objectives.causal_lm import CausalLM
 from longctx.objectives.loss_sum import LossSum
+from tests.longctx.as_on_a_gpu import computing_as_on_a_gpu
 from tests.longctx.samples import dense_config, gradients, packed_batch, step_loss, tiny_config
 from tests.rounding import both_ways
 
@@ -175,12 +179,74 @@ def test_losses_of_whole_rows_are_those_of_blocks(options, dtype):
         logits = (torch.randn(tokens, 97, generator=torch.Generator().manual_seed(tokens)) * 3).to(dtype)
         targets = torch.arange(tokens)
         targets[2] = -100
-        memories = [logits.clone(), logits.clone()]
-        wanted = losses_(memories[0], targets, options, with_gradient=True, run=call_function)
-        found = run(_whole_losses_, memories[1], targets, options, True, tokens_dim=0)
+        found = run(whole_losses, logits, targets, options, True, tokens_dim=0)
+        wanted = losses_(logits, targets, options, with_gradient=True)
         torch.testing.assert_close(found, wanted, rtol=1e-6, atol=1e-6)
-        torch.testing.assert_close(memories[1], memories[0], rtol=1e-6, atol=1e-6)
     assert compile_count().graphs == before + 1
+
+
+def doubles_in_place(x):
+    return x.mul_(2).sum(1)
+
+
+def sum_of_rows(x):
+    return x.sum(1)
+
+
+@pytest.mark.parametrize("tokens", [slice(None), slice(3)], ids=["whole", "a part of a larger tensor"])
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+def test_a_function_that_writes_to_an_argument_is_refused(backend, tokens):
+    """The argument may be a copy, whose values nobody would see."""
+    with pytest.raises(AssertionError, match="doubles_in_place writes to an argument"):
+        Regions(backend)(doubles_in_place, torch.ones(5, 4)[tokens], tokens_dim=0)
+
+
+def test_parts_of_larger_tensors_share_a_graph():
+    run, before = Regions("aot_eager"), compile_count().graphs
+    for size, part in ((9, slice(0, 9)), (9, slice(0, 4)), (7, slice(2, 7)), (12, slice(5, 7))):
+        whole = torch.randn(size, 6)
+        assert torch.equal(run(sum_of_rows, whole[part], tokens_dim=0), whole[part].sum(1))
+        assert torch.equal(run(sum_of_rows, whole[part, :4].mT.contiguous().mT, tokens_dim=0), whole[part, :4].sum(1))
+    assert compile_count().graphs == before + 2  # rows of 6 and of 4
+
+
+class Writes(TorchDispatchMode):
+    """Refuses operators that write to the memory of some tensors."""
+
+    def __init__(self, tensors: list[torch.Tensor]) -> None:
+        super().__init__()
+        self.storages = {x.untyped_storage()._cdata for x in tensors}
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        for place, argument in enumerate(func._schema.arguments):
+            x = args[place] if place < len(args) else kwargs.get(argument.name)
+            if argument.alias_info is not None and argument.alias_info.is_write and isinstance(x, torch.Tensor):
+                assert x.untyped_storage()._cdata not in self.storages, f"{func} writes to an argument"
+        return func(*args, **kwargs)
+
+
+def watched(function, *args, tokens_dim=1):
+    """A region's function, as it is, under a mode that sees what it writes to."""
+    tensors = [x for x in tree_leaves(args) if isinstance(x, torch.Tensor)]
+    for module in args:
+        if isinstance(module, torch.nn.Module):
+            tensors += [*module.parameters(), *module.buffers()]
+    watched.functions.add(function.__name__)
+    with Writes(tensors):
+        return function(*args)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("chunk_tokens", [0, 24])
+def test_no_region_writes_to_its_arguments(chunk_tokens, dtype, monkeypatch):
+    watched.functions = set()
+    monkeypatch.setattr(decoder_module, "run_with", lambda compiler: watched)
+    for config in MODELS.values():
+        lm = CausalLM(Decoder(config, execution=Execution("attention", chunk_tokens=chunk_tokens, compiler="watched")))
+        with computing_as_on_a_gpu():
+            lm.to(dtype)(batches()[2], TrainingPass(seed=1))[0].backward()
+    assert watched.functions == {"before_core", "after_core", "join_attention", "whole_losses"}
 
 
 def test_what_is_missing_is_said(monkeypatch):
