@@ -8,7 +8,7 @@ import torch
 from longctx.kernels import matmul
 from longctx.kernels.cross_entropy import PLAIN, loss_sums
 from longctx.kernels.regions import Regions, call_function
-from tests.longctx.as_on_a_gpu import computing_as_on_a_gpu
+from tests.as_on_a_gpu import computing_as_on_a_gpu
 from tests.longctx.kernels.test_cross_entropy import ALL, inputs, relative_error, whole
 from tests.rounding import rounded
 
@@ -54,3 +54,14 @@ def test_a_wide_product_is_exact_and_added_in_place():
     wanted = total.double() + a.double() @ b.double()
     matmul.add_wide_product_(total, a, b)
     torch.testing.assert_close(total.double(), wanted, rtol=1e-6, atol=1e-6)
+
+
+def test_cuda_has_a_product_of_its_own_for_it(monkeypatch):
+    asked = []
+    monkeypatch.setattr(torch, "addmm", lambda total, a, b, **options: asked.append((total, a, b, options)))
+    on_cuda = torch.library.get_kernel("longctx::add_wide_product_", "CUDA")
+    total, a, b = torch.zeros(2, 3), torch.zeros(2, 4).bfloat16(), torch.zeros(4, 3).bfloat16()
+    on_cuda.call_boxed(torch._C.DispatchKeySet(torch._C.DispatchKey.CUDA), total, a, b)
+    assert len(asked) == 1
+    assert asked[0][3]["out_dtype"] == torch.float32
+    assert asked[0][3]["out"].data_ptr() == total.data_ptr()

@@ -16,7 +16,7 @@ from longctx.model.decoder import Decoder
 from longctx.model.training_pass import Execution, TrainingPass
 from longctx.objectives.causal_lm import CausalLM
 from longctx.objectives.loss_sum import LossSum
-from tests.longctx.as_on_a_gpu import computing_as_on_a_gpu
+from tests.as_on_a_gpu import computing_as_on_a_gpu
 from tests.longctx.samples import dense_config, gradients, packed_batch, randomize, step_loss, tiny_config
 
 MODELS = {

@@ -21,6 +21,7 @@ from longctx.model.recompute import recomputed
 from parallel.experts.dispatcher import AllToAllDispatcher, PendingExchange, _PendingSums, sum_by_rank, sum_by_turn
 from parallel.experts.tiles import default_tile_tokens
 from parallel.mesh import Mesh
+from tests.as_on_a_gpu import computing_as_on_a_gpu
 from tests.helpers import run_distributed
 from tests.longctx.samples import randomize, tiny_config
 from tests.rounding import both_ways, rounded
@@ -142,6 +143,16 @@ def check_options(products):
             check(mesh, case, 1e-6, torch.float32, tile_tokens=tile_tokens)
             bound = rounded(ROUNDINGS[products])
             check(mesh, case, bound, torch.bfloat16, tile_tokens=tile_tokens, products=products)
+
+
+def test_grouped_products_of_gpus_across_ranks_equal_one_process():
+    run_distributed(check_as_on_gpus, 3)
+
+
+def check_as_on_gpus():
+    with computing_as_on_a_gpu():
+        check_all()
+        check_options("native")
 
 
 def test_ways_to_recompute_give_equal_bits():
