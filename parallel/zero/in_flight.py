@@ -1,12 +1,12 @@
 """Gradients whose reduction is queued: their memory is kept from reuse until the reduction has run.
 
 With ``overlap_comm`` DeepSpeed queues reductions on a stream of its own while backward goes on, and drops a gradient as
-soon as its reduction is queued. PyTorch's allocator knows only the stream that a tensor was made on: it gives the memory
-of the dropped gradient to backward's next tensor, although the reduction will still read it, and write into it. The
-invariant here: whatever a queued reduction reads or writes has that stream recorded (``Tensor.record_stream``) before
-DeepSpeed can drop it; then its memory is given away only after the reduction.
+soon as its reduction is queued. PyTorch's allocator knows only the stream that a tensor was made on: it gives the
+memory of the dropped gradient to backward's next tensor, although the reduction will still read it, and write into it.
+The invariant here: whatever a queued reduction reads or writes has that stream recorded (``Tensor.record_stream``)
+before DeepSpeed can drop it; then its memory is given away only after the reduction.
 
-DeepSpeed 0.19.8 records most gradients. It misses, in ``stage_1_and_2.py``, a gradient larger than a bucket on the ranks
+DeepSpeed 0.19.8 records most gradients. It misses, in ``stage_1_and_2.py``, one that is larger than a bucket, on ranks
 that own none of it, if its reduction works on a copy: in another dtype, or of two ranks' parts. In ``stage3.py`` it
 misses one of which this rank's part is padding alone. docs/upstream/deepspeed-zero2-gradient-lifetime.md has the lines.
 """

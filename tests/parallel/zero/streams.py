@@ -1,8 +1,8 @@
-"""A CPU whose DeepSpeed believes in streams: what queued work touches, and what is freed before that work is waited for.
+"""A CPU whose DeepSpeed believes in streams: gradients that queued work uses, and those freed before it has run.
 
-Operations still run at once. Whatever one of them reads or writes on another stream than the computation's is noted. If
-such memory is dropped before the computation waits for that stream, and the stream was not recorded, PyTorch's allocator
-would give it to the computation's next tensor of this size while the queued work still uses it.
+Operations still run at once. The gradients that one of them reads or writes on the reduction's stream are noted. If one
+is dropped before the computation waits for that stream, and the stream was not recorded, PyTorch's allocator would give
+its memory to the computation's next tensor of this size while the queued work still uses it.
 """
 
 from __future__ import annotations
@@ -78,36 +78,37 @@ class Spy:
         self.watched = Stream(self)
         """The one that reduces gradients."""
         self.time = 0
-        self.made_on: dict[int, Stream] = {}
+        self.gradients: dict[int, torch.UntypedStorage] = {}
+        """Memory of every gradient that backward made; kept, so that no address stands for two."""
         self.recorded: set[tuple[int, Stream]] = set()
-        self.held: dict[int, torch.UntypedStorage] = {}
-        """All memory ever noted, so that no address stands for two."""
         self.unrecorded: list[str] = []
-        """Memory that was dropped behind queued work without a record."""
+        """Gradients that were dropped behind queued work without a record."""
         self.kept = 0
-        """Times that memory was dropped behind queued work with one."""
-
-    def memory(self, tensor: Tensor) -> int:
-        storage = tensor.untyped_storage()
-        self.held[storage._cdata] = storage
-        return storage._cdata
-
-    def record(self, tensor: Tensor, stream: Stream) -> None:
-        self.recorded.add((self.memory(tensor), stream))
+        """How many were dropped behind queued work with one."""
 
     def watch(self, stream: Stream) -> None:
         """Forget what was found, and look at the uses of this stream from now on."""
         self.watched, self.unrecorded, self.kept = stream, [], 0
 
+    def arrive(self, gradient: Tensor) -> None:
+        """Backward made this gradient: in freed memory of its size, if there is any that queued work will write to."""
+        for use in self.dropped(recorded=False):
+            if use.dtype == gradient.dtype and use.storage.nbytes() == gradient.nbytes:
+                late = torch.empty(0, dtype=gradient.dtype)
+                late.set_(use.storage, 0, gradient.shape)  # type: ignore[call-overload]
+                gradient.copy_(late)
+                break
+        storage = gradient.untyped_storage()
+        self.gradients[storage._cdata] = storage
+
+    def record(self, tensor: Tensor, stream: Stream) -> None:
+        self.recorded.add((tensor.untyped_storage()._cdata, stream))
+
     def dropped(self, *, recorded: bool) -> list[Use]:
-        """The computation's memory that the program dropped while the watched stream still uses it."""
-        stream = self.watched
-        return [
-            use
-            for memory, use in stream.uses.items()
-            if use.is_dropped() and self.made_on.get(memory) is not stream
-            if ((memory, stream) in self.recorded) == recorded
-        ]
+        """Gradients that the program dropped while the watched stream still uses them."""
+        uses = self.watched.uses
+        found = [memory for memory in uses if ((memory, self.watched) in self.recorded) == recorded]
+        return [uses[memory] for memory in found if uses[memory].is_dropped()]
 
     def wait(self, stream: Stream, time: int) -> None:
         """The computation waits for what was queued on a stream up to this time."""
@@ -116,19 +117,12 @@ class Spy:
             self.kept += len(self.dropped(recorded=True))
             stream.uses = {memory: use for memory, use in stream.uses.items() if use.time > time}
 
-    def reuse(self, tensor: Tensor) -> None:
-        """Let a new tensor lie in freed memory of its size, and queued work write there after the tensor was filled."""
-        for use in self.dropped(recorded=False):
-            if use.dtype == tensor.dtype and use.storage.nbytes() == tensor.nbytes:
-                tensor.copy_(torch.empty(0, dtype=tensor.dtype).set_(use.storage, 0, tensor.shape))
-                return
-
     @contextmanager
     def queue(self, stream: Stream | None) -> Iterator[None]:
         """Operations within are queued on this stream."""
         before, self.now = self.now, stream or self.now
         try:
-            if self.now is self.watched:
+            if self.now is self.watched is not self.main:
                 with Noting(self):
                     yield
             else:
@@ -144,28 +138,20 @@ class Spy:
 
 
 class Noting(TorchDispatchMode):
-    """Notes what operations use."""
+    """Notes which gradients operations use."""
 
     def __init__(self, spy: Spy) -> None:
         super().__init__()
         self.spy = spy
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        spy, stream = self.spy, self.spy.now
-        given = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
-        result = func(*args, **(kwargs or {}))
+        spy = self.spy
         spy.time += 1
-        for x in given:
-            self._note(x)
-        for x in tree_leaves(result):
-            if isinstance(x, Tensor) and spy.memory(x) not in stream.uses:
-                spy.made_on[spy.memory(x)] = stream
-                self._note(x)
-        return result
-
-    def _note(self, tensor: Tensor) -> None:
-        memory = self.spy.memory(tensor)
-        self.spy.now.uses[memory] = Use(self.spy.held[memory], tensor.dtype, self.spy.time)
+        for x in tree_leaves((args, kwargs)):
+            memory = x.untyped_storage()._cdata if isinstance(x, Tensor) else None
+            if memory in spy.gradients:
+                spy.now.uses[memory] = Use(spy.gradients[memory], x.dtype, spy.time)
+        return func(*args, **(kwargs or {}))
 
 
 def claim_streams() -> Spy:
