@@ -45,6 +45,9 @@ def choose_device(wish: str, setting: str = "run.device") -> torch.device:
         return torch.device("cpu")
     os.environ["DS_ACCELERATOR"] = "cuda"
     torch.cuda.set_device(local_rank)
+    # cuBLAS may cut a product with many terms, as a weight's gradient over all tokens is, into parts, and add these in
+    # bfloat16. With this it adds them in float32, and a product in bfloat16 is rounded once, as on a CPU.
+    torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
     return torch.device("cuda", local_rank)
 
 

@@ -44,6 +44,13 @@ def test_every_rank_has_a_gpu_of_its_own(machine):
     assert os.environ["DS_ACCELERATOR"] == "cuda"
 
 
+def test_gpus_add_up_parts_of_a_bfloat16_product_in_float32(machine, monkeypatch):
+    monkeypatch.setattr(torch.backends.cuda.matmul, "allow_bf16_reduced_precision_reduction", True)
+    machine(gpus=1, ranks=1)
+    choose_device("auto")
+    assert not torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction
+
+
 @pytest.mark.parametrize(("gpus", "ranks", "wish"), [(0, 2, "auto"), (1, 2, "auto"), (4, 2, "cpu"), (0, 2, "cpu")])
 def test_too_few_gpus_or_none_wanted_is_the_cpu(machine, gpus, ranks, wish):
     assert machine(gpus=gpus, ranks=ranks) == []
