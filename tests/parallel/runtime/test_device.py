@@ -44,8 +44,8 @@ def test_every_rank_has_a_gpu_of_its_own(machine):
     assert os.environ["DS_ACCELERATOR"] == "cuda"
 
 
-def test_gpus_add_up_parts_of_a_bfloat16_product_in_float32(machine, monkeypatch):
-    monkeypatch.setattr(torch.backends.cuda.matmul, "allow_bf16_reduced_precision_reduction", True)
+def test_gpus_add_up_parts_of_a_bfloat16_product_in_float32(machine):
+    torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = True  # PyTorch's default
     machine(gpus=1, ranks=1)
     choose_device("auto")
     assert not torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction
