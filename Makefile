@@ -1,5 +1,5 @@
 # make demo    set up, then the whole road: corpus, tokenizer, shards, pretraining, resume, report, export
-# make demo-recall   set up, then a small model that finds needles: training on two ranks, evaluation, pictures
+# make demo-recall   set up, then a small model that finds needles: training over ranks, evaluation, pictures
 # make test    set up, then the tests
 # make setup   the virtual environment alone; seconds when there is nothing to do; DS_ACCELERATOR=cuda where no GPU is at hand yet
 # make bench   ratios against named limits and peers, all in one run
@@ -19,7 +19,10 @@ RECALL_RUN ?= runs/recall
 WORKERS ?= 3
 PART ?= 1/1
 
-export DS_ACCELERATOR ?= cpu
+ifndef DS_ACCELERATOR
+DS_ACCELERATOR := $(shell if nvidia-smi >/dev/null 2>&1; then echo cuda; else echo cpu; fi)
+endif
+export DS_ACCELERATOR
 export TORCH_EXTENSIONS_DIR ?= $(CURDIR)/$(VENV)/torch_extensions
 
 .PHONY: setup demo demo-recall test bench faults lint clean
@@ -31,7 +34,7 @@ $(STAMP): pyproject.toml
 	@echo "==> virtual environment in $(VENV)"
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	@if $(BIN)/python -c 'import torch' 2>/dev/null; then echo "==> torch is installed"; \
-	elif test "$(DS_ACCELERATOR)" = cuda || { command -v nvidia-smi >/dev/null && nvidia-smi >/dev/null 2>&1; }; then echo "==> torch for NVIDIA GPUs" && $(BIN)/pip install "$(TORCH)"; \
+	elif test "$(DS_ACCELERATOR)" = cuda; then echo "==> torch for NVIDIA GPUs" && $(BIN)/pip install "$(TORCH)"; \
 	elif $(BIN)/pip install --no-index --no-deps "$(TORCH)" >/dev/null 2>&1; then echo "==> torch from local wheels" && $(BIN)/pip install "$(TORCH)"; \
 	else echo "==> torch for CPUs, about 200 MB" && $(BIN)/pip install "$(TORCH)" --index-url "$(TORCH_CPU_INDEX)"; fi
 	@# The distribution had another name once: without this both would own .venv/bin/longctx.
@@ -50,10 +53,10 @@ demo-recall: setup
 test: setup
 	@# In the order of tests/conftest.py: by itself xdist begins with the files of most tests, not the longest. Three workers
 	@# on two cores: many tests wait for ranks that are to fail.
-	@$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder -m "not slow and not gpu and not multigpu"
+	@DS_ACCELERATOR=cpu $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder -m "not slow and not gpu and not multigpu"
 
 faults: setup
-	@$(BIN)/python -m pytest -m "slow and not gpu and not multigpu" --timeout 1800 --part $(PART)
+	@DS_ACCELERATOR=cpu $(BIN)/python -m pytest -m "slow and not gpu and not multigpu" --timeout 1800 --part $(PART)
 
 bench: setup
 	@$(BIN)/python -m benchmarks

@@ -1,9 +1,9 @@
 #!/usr/bin/env bash
-# The whole road on this machine: text → tokenizer → shards → pretraining on two ranks → resume → export → a continuation.
+# The whole road on this machine: text → tokenizer → shards → pretraining over ranks → resume → export → a continuation.
 # What is there already is kept; a run that is there already too, and the new one gets the next number.
 set -euo pipefail
 cd "$(dirname "$0")/.."
-export PATH="$PWD/.venv/bin:$PATH"
+source launcher/demo_common.sh
 
 run=${1:-runs/quickstart}
 work=$(dirname "$run")
@@ -14,13 +14,8 @@ while [ -e "$run" ]; do run="$base-$number"; number=$((number + 1)); done
 # Left out of the default corpus: tests, and the tables that would take the tokenizer's vocabulary for character names.
 corpus=(--source stdlib --exclude test '*/test' '*/tests' idlelib encodings pydoc_data)
 
-say() { printf '\n==> %s\n' "$*"; }
-show() { printf '    $'; printf ' %q' "$@"; printf '\n'; "$@"; }
-free_port() { python -c 'import socket; s = socket.socket(); s.bind(("127.0.0.1", 0)); print(s.getsockname()[1])'; }
 pretrain() {
-  # Without a hostfile the launcher asks no ssh.
-  show deepspeed -q --num_gpus 2 --master_port "$(free_port)" \
-    launcher/pretrain.py --data.train "$work/data" --run.output_dir "$run" "$@"
+  on_ranks launcher/pretrain.py --data.train "$work/data" --run.output_dir "$run" --parallel.context "$ranks" "$@"
 }
 
 start=$SECONDS
@@ -50,7 +45,7 @@ cat <<END
 
     Next: your own text
     .venv/bin/longctx data build --source YOUR_FOLDER --tokenizer $work/tokenizer.model --output runs/mine
-    .venv/bin/deepspeed --num_gpus 2 launcher/pretrain.py \\
-        --data.train runs/mine --run.output_dir runs/first
+    .venv/bin/deepspeed --num_gpus $ranks launcher/pretrain.py \\
+        --data.train runs/mine --run.output_dir runs/first --parallel.context $ranks
     and every setting there is: .venv/bin/python launcher/pretrain.py --help
 END

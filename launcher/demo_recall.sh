@@ -1,9 +1,9 @@
 #!/usr/bin/env bash
-# A model that recalls: text → three runs on two ranks, documents longer each time → needles in one process and over
-# two ranks, up to twice the length, with and without YaRN. What is there is kept; a new run gets the next number.
+# A model that recalls: text → three runs over ranks, documents longer each time → needles in one process and over all
+# ranks, up to twice the length, with and without YaRN. What is there is kept; a new run gets the next number.
 set -euo pipefail
 cd "$(dirname "$0")/.."
-export PATH="$PWD/.venv/bin:$PATH"
+source launcher/demo_common.sh
 
 run=${1:-runs/recall}
 text=$run-data
@@ -11,15 +11,12 @@ base=$run
 number=2
 while [ -e "$run" ]; do run="$base-$number"; number=$((number + 1)); done
 
-say() { printf '\n==> %s\n' "$*"; }
-show() { printf '    $'; printf ' %q' "$@"; printf '\n'; "$@"; }
-free_port() { python -c 'import socket; s = socket.socket(); s.bind(("127.0.0.1", 0)); print(s.getsockname()[1])'; }
-ranks() { show deepspeed -q --num_gpus 2 --master_port "$(free_port)" "$@"; }
 practise() {
   [ -e "$text/$1.jsonl" ] || show longctx data practice --output "$text/$1.jsonl" --documents "${@:2}"
 }
 pretrain() {
-  ranks launcher/pretrain.py --config recall --data.train "$text/$1" --run.output_dir "$2" "${@:3}"
+  on_ranks launcher/pretrain.py --config recall --data.train "$text/$1" --run.output_dir "$2" \
+    --parallel.context "$ranks" "${@:3}"
 }
 needles() {
   # Plain sentences of their own seed: no needle of an evaluation stands in a text that the model has read.
@@ -39,7 +36,7 @@ for stage in short middle long; do
   show longctx data build --source "$text/$stage.jsonl" --tokenizer "$text/tokenizer.model" --output "$text/$stage"
 done
 
-say "2/6 pretraining on two ranks: short documents, longer ones, documents of up to 1,024 tokens"
+say "2/6 pretraining, ranks: $ranks. Short documents, longer ones, documents of up to 1,024 tokens"
 pretrain short "$run/1-short"
 pretrain middle "$run/2-middle" --run.start_from "$run/1-short" --train.steps 400 --train.lr 2e-3
 pretrain long "$run/3-long" --run.start_from "$run/2-middle" --train.steps 800 --train.lr 2e-3 --train.final_lr_ratio 0.05
@@ -48,9 +45,9 @@ model=$run/3-long
 say "3/6 needles up to twice the length of training, in one process"
 evaluate=(show longctx evaluate)
 needles --checkpoint "$model" --beyond-positions --output "$model/one-process"
-say "4/6 the same over two ranks that share each prompt"
-evaluate=(ranks launcher/evaluate.py)
-needles --checkpoint "$model" --beyond-positions --output "$model/two-ranks"
+say "4/6 the same over the ranks, which share each prompt"
+evaluate=(on_ranks launcher/evaluate.py)
+needles --checkpoint "$model" --beyond-positions --output "$model/ranks"
 
 say "5/6 the same with YaRN"
 # As model cards tell it: the weights stay, config.json says that positions are stretched.
@@ -67,10 +64,10 @@ with open(sys.argv[1], "w") as file:
     json.dump(config, file, indent=2)
 print(json.dumps(rope))
 PYTHON
-needles --checkpoint "$run/recall-with-yarn" --output "$model/two-ranks-with-yarn"
+needles --checkpoint "$run/recall-with-yarn" --output "$model/ranks-with-yarn"
 
 say "6/6 pictures: needles side by side, and what the heads of layer 1 attend to in held-out documents"
-show longctx report "$model/one-process" "$model/two-ranks" "$model/two-ranks-with-yarn" --output "$run/needles.html"
+show longctx report "$model/one-process" "$model/ranks" "$model/ranks-with-yarn" --output "$run/needles.html"
 for head in {0..7}; do
   show longctx attention --checkpoint "$model" --text "$text/short/validation" --length 450 --layer 1 --head "$head" \
     --output "$model/attention"
@@ -83,7 +80,7 @@ from pathlib import Path
 TRAINED = 1024
 worst = 1.0
 print("\n    score of niah_word, a mean over depths, by length in tokens")
-for name in ("one-process", "two-ranks", "two-ranks-with-yarn"):
+for name in ("one-process", "ranks", "ranks-with-yarn"):
     cells = {}
     with (Path(sys.argv[1]) / name / "depth_niah_word.csv").open() as file:
         for row in csv.DictReader(file):
@@ -96,7 +93,7 @@ PYTHON
 
 say "done in $((SECONDS - start)) s. What there is now:"
 cat <<END
-    $run/needles.html    the needles: score by length and depth, in one process, over two ranks, and with YaRN
+    $run/needles.html    the needles: score by length and depth, in one process, over ranks, and with YaRN
     $model/report.html    loss, speed and every evaluation
     $model/attention/attention_layer1_head0.html    point at a token: what it attends to
 END

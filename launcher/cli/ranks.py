@@ -17,7 +17,7 @@ class RankFlags:
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Of the weights and of the computation; bfloat16 takes half the memory."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    """auto takes GPUs where every rank has one."""
+    """auto takes GPUs if there are any, and then each rank needs one."""
     context: Annotated[int, arg(name="parallel.context")] = 0
     """Ranks that share a prompt; 0 is all."""
     expert: Annotated[int, arg(name="parallel.expert")] = 1

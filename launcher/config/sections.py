@@ -54,7 +54,7 @@ class RunSection:
     hostfile: str = "launcher"
     """Hostfile the world size is checked against: "launcher" takes deepspeed's own --hostfile, "none" opts out."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    """Device to compute on; auto takes GPUs where every rank of the machine has one of its own."""
+    """Device to compute on; auto takes GPUs if there are any: each rank of the machine then needs its own."""
     timeout_seconds: float = 600.0
     """Seconds that a rank may wait for the others, be silent or stand still before the run ends with an error."""
     meet_seconds: float = 45.0

@@ -89,7 +89,13 @@ def _num_ranks(options: MeasureOptions, slots: dict[str, int]) -> int:
         )
     if not 0 <= options.ranks <= _MOST_RANKS:
         raise ConfigError(f"--ranks {options.ranks} must be 1 to {_MOST_RANKS}, or 0 for one each GPU.")
-    return options.ranks or max(slots.values(), default=max(1, gpus))
+    ranks = options.ranks or max(slots.values(), default=max(1, gpus))
+    if 0 < gpus < ranks and os.environ.get("DS_ACCELERATOR") != "cpu":
+        raise ConfigError(
+            f"--device {options.device}: {ranks} ranks need as many GPUs, and this machine has {gpus}, which ranks on "
+            f"the CPU would leave idle.\nUse --ranks {gpus}, or --device cpu."
+        )
+    return ranks
 
 
 def _figures(

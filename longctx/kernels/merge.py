@@ -27,9 +27,10 @@ def merge_eager_(out: Tensor, lse: Tensor, block_out: Tensor, block_lse: Tensor)
     """``merge_`` in PyTorch's own operators: five passes over the outputs, where one kernel takes three."""
     total = torch.logaddexp(lse, block_lse)
     # Each result is normalised over its own keys; over all keys it counts exp(its lse − total), which is at most 1.
-    # A row without any key has −inf − (−inf), which is no number: both results are 0, and stay it.
-    old_weight = torch.exp(lse - total).nan_to_num_(0.0).to(out.dtype).unsqueeze(-1)
-    new_weight = torch.exp(block_lse - total).nan_to_num_(0.0).to(out.dtype).unsqueeze(-1)
+    # A row without any key would have −inf − (−inf): its results count exp(−inf) instead. A NaN stays one, and is seen.
+    origin = total.masked_fill(total == -torch.inf, 0.0)
+    old_weight = torch.exp(lse - origin).to(out.dtype).unsqueeze(-1)
+    new_weight = torch.exp(block_lse - origin).to(out.dtype).unsqueeze(-1)
     out.mul_(old_weight).addcmul_(block_out, new_weight)
     lse.copy_(total)
 

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import logging
+import math
 import os
 import resource
+import shlex
 import sys
 from collections.abc import MutableMapping
 
@@ -16,11 +18,12 @@ from longctx.kernels.memory import available_bytes
 log = logging.getLogger(__name__)
 
 
-def choose_device(wish: str, setting: str = "run.device") -> torch.device:
-    """The CPU, or the GPU with this process's local rank; ``auto`` takes GPUs where every rank of the machine has one.
+def choose_device(wish: str, setting: str = "run.device", *, context: int = 1) -> torch.device:
+    """Return the CPU, or the GPU with this process's local rank; ``auto`` takes GPUs if there are any.
 
-    ``setting`` is what messages call the wish. Sets DeepSpeed's accelerator too. ConfigError when ``cuda`` is wished
-    for and there are too few GPUs.
+    ``setting`` is what messages call the wish, and ``context`` how many ranks share a sequence. Sets DeepSpeed's
+    accelerator too. ConfigError when there are fewer GPUs than ranks: for ``cuda`` always, for ``auto`` when there are
+    some, which the CPU would leave idle, unless DS_ACCELERATOR=cpu asks for that.
     """
     local_rank, ranks = int(os.environ.get("LOCAL_RANK", "0")), _ranks_here()
     gpus = 0
@@ -37,15 +40,60 @@ def choose_device(wish: str, setting: str = "run.device") -> torch.device:
             f"\n{remedy}."
         )
     # All ranks of a machine alike: a group whose members compute on different devices has no common backend.
-    if not 0 < ranks <= gpus:
+    if gpus < ranks:
+        if gpus and os.environ.get("DS_ACCELERATOR") != "cpu":
+            raise _idle_gpus(setting, ranks, gpus, context)
         if gpus:
-            log.warning("%d ranks share %d GPUs: computing on the CPU. One rank a GPU would use them.", ranks, gpus)
+            log.warning("%d ranks share %d GPUs and DS_ACCELERATOR=cpu: computing on the CPU.", ranks, gpus)
         os.environ["DS_ACCELERATOR"] = "cpu"
         keep_few_products(os.environ)
         return torch.device("cpu")
     os.environ["DS_ACCELERATOR"] = "cuda"
     torch.cuda.set_device(local_rank)
+    # cuBLAS may cut a product with many terms, as a weight's gradient over all tokens is, into parts, and add these in
+    # bfloat16. With this it adds them in float32, and a product in bfloat16 is rounded once, as on a CPU.
+    torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
     return torch.device("cuda", local_rank)
+
+
+def _idle_gpus(setting: str, ranks: int, gpus: int, context: int) -> ConfigError:
+    """The refusal of more ranks than GPUs, with the commands that start as many, or compute on the CPU."""
+    some = f"{gpus} GPU" + "s" * (gpus > 1)
+    arguments = [argument for argument in sys.argv[1:] if not argument.startswith("--local_rank")]
+    fewer = list(arguments)
+    if gpus % max(context, 1):
+        fewer = [*_without(fewer, "parallel.context"), "--parallel.context", str(math.gcd(gpus, context))]
+    on_cpu = [*_without(arguments, setting), f"--{setting.removeprefix('--')}", "cpu"]
+    if int(os.environ.get("WORLD_SIZE", "1")) > ranks:
+        first, second = f"slots={gpus} for this machine in the hostfile", f"add {shlex.join(on_cpu[-2:])}"
+    else:
+        first, second = _start(gpus, fewer), _start(ranks, on_cpu)
+    return ConfigError(
+        f"{setting}='auto': this machine runs {ranks} ranks and has {some}. Each rank needs a GPU of its own, and none "
+        f"would be used on the CPU.\nTo compute on {some}:\n    {first}\nTo compute on the CPU:\n    {second}"
+    )
+
+
+def _start(ranks: int, arguments: list[str]) -> str:
+    """The command that starts this script on so many ranks of one machine, by the launcher that started this one."""
+    launcher = f"deepspeed --num_gpus {ranks}"
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        launcher = f"torchrun --standalone --nproc_per_node {ranks}"
+    return f"{launcher} {shlex.join([sys.argv[0], *arguments])}"
+
+
+def _without(arguments: list[str], key: str) -> list[str]:
+    """The arguments without ``--key VALUE`` or ``--key=VALUE``; dashes stand for underscores."""
+    flag, rest, skip = f"--{key.removeprefix('--')}", [], False
+    for argument in arguments:
+        name, _, value = argument.partition("=")
+        if skip:
+            skip = False
+        elif name.replace("-", "_") == flag.replace("-", "_"):
+            skip = not value
+        else:
+            rest.append(argument)
+    return rest
 
 
 _ALLOCATOR_SETTINGS = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")

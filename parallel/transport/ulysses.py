@@ -90,9 +90,11 @@ class HeadExchange:
         if key_of_query is None:
             return grad_BshD
         B, s, _, D = grad_BshD.shape
-        num_key_heads = self.key_heads.stop - self.key_heads.start
-        index = _index(tuple(key_of_query), grad_BshD.device)
-        return grad_BshD.new_zeros(B, s, num_key_heads, D).index_add_(2, index, grad_BshD)
+        folded = grad_BshD.new_zeros(B, s, self.key_heads.stop - self.key_heads.start, D)
+        # Head after head: index_add_ on a GPU adds those of one key head in whatever order its threads have.
+        for query, key in enumerate(key_of_query):
+            folded[:, :, key] += grad_BshD[:, :, query]
+        return folded
 
     @property
     def _key_of_query(self) -> list[int] | None:

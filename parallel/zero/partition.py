@@ -21,6 +21,7 @@ from parallel.runtime.groups import groups_of_library
 from parallel.zero.allocate import allocate, nothing_is_sent
 from parallel.zero.cpu_adam import build_cpu_adam
 from parallel.zero.deepspeed_config import accelerator, deepspeed_config
+from parallel.zero.in_flight import record_queued_gradients
 from parallel.zero.optimizer import OptimizerOptions, optimizer_groups
 from parallel.zero.options import ZeroOptions, uses_fused_adamw
 from parallel.zero.refusal import Accept, refusing
@@ -87,9 +88,11 @@ class Wrapping:
         try:
             with redirect_stdout(io.StringIO()), groups_of_library(), nothing_is_sent():
                 # Any: DeepSpeed's types name a dozen optimisers, and none of the attributes that we use.
-                return deepspeed.initialize(model=self.model, optimizer=optimizer, config=config)[0]
+                engine: Any = deepspeed.initialize(model=self.model, optimizer=optimizer, config=config)[0]
         finally:
             gc.unfreeze()
+        record_queued_gradients(engine.optimizer)
+        return engine
 
     def _optimizer(self, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
         """The AdamW that DeepSpeed wraps."""

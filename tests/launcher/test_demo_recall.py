@@ -61,12 +61,12 @@ def test_a_model_learns_to_find_needles_across_ranks(tmp_path):
     assert ended.returncode == 0, (tmp_path / "log").read_text()[-4000:]
     run = tmp_path / "recall"
     model = run / "3-long"
-    one, two, yarn = (grid(model / name) for name in ("one-process", "two-ranks", "two-ranks-with-yarn"))
+    one, two, yarn = (grid(model / name) for name in ("one-process", "ranks", "ranks-with-yarn"))
     for scores in (one, two, yarn):
         assert min(score for length, score in scores.items() if length <= TRAINED) >= 0.95
     assert yarn[LONGEST] - max(one[LONGEST], two[LONGEST]) >= 0.25
     # Beyond its training the model guesses, and a guess may hang on the last bit of a float.
-    first, second = outputs(model / "one-process"), outputs(model / "two-ranks")
+    first, second = outputs(model / "one-process"), outputs(model / "ranks")
     assert first.keys() == second.keys()
     assert all(first[key] == second[key] for key in first if key[0] <= TRAINED)
     for picture in ("needles.html", "needles_niah_word.svg", "3-long/report.html"):

@@ -71,7 +71,8 @@ class ReferenceKernel:
             dscores = weights * (dout[:, :, rows] @ v[:, :, keys].mT - delta[:, :, rows])
             if bias is not None and dtable is not None:
                 named = buckets(_distances(attn_slice, q.device), bias).flatten()
-                dtable.index_add_(0, named, dscores.sum(0).flatten(1).T)
+                # In fixed order on every device, unlike index_add_: many pairs share a bucket.
+                dtable.index_put_((named,), dscores.sum(0).flatten(1).T, accumulate=True)
             # biases come after the cap, so only queries and keys feel its slope, 1 − tanh²
             if scores.softcap is not None:
                 dscores = dscores * (1 - (products / scores.softcap) ** 2)

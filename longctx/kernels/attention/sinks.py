@@ -36,5 +36,5 @@ def sinks_gradient(dout_BtHV: Tensor, out_BtHV: Tensor, lse_BtH: Tensor, sinks_H
 
 
 def _share(part: Tensor, total: Tensor) -> Tensor:
-    """exp(part − total), and 0 where both are −∞: a row without a key whose sink is switched off."""
-    return torch.exp(part - total).nan_to_num(0.0)
+    """exp(part − total), and 0 where both are −∞: a row without a key whose sink is switched off. NaN stays NaN."""
+    return torch.exp(part - total.masked_fill(total == -torch.inf, 0.0))

@@ -12,18 +12,20 @@ import torch
 
 from longctx.kernels.merge import merge_eager_
 from longctx.kernels.merge_triton import constants_for, launch_merge, merge_kernel
+from tests.longctx.kernels.broken_rows import check_broken_rows
 
 SHAPES = ((1, 7, 3, 64), (2, 5, 1, 80), (1, 33, 2, 128), (1, 1, 1, 1), (1, 0, 2, 16), (1, 70, 4, 256))
 DTYPES = {torch.float32: "*fp32", torch.bfloat16: "*bf16", torch.float64: "*fp64"}
 
 
 def values() -> None:
-    """Every shape and dtype of a block, rows without keys on either side and on both."""
+    """Every shape and dtype of a block, rows without keys on either side and on both, and broken rows."""
     torch.cuda.device_of = lambda _: torch.no_grad()  # the interpreter's tensors are on the CPU
     for shape in SHAPES:
         for block_dtype in (torch.float32, torch.bfloat16):
             for lse_dtype in (torch.float32, torch.float64):
                 check(shape, block_dtype, lse_dtype)
+    check_broken_rows(launch_merge)
 
 
 def check(shape: tuple[int, ...], block_dtype: torch.dtype, lse_dtype: torch.dtype) -> None:

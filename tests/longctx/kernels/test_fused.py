@@ -16,6 +16,7 @@ from torch.nn import functional
 
 import longctx.kernels.merge as merge
 from longctx.kernels.rms_norm import _has_fused_kernel, rms_norm
+from tests.longctx.kernels.broken_rows import check_broken_rows
 from tests.rounding import UNIT
 
 ROOT = Path(__file__).parents[3]
@@ -77,6 +78,10 @@ def test_a_cpu_and_strided_tensors_merge_in_pytorchs_operators(monkeypatch):
         assert len(asked) == 1
         assert not merge.is_one_stretch(torch.empty(2, 6, 2, 8)[:, 1:3])
         assert merge.is_one_stretch(torch.empty(1, 6, 2, 8)[:, 1:3])
+
+
+def test_a_broken_log_sum_exp_stays_one():
+    check_broken_rows(merge.merge_eager_)
 
 
 def test_the_operator_is_that_kernel_on_cuda(monkeypatch):

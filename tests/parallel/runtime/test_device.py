@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 import subprocess
 import sys
 
@@ -44,8 +45,15 @@ def test_every_rank_has_a_gpu_of_its_own(machine):
     assert os.environ["DS_ACCELERATOR"] == "cuda"
 
 
-@pytest.mark.parametrize(("gpus", "ranks", "wish"), [(0, 2, "auto"), (1, 2, "auto"), (4, 2, "cpu"), (0, 2, "cpu")])
-def test_too_few_gpus_or_none_wanted_is_the_cpu(machine, gpus, ranks, wish):
+def test_gpus_add_up_parts_of_a_bfloat16_product_in_float32(machine):
+    torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = True  # PyTorch's default
+    machine(gpus=1, ranks=1)
+    choose_device("auto")
+    assert not torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction
+
+
+@pytest.mark.parametrize(("gpus", "ranks", "wish"), [(0, 2, "auto"), (4, 2, "cpu"), (0, 2, "cpu")])
+def test_no_gpus_or_none_wanted_is_the_cpu(machine, gpus, ranks, wish):
     assert machine(gpus=gpus, ranks=ranks) == []
     assert choose_device(wish) == torch.device("cpu")
     assert os.environ["DS_ACCELERATOR"] == "cpu"
@@ -56,6 +64,58 @@ def test_cuda_without_gpus_enough_is_refused(machine, gpus, said):
     machine(gpus=gpus, ranks=2)
     with pytest.raises(ConfigError, match=said):
         choose_device("cuda")
+
+
+@pytest.mark.parametrize(
+    ("gpus", "ranks", "context", "arguments", "lines"),
+    [
+        (1, 2, 2, "--local_rank=1", ("1 S --parallel.context 1", "2 S --run.device cpu")),
+        (2, 4, 2, "--config a.toml", ("2 S --config a.toml", "4 S --config a.toml --run.device cpu")),
+        (
+            2,
+            3,
+            3,
+            "--parallel.context=3 --run.device auto --data.train 'a b'",
+            (
+                "2 S --run.device auto --data.train 'a b' --parallel.context 1",
+                "3 S --parallel.context=3 --data.train 'a b' --run.device cpu",
+            ),
+        ),
+        (6, 8, 8, "--parallel.context 8", ("6 S --parallel.context 2", "8 S --parallel.context 8 --run.device cpu")),
+    ],
+)
+@pytest.mark.parametrize("launcher", ["deepspeed --num_gpus", "torchrun --standalone --nproc_per_node"])
+def test_gpus_that_would_stay_idle_are_refused_with_the_lines_to_type(
+    machine, monkeypatch, launcher, gpus, ranks, context, arguments, lines
+):
+    assert machine(gpus=gpus, ranks=ranks) == []
+    monkeypatch.setattr(sys, "argv", ["launcher/pretrain.py", *shlex.split(arguments)])
+    monkeypatch.setenv("WORLD_SIZE", str(ranks))
+    monkeypatch.delenv("TORCHELASTIC_RUN_ID", raising=False)
+    if launcher.startswith("torchrun"):
+        monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
+    with pytest.raises(ConfigError) as refusal:
+        choose_device("auto", context=context)
+    said = str(refusal.value).splitlines()
+    assert f"{ranks} ranks and has {gpus} GPU" in said[0]
+    assert [said[2], said[4]] == [f"    {launcher} {line.replace('S', 'launcher/pretrain.py', 1)}" for line in lines]
+
+
+def test_the_lines_name_the_flag_of_the_command_and_the_hostfile_of_a_cluster(machine, monkeypatch):
+    machine(gpus=1, ranks=2)
+    monkeypatch.setattr(sys, "argv", ["launcher/evaluate.py", "--checkpoint", "runs/a", "--device", "auto"])
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(ConfigError, match=r"2 launcher/evaluate.py --checkpoint runs/a --device cpu$"):
+        choose_device("auto", "--device", context=0)
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    with pytest.raises(ConfigError, match=r"(?s)slots=1 for this machine in the hostfile.*add --device cpu$"):
+        choose_device("auto", "--device", context=0)
+
+
+def test_deepspeeds_own_variable_asks_for_the_cpu(machine, monkeypatch):
+    machine(gpus=1, ranks=2)
+    monkeypatch.setenv("DS_ACCELERATOR", "cpu")
+    assert choose_device("auto") == torch.device("cpu")
 
 
 def test_blocks_of_gpu_memory_grow_unless_the_user_says_otherwise():
