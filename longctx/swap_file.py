@@ -12,7 +12,7 @@ import os
 import tempfile
 import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
@@ -46,15 +46,18 @@ class SwapFile:
         """Bytes that are reserved on the disk."""
         return self._end
 
-    def write(self, name: str, values: Tensor) -> list[Future[None]]:
-        """Begin to write a contiguous tensor of the CPU; it must stay as it is until every future is done."""
-        return self._transfer(self._place(name, values.nbytes), values, self._write_block)
+    def write(self, name: str, *parts: Tensor) -> list[Future[None]]:
+        """Begin to write contiguous tensors of the CPU, one behind the other; they must stay as they are until every
+        future is done. All but the last are whole numbers of ``ALIGNMENT`` bytes."""
+        offset = self._place(name, sum(part.nbytes for part in parts))
+        return self._transfer(offset, parts, self._write_block)
 
-    def read(self, name: str, out: Tensor) -> list[Future[None]]:
-        """Begin to read the first values of ``name`` into a contiguous tensor of the CPU."""
+    def read(self, name: str, *parts: Tensor) -> list[Future[None]]:
+        """Begin to read the first values of ``name`` into contiguous tensors of the CPU, one behind the other."""
         offset, reserved = self._places[name]
-        assert out.nbytes <= reserved, f"{name} has {reserved} bytes, and {out.nbytes} are asked for"
-        return self._transfer(offset, out, self._read_block)
+        wanted = sum(part.nbytes for part in parts)
+        assert wanted <= reserved, f"{name} has {reserved} bytes, and {wanted} are asked for"
+        return self._transfer(offset, parts, self._read_block)
 
     def _place(self, name: str, num_bytes: int) -> int:
         """Where a name's values are in the file; OSError where the disk has no room for a new one."""
@@ -71,16 +74,19 @@ class SwapFile:
         return offset
 
     def _transfer(
-        self, offset: int, tensor: Tensor, move_block: Callable[[int, memoryview, bool], None]
+        self, offset: int, parts: Sequence[Tensor], move_block: Callable[[int, memoryview, bool], None]
     ) -> list[Future[None]]:
-        """Hand the tensor to the workers, block by block."""
-        assert tensor.is_contiguous(), "its bytes must lie end to end"
-        content = tensor.detach().view(-1).view(torch.uint8).numpy().data
-        is_aligned = tensor.data_ptr() % ALIGNMENT == 0
+        """Hand the tensors to the workers, block by block."""
         futures = []
-        for start in range(0, len(content), BLOCK_BYTES):
-            block = content[start : start + BLOCK_BYTES]
-            futures.append(self._workers.submit(move_block, offset + start, block, is_aligned))
+        for tensor in parts:
+            assert tensor.is_contiguous(), "its bytes must lie end to end"
+            assert offset % ALIGNMENT == 0, "direct I/O would refuse the place of a part in the file"
+            content = tensor.detach().view(-1).view(torch.uint8).numpy().data
+            is_aligned = tensor.data_ptr() % ALIGNMENT == 0
+            for start in range(0, len(content), BLOCK_BYTES):
+                block = content[start : start + BLOCK_BYTES]
+                futures.append(self._workers.submit(move_block, offset + start, block, is_aligned))
+            offset += len(content)
         return futures
 
     def _write_block(self, offset: int, block: memoryview, is_aligned: bool) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import mmap
+import weakref
 from collections.abc import Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TYPE_CHECKING
@@ -11,7 +12,7 @@ import torch
 from torch import Tensor
 
 from launcher.checkpoint.pieces import ITEM_BYTES
-from longctx.kernels.memory import available_bytes
+from longctx.kernels.memory import available_bytes, lock_pages
 
 if TYPE_CHECKING:  # importing DeepSpeed takes seconds, and decides on a device
     from parallel.zero.engine import ZeroEngine
@@ -24,31 +25,31 @@ _LARGEST_SHARE = 0.8
 class HostCopy:
     """Memory for a rank's values, taken once: to take it anew for each save would cost as long as the copy itself."""
 
-    def __init__(self, pieces: Sequence[Piece], *, pinned: bool) -> None:
-        """Take it, page by page. ``pinned`` memory is what a GPU copies into at full speed."""
-        count = sum(one.numel for one in pieces)
-        if pinned:
-            self._values = torch.empty(count, dtype=torch.float32, pin_memory=True)
-            return
+    def __init__(self, pieces: Sequence[Piece], device: torch.device) -> None:
+        """Take it, page by page; page-locked if ``device``, where the values are, is a GPU. RuntimeError if the system
+        refuses that."""
+        count, self._device = sum(one.numel for one in pieces), device
         memory = mmap.mmap(-1, max(1, count) * ITEM_BYTES)
         if hasattr(mmap, "MADV_HUGEPAGE"):
             memory.madvise(mmap.MADV_HUGEPAGE)
         # Pages come when they are first written to: now, while training goes on.
         self._values = torch.frombuffer(memory, dtype=torch.float32, count=count).zero_()
+        if device.type == "cuda" and count:
+            # Before its memory goes. At the process's end all of it goes at once.
+            weakref.finalize(self, lock_pages(self._values, device)).atexit = False
 
     def fill(self, pieces: Sequence[Piece], values: Iterable[Tensor]) -> list[Tensor]:
         """Copy the values of the pieces; returns them, float32, in their order. They last until the next call."""
-        copied, start, devices = [], 0, set()
+        copied, start = [], 0
         for one, tensor in zip(pieces, values, strict=True):
             own = self._values[start : start + one.numel]
-            # Those of a GPU leave it one after the other, without a wait in between.
+            # Those of a GPU leave it one after the other, without a wait in between. In the order of its computation:
+            # memory that is freed here is written to behind the copy.
             own.copy_(tensor.detach().flatten(), non_blocking=True)
-            devices.add(tensor.device)
             copied.append(own)
             start += one.numel
-        for device in devices:
-            if device.type == "cuda":
-                torch.cuda.synchronize(device)
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
         return copied
 
 
@@ -69,8 +70,7 @@ class Copies:
         self._has_looked = True
         pieces = self._engine.owned_pieces()
         if self._ranks_here * copy_bytes(pieces) <= _LARGEST_SHARE * available_bytes():
-            pinned = self._engine.partition.engine.device.type == "cuda"
-            self._taken = self._thread.submit(lambda: HostCopy(pieces, pinned=pinned))
+            self._taken = self._thread.submit(HostCopy, pieces, torch.device(self._engine.partition.engine.device))
 
     def get(self) -> HostCopy | None:
         """The memory; None where there is none, or the system gave less than it had."""

@@ -1,18 +1,24 @@
-"""How much memory this process can still get, and giving back what it has freed."""
+"""How much memory this process can still get, page-locking some of it, and giving back what it has freed."""
 
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 
 import psutil
+import torch
+from torch import Tensor
 
 _FILES = {
     "memory.max": ("memory.current", "inactive_file"),
     "memory.limit_in_bytes": ("memory.usage_in_bytes", "total_inactive_file"),
 }
 """A control group's limit, what it uses, and of that the cached files, which the kernel gives up; versions 2 and 1."""
+
+_PORTABLE = 1
+"""``cudaHostRegisterPortable``: locked for every device of the process."""
 
 
 def available_bytes(proc: Path = Path("/proc"), groups: Path = Path("/sys/fs/cgroup")) -> int:
@@ -54,6 +60,19 @@ def _left_in_group(folder: Path, otherwise: int) -> int:
         if limit.isdigit():
             return max(0, int(limit) - used + int(stats.get(cached, 0)))
     return otherwise
+
+
+def lock_pages(x: Tensor, device: torch.device) -> Callable[[], None]:
+    """Page-lock a CPU tensor's memory, so that a GPU copies to and from it at full speed and beside its computation.
+
+    Returns what unlocks it, to be called before the memory is freed. Takes what the tensor has and no more: PyTorch's own
+    page-locked memory is rounded up to a power of two. RuntimeError if the system allows no more of it.
+    """
+    # In a new thread the current device would be the first one, which other ranks compute on.
+    with torch.cuda.device(device):
+        cudart = torch.cuda.cudart()
+        torch.cuda.check_error(cudart.cudaHostRegister(x.data_ptr(), x.nbytes, _PORTABLE))
+    return partial(cudart.cudaHostUnregister, x.data_ptr())
 
 
 def trim_heap() -> None:

@@ -29,6 +29,7 @@ from longctx.model.chunks.head import chunked_loss_sums
 from longctx.model.chunks.layer import chunked_layer
 from longctx.model.chunks.start import new_stream
 from longctx.model.chunks.stream import ResidualStream
+from longctx.model.copies import Copies
 from longctx.model.experts.dispatch import ExpertRun, LocalDispatcher, TokenDispatcher
 from longctx.model.experts.experts import is_expert_weight
 from longctx.model.experts.layer import MoECall
@@ -154,7 +155,7 @@ class Backbone(nn.Module):
         """Where the pass's layers keep what they save for backward."""
         shared = [x for table in tables if table is not None for x in (table.cos, table.sin)]
         # What has less than a byte a token does not grow with the row: to move it takes longer than to keep it.
-        return HostStore(tokens_Bt.device, len(self.layers), least_bytes=tokens_Bt.numel(), shared=shared)
+        return HostStore(Copies(tokens_Bt.device), len(self.layers), least_bytes=tokens_Bt.numel(), shared=shared)
 
     def _rope(self, layer: int) -> Rope | None:
         if self.config.has_rope(layer):

@@ -1,22 +1,22 @@
 """What survives of a layer from forward to backward, and where: on the device, or in the host's memory.
 
 ``HostStore`` moves tensors to the host as layers save them, and back one layer before backward comes to them. On a GPU
-host memory is pinned and copies have a stream of their own: the host waits for none of them, and a layer's computation
-hides its neighbour's copies.
+the host waits for none of the copies (``longctx.model.copies``), and a layer's computation hides its neighbour's.
 """
 
 from __future__ import annotations
 
 import weakref
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import cache
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
+
+from longctx.model.copies import Copies, FromHost, HostTensor, Mark
 
 Keep = Literal["all", "attention", "inputs"]
 """What survives: everything that backward reads; layers' inputs and the results of attention; inputs alone. Of a layer
@@ -32,13 +32,10 @@ class HostStore:
     Equal bits come back, with equal strides: whole storages are moved, and one that a layer saves twice is moved once.
     """
 
-    def __init__(
-        self, device: torch.device, num_layers: int, *, least_bytes: int, shared: Sequence[Tensor] = ()
-    ) -> None:
+    def __init__(self, copies: Copies, num_layers: int, *, least_bytes: int, shared: Sequence[Tensor] = ()) -> None:
         """Storages of fewer than ``least_bytes`` stay, and those of the ``shared`` tensors."""
-        self._device, self._last, self._least_bytes = device, num_layers - 1, least_bytes
+        self._copies, self._last, self._least_bytes = copies, num_layers - 1, least_bytes
         self._shared = {x.untyped_storage()._cdata for x in shared}
-        self._copies = Copies(device)
         self._layer: _Layer | None = None
         """The one whose forward pass is under way."""
         self._newest: _Layer | None = None
@@ -54,7 +51,6 @@ class HostStore:
                 yield
         finally:
             self._layer = None
-            layer.copied = self._copies.mark()
             # Its copies had the time of this layer's computation. The computation waits for them here, which bounds
             # what is on its way: memory that is free "once it is copied" would be so when the host asks, far too early.
             if earlier is not None:
@@ -79,7 +75,7 @@ class HostStore:
 
     def _moves(self, x: Tensor) -> bool:
         storage = x.untyped_storage()
-        if x.device.type != self._device.type or storage.nbytes() < self._least_bytes:
+        if x.device.type != self._copies.device.type or storage.nbytes() < self._least_bytes:
             return False
         return storage._cdata not in self._shared
 
@@ -96,10 +92,8 @@ class _Layer:
 
     def __init__(self, copies: Copies, earlier: _Layer | None, *, stays: bool) -> None:
         self.copies, self.earlier, self._stays = copies, earlier, stays
-        self.copied: Any = None
+        self._copied: Mark = None
         """Marks that all of it has left the device."""
-        self.arrived: Any = None
-        """Marks that it is back."""
         self._fetched = False
         self._storages: list[weakref.ref[_Storage]] = []
         # Until release: device memory that is being copied, and what it is copied to.
@@ -112,8 +106,10 @@ class _Layer:
         # The version too: a storage that is written to between two saves is two storages.
         key = (storage._cdata, x._version, x.dtype)
         if key not in self._leaving:
-            whole = x.as_strided((storage.nbytes() // x.itemsize,), (1,), 0)
-            moved = _Storage(self, self.copies.to_host(whole))
+            # As HostTensor has it: one row.
+            whole = x.as_strided((1, storage.nbytes() // x.itemsize), (1, 1), 0)
+            moved = _Storage(self, HostTensor(self.copies, whole.shape, whole.dtype))
+            self._copied = moved.host.write(slice(0, whole.shape[1]), whole)
             self._leaving[key] = (whole, moved)
             self._storages.append(weakref.ref(moved))
         moved = self._leaving[key][1]
@@ -122,7 +118,7 @@ class _Layer:
 
     def release(self) -> None:
         """Give the device memory back, once it is copied."""
-        self.copies.wait(self.copied)
+        self.copies.wait(self._copied)
         self._leaving.clear()
 
     def fetch(self) -> None:
@@ -134,12 +130,10 @@ class _Layer:
             moved = reference()
             if moved is not None:
                 moved.fetch()
-        self.arrived = self.copies.mark()
 
     def reached(self) -> None:
-        """Backward has come to this layer: its tensors must be here, and its neighbour's set out."""
+        """Backward has come to this layer: its tensors must have set out, and its neighbour's."""
         self.fetch()
-        self.copies.wait(self.arrived)
         # One layer ahead of its need: this layer's backward hides the copies.
         if self.earlier is not None:
             self.earlier.fetch()
@@ -148,33 +142,27 @@ class _Layer:
 class _Storage:
     """One storage in the host's memory, and on the device while backward reads it."""
 
-    def __init__(self, layer: _Layer, host: Tensor) -> None:
-        self._layer, self._host = layer, host
+    def __init__(self, layer: _Layer, host: HostTensor) -> None:
+        self._layer, self.host = layer, host
         self.parts = 0
         """Saved tensors that lie in it."""
-        self._device: Tensor | None = None
+        self._device: FromHost | None = None
         self._taken = 0
 
     def fetch(self) -> None:
-        self._device = self._layer.copies.to_device(self._host)
+        self._device = self.host.whole()
 
     def take(self) -> Tensor:
         """The storage on the device. With the last of its parts this object lets go of it."""
         self._layer.reached()
         if self._device is None:  # backward comes a second time
             self.fetch()
-            self._layer.copies.wait(self._layer.copies.mark())
-        whole = self._device
-        assert whole is not None
+        assert self._device is not None
+        whole = self._device.wait()
         self._taken += 1
         if self._taken == self.parts:
             self._taken, self._device = 0, None
         return whole
-
-    def __del__(self) -> None:
-        # Brought back and wanted by nobody: the memory must not be given away under the copy.
-        if self._device is not None:
-            self._layer.copies.hold(self._device)
 
 
 @dataclass(frozen=True, eq=False)
@@ -200,62 +188,3 @@ class _Stayed:
     def on_device(self) -> Tensor:
         self.layer.reached()
         return self.tensor
-
-
-class Copies:
-    """Copies between a device and the host's memory, in the order in which they are asked for."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._stream: torch.cuda.Stream | None = None
-        # On tensors without data there is a device and no stream.
-        if device.type == "cuda" and torch.cuda.is_available():
-            self._stream = _stream_of(device)
-
-    def host_memory(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-        """Memory of the host that a GPU can copy to and from, page-locked."""
-        return torch.empty(shape, dtype=dtype, device="cpu", pin_memory=self._device.type == "cuda")
-
-    def to_host(self, x: Tensor) -> Tensor:
-        host = self.host_memory(x.shape, x.dtype)
-        self.copy(x, host)
-        return host
-
-    def copy(self, x: Tensor, host: Tensor) -> None:
-        """Start to copy x to the host; its memory must stay until that is done."""
-        with self._beside():
-            host.copy_(x, non_blocking=True)
-
-    def to_device(self, host: Tensor) -> Tensor:
-        # Memory of the computation's stream, which waits for the copy before it reads or frees it.
-        x = torch.empty(host.shape, dtype=host.dtype, device=self._device)
-        with self._beside():
-            return x.copy_(host, non_blocking=True)
-
-    def mark(self) -> Any:
-        """What to ``wait`` for: all copies up to now."""
-        if self._stream is None:
-            return None
-        return self._stream.record_event()
-
-    def wait(self, mark: Any) -> None:
-        """Make the computation wait for copies; the host does not."""
-        if mark is not None:
-            torch.cuda.current_stream(self._device).wait_event(mark)
-
-    def hold(self, x: Tensor) -> None:
-        """Let no one have the memory of x before the copies up to now are done."""
-        if self._stream is not None:
-            x.record_stream(self._stream)
-
-    def _beside(self) -> AbstractContextManager:
-        if self._stream is None:
-            return nullcontext()
-        # What is copied must have been computed, and what is overwritten must have been read.
-        self._stream.wait_stream(torch.cuda.current_stream(self._device))
-        return torch.cuda.stream(self._stream)
-
-
-@cache
-def _stream_of(device: torch.device) -> torch.cuda.Stream:
-    return torch.cuda.Stream(device)

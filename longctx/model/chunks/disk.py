@@ -4,17 +4,15 @@ from __future__ import annotations
 
 import itertools
 from collections import defaultdict, deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from longctx.model.chunks.store import of_tokens
-from longctx.model.kept import Copies
+from longctx.model.copies import Copies, FromHost, HostTensor, Leaving, Mark, of_tokens
 from longctx.swap_file import SwapFile
 
 _UNDER_WAY = 4
@@ -45,23 +43,30 @@ class Disk:
         """Let another piece have the place."""
         self._free[num_bytes].append(place)
 
-    def write(self, place: str, host: Tensor, mark: Any) -> None:
-        """Start to write memory of the host once ``mark`` is passed. OSError for an earlier piece's trouble."""
-        written = self._written[place] = self.worker.submit(self._write, place, host, mark)
+    def write(self, place: str, parts: Sequence[Tensor], ready: Callable[[], None]) -> None:
+        """Start to write memory of the host, part after part, once ``ready`` returns. OSError for an earlier piece's
+        trouble."""
+        written = self._written[place] = self.worker.submit(self._write, place, parts, ready)
         self._leaving.append(written)
         while len(self._leaving) > _UNDER_WAY:
             self._leaving.popleft().result()
 
-    def read(self, place: str, host: Tensor) -> None:
-        """Read a place into the host's memory, in the worker. OSError where it could not be read, or not written."""
-        self._written[place].result()
-        for block in self.file.read(place, host):
-            block.result()
+    def reader(self, place: str) -> Callable[[Sequence[Tensor]], None]:
+        """Return what reads the place, as it is written so far, into parts of the host's memory, in the worker. It
+        raises OSError where the place could not be read, or not written."""
+        # Now: a write of the place that is submitted later would wait in the worker behind this very read.
+        written = self._written[place]
 
-    def _write(self, place: str, host: Tensor, mark: Any) -> None:
-        if mark is not None:
-            mark.synchronize()
-        for block in self.file.write(place, host):
+        def read(parts: Sequence[Tensor]) -> None:
+            written.result()
+            for block in self.file.read(place, *parts):
+                block.result()
+
+        return read
+
+    def _write(self, place: str, parts: Sequence[Tensor], ready: Callable[[], None]) -> None:
+        ready()
+        for block in self.file.write(place, *parts):
             block.result()
 
 
@@ -74,9 +79,10 @@ def disk_in(folder: str) -> Disk:
 class DiskStore:
     """Values lie on a disk; a thread reads and writes them while others are computed."""
 
-    def __init__(self, disk: Disk, device: torch.device, chunks: Sequence[slice]) -> None:
+    def __init__(self, disk: Disk, copies: Copies, chunks: Sequence[slice]) -> None:
         """Values of all tokens are read in these ``chunks``, or whole."""
-        self.disk, self.device, self.copies, self.chunks = disk, device, Copies(device), chunks
+        self.disk, self.copies, self.chunks = disk, copies, chunks
+        self.leaving = Leaving(copies)
 
     def empty(self, num_tokens: int, like: Tensor) -> OnDisk:
         return OnDisk(self, of_tokens(like.shape, num_tokens), like.dtype, self.chunks)
@@ -102,27 +108,37 @@ class OnDisk:
         """First token of a piece -> (bytes, place)."""
 
     def write(self, tokens: slice, x: Tensor) -> None:
-        x, mark = x.contiguous(), None
-        if x.device.type != "cpu":
-            x = self._store.copies.to_host(x)
-            mark = self._store.copies.mark()
+        store, x = self._store, x.contiguous()
         if tokens.start not in self._places:
-            self._places[tokens.start] = x.nbytes, self._store.disk.take(x.nbytes)
-        self._store.disk.write(self._places[tokens.start][1], x, mark)
+            self._places[tokens.start] = x.nbytes, store.disk.take(x.nbytes)
+        place = self._places[tokens.start][1]
+        if not store.copies.is_asynchronous:
+            store.disk.write(place, [x], _nothing)
+            return
+        host = HostTensor(store.copies, x.shape, x.dtype)
+        mark = host.write(slice(0, x.shape[1]), x)
+        store.leaving.hold(x, mark)
+        store.disk.write(place, host.pages, partial(store.copies.wait_on_host, mark))
 
     def fetch(self, tokens: slice) -> FromDisk:
-        return FromDisk(self._store, self._empty(tokens), [(slice(None), self._places[tokens.start][1])])
+        return self._bring(tokens, [tokens])
 
     def whole(self) -> FromDisk:
-        places = [(piece, self._places[piece.start][1]) for piece in self._pieces]
-        return FromDisk(self._store, self._empty(slice(0, self._shape[1])), places)
+        return self._bring(slice(0, self._shape[1]), self._pieces)
 
     def on_device(self) -> Tensor:
         return self.whole().wait()
 
-    def _empty(self, tokens: slice) -> Tensor:
-        """Memory of the host for some tokens."""
-        return self._store.copies.host_memory(of_tokens(self._shape, tokens.stop - tokens.start), self._dtype)
+    def _bring(self, tokens: slice, pieces: Sequence[slice]) -> FromDisk:
+        """Start to bring the values of some tokens, which are these pieces, to the device."""
+        values = torch.empty(
+            of_tokens(self._shape, tokens.stop - tokens.start), dtype=self._dtype, device=self._store.copies.device
+        )
+        readers = []
+        for piece in pieces:
+            part = values[:, piece.start - tokens.start : piece.stop - tokens.start]
+            readers.append((part, self._store.disk.reader(self._places[piece.start][1])))
+        return FromDisk(self._store, values, readers)
 
     def __del__(self) -> None:
         # What is still to be read of these places is read before another piece is written to them.
@@ -133,26 +149,32 @@ class OnDisk:
 class FromDisk:
     """Values on their way from a disk."""
 
-    def __init__(self, store: DiskStore, host: Tensor, places: Sequence[tuple[slice, str]]) -> None:
-        self._store = store
-        self._job: Future[tuple[Tensor, Any]] = store.disk.worker.submit(self._bring, host, places)
+    def __init__(self, store: DiskStore, values: Tensor, readers: Sequence[tuple[Tensor, Callable]]) -> None:
+        # From here: what is computed while the disk is read has nothing to do with the memory of these values.
+        computed = store.copies.computed()
+        self._job: Future[FromHost] = store.disk.worker.submit(_bring, store.copies, values, readers, computed)
 
     def wait(self) -> Tensor:
-        values, mark = self._job.result()
-        self._store.copies.wait(mark)
-        return values
+        return self._job.result().wait()
 
-    def _bring(self, host: Tensor, places: Sequence[tuple[slice, str]]) -> tuple[Tensor, Any]:
-        """The values on the device, and what to wait for before they are read."""
-        for tokens, place in places:
-            part = host[:, tokens]
-            if part.is_contiguous():
-                self._store.disk.read(place, part)
-            else:  # of several rows
-                rows = torch.empty_like(part, memory_format=torch.contiguous_format)
-                self._store.disk.read(place, rows)
-                part.copy_(rows)
-        if self._store.device.type == "cpu":
-            return host, None
-        values = self._store.copies.to_device(host)
-        return values, self._store.copies.mark()
+
+def _bring(copies: Copies, values: Tensor, readers: Sequence[tuple[Tensor, Callable]], computed: Mark) -> FromHost:
+    """Read each part of ``values`` from the disk, and start to copy it to the device."""
+    mark = None
+    for part, read in readers:
+        tokens = slice(0, part.shape[1])
+        if copies.is_asynchronous:
+            host = HostTensor(copies, part.shape, part.dtype)
+            read(host.pages)
+            mark = host.copy_to(part, tokens, computed)
+        elif part.is_contiguous():
+            read([part])
+        else:  # of several rows
+            rows = torch.empty_like(part, memory_format=torch.contiguous_format)
+            read([rows])
+            part.copy_(rows)
+    return FromHost(copies, values, mark)
+
+
+def _nothing() -> None:
+    """What lies in the host's memory already is waited for by nobody."""

@@ -7,6 +7,7 @@ from torch import Tensor
 from longctx.model.chunks.disk import DiskStore, disk_in
 from longctx.model.chunks.store import ChunkStore, DeviceStore, HostMemory
 from longctx.model.chunks.stream import ResidualStream, split_tokens
+from longctx.model.copies import Copies
 from longctx.model.training_pass import Execution
 
 
@@ -18,7 +19,7 @@ def new_stream(execution: Execution, tokens_Bt: Tensor) -> ResidualStream | None
     store: ChunkStore = DeviceStore()
     chunks = split_tokens(num_tokens, execution.chunk_tokens)
     if execution.store == "host":
-        store = HostMemory(tokens_Bt.device)
+        store = HostMemory(Copies(tokens_Bt.device))
     if execution.store == "disk":
-        store = DiskStore(disk_in(execution.store_path), tokens_Bt.device, chunks)
+        store = DiskStore(disk_in(execution.store_path), Copies(tokens_Bt.device), chunks)
     return ResidualStream(store, chunks, num_tokens, execution.head_groups)

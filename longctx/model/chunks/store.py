@@ -7,14 +7,13 @@ back.
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Iterator, Sequence
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from longctx.model.kept import Copies
+from longctx.model.copies import Copies, FromHost, HostTensor, Leaving, of_tokens
 
 
 class Arriving(Protocol):
@@ -65,13 +64,6 @@ def in_turn(chunks: Sequence[slice], stored: Sequence[Stored]) -> Iterator[tuple
         if number + 1 < len(chunks):
             arriving = [values.fetch(chunks[number + 1]) for values in stored]
         yield tokens, arrived
-
-
-def of_tokens(shape: Sequence[int], num_tokens: int) -> list[int]:
-    """The shape [B, t, …] with another number of tokens."""
-    changed = list(shape)
-    changed[1] = num_tokens
-    return changed
 
 
 class PutOnce:
@@ -181,61 +173,35 @@ class Here:
 class HostMemory:
     """Values lie in the host's memory, page-locked where the device is a GPU, and are copied beside its computation."""
 
-    _UNDER_WAY = 2
-    """Chunks that may be on their way to the host: computation waits for older ones, which frees their memory."""
-
-    def __init__(self, device: torch.device) -> None:
-        self.copies = Copies(device)
-        self._leaving: deque[tuple[Tensor, Any]] = deque()
+    def __init__(self, copies: Copies) -> None:
+        self.copies, self.leaving = copies, Leaving(copies)
 
     def empty(self, num_tokens: int, like: Tensor) -> InHostMemory:
-        return InHostMemory(self, self.copies.host_memory(of_tokens(like.shape, num_tokens), like.dtype))
+        return InHostMemory(self, HostTensor(self.copies, of_tokens(like.shape, num_tokens), like.dtype))
 
     empty_chunks = empty
 
     def put(self, x: Tensor) -> InHostMemory:
-        host = self.copies.host_memory(x.shape, x.dtype)
-        self.send(x.contiguous(), host)
-        return InHostMemory(self, host)
-
-    def send(self, x: Tensor, host: Tensor) -> None:
-        """Start to copy x to the host."""
-        self.copies.copy(x, host)
-        self._leaving.append((x, self.copies.mark()))
-        # In the order of the computation, so that the memory is free when the computation comes to use it again.
-        while len(self._leaving) > self._UNDER_WAY:
-            _, mark = self._leaving.popleft()
-            self.copies.wait(mark)
+        stored = self.empty(x.shape[1], x)
+        stored.write(slice(0, x.shape[1]), x)
+        return stored
 
 
 class InHostMemory:
     """Values of all tokens in the host's memory."""
 
-    def __init__(self, store: HostMemory, host: Tensor) -> None:
+    def __init__(self, store: HostMemory, host: HostTensor) -> None:
         self._store, self._host = store, host
 
     def write(self, tokens: slice, x: Tensor) -> None:
-        # Contiguous here: the copy would otherwise make it so on its own stream.
-        self._store.send(x.contiguous(), self._host[:, tokens])
+        x = x.contiguous()
+        self._store.leaving.hold(x, self._host.write(tokens, x))
 
     def fetch(self, tokens: slice) -> FromHost:
-        return FromHost(self._store.copies, self._host[:, tokens])
+        return self._host.fetch(tokens)
 
     def whole(self) -> FromHost:
-        return FromHost(self._store.copies, self._host)
+        return self._host.whole()
 
     def on_device(self) -> Tensor:
         return self.whole().wait()
-
-
-class FromHost:
-    """Values on their way from the host's memory."""
-
-    def __init__(self, copies: Copies, host: Tensor) -> None:
-        self._copies = copies
-        self._values = copies.to_device(host)
-        self._mark = copies.mark()
-
-    def wait(self) -> Tensor:
-        self._copies.wait(self._mark)
-        return self._values

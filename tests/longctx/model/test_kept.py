@@ -13,8 +13,9 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from longctx.errors import ConfigError
-from longctx.model import kept
+from longctx.model import decoder as decoder_module
 from longctx.model.block import Block
+from longctx.model.copies import Copies
 from longctx.model.decoder import Decoder
 from longctx.model.experts.experts import Experts
 from longctx.model.kept import HostStore, Keep, Store, on_device
@@ -120,7 +121,7 @@ def test_inputs_alone_compute_attention_twice():
 
 def test_what_comes_back_is_what_was_put_with_its_strides():
     whole = torch.arange(24.0).view(4, 6)
-    store = HostStore(whole.device, 2, least_bytes=4)
+    store = HostStore(Copies(whole.device), 2, least_bytes=4)
     views = [whole, whole[1:3].T, whole[0].expand(3, 6), whole.view(torch.int32)]
     with store.layer(0):
         put = [store.put(x) for x in views]
@@ -143,17 +144,17 @@ LINES: list[str] = []
 LEFT: list[StorageWeakRef] = []
 
 
-class Journal(kept.Copies):
+class Journal(Copies):
     """The real copies, with a line for each."""
 
-    def to_host(self, x):
-        LINES.append(f"to host {x.nbytes}")
-        LEFT.append(StorageWeakRef(x.untyped_storage()))
-        return super().to_host(x)
+    def to_host(self, pairs, *after):
+        LINES.append(f"to host {sum(source.nbytes for _, source in pairs)}")
+        LEFT.extend(StorageWeakRef(source.untyped_storage()) for _, source in pairs)
+        return super().to_host(pairs, *after)
 
-    def to_device(self, host):
-        LINES.append(f"to device {host.nbytes}")
-        return super().to_device(host)
+    def to_device(self, pairs, *after):
+        LINES.append(f"to device {sum(source.nbytes for _, source in pairs)}")
+        return super().to_device(pairs, *after)
 
 
 @pytest.fixture
@@ -168,7 +169,7 @@ def journal(monkeypatch) -> list[str]:
         LINES.append(f"layer {self.layer}{' again' if again else ''}")
         return run(self, x, table, call, recompute_cache)
 
-    monkeypatch.setattr(kept, "Copies", Journal)
+    monkeypatch.setattr(decoder_module, "Copies", Journal)
     monkeypatch.setattr(Block, "_run", watched)
     return LINES
 
