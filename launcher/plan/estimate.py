@@ -26,7 +26,8 @@ from longctx.batch import PackedDocuments
 from longctx.errors import ConfigError
 
 HEADROOM = 0.1
-"""Share of a device's memory that is left to NCCL's buffers, kernels' workspaces and the allocator's gaps."""
+"""Share of a device's memory that is left to NCCL's buffers, kernels' workspaces (attention's in backward is counted)
+and the allocator's gaps."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -120,7 +121,9 @@ class RunEstimate:
 def estimate_run(config: RunConfig, world: World, hardware: Hardware, *, document_tokens: int = 0) -> RunEstimate:
     """The estimate; ConfigError for what a run would refuse. Starts nothing and reads no data."""
     config = settled(config, world, document_tokens=document_tokens, device_type=hardware.device_type)
-    config = settle_chunks(config, lambda one: fits(one, world, hardware, share=1 - HEADROOM))
+    config = settle_chunks(
+        config, lambda one: fits(one, world, hardware, share=1 - HEADROOM, document_tokens=document_tokens)
+    )
     model = config.model.config()
     documents = documents_of(config, document_tokens)
     padded = padded_documents(config, documents)
@@ -146,7 +149,8 @@ def estimate_ranks(
 ) -> tuple[list[RankEstimate], int]:
     """Each kind of rank, and bytes of the host for each; ``config`` is settled, ``documents`` are a micro-batch's."""
     device_type = hardware.device_type
-    memory, passing = memory_of_rank(config, config.model.config(), world.ranks), _activations(config, device_type)
+    memory = memory_of_rank(config, config.model.config(), world.ranks)
+    passing = _activations(config, device_type, len(documents.lengths))
     of_bytes = _bytes(config, world, passing, hardware)
     ranks = [
         RankEstimate(
@@ -179,9 +183,11 @@ def fits_rows(
     return fits(longer, world, hardware, share=share)
 
 
-def fits(config: RunConfig, world: World, hardware: Hardware, *, share: float = 1.0) -> bool:
+def fits(
+    config: RunConfig, world: World, hardware: Hardware, *, share: float = 1.0, document_tokens: int = 0
+) -> bool:
     """Whether a settled run fits into a share of the device's memory, and into the host's."""
-    passing = _activations(config, hardware.device_type)
+    passing = _activations(config, hardware.device_type, len(documents_of(config, document_tokens).lengths))
     if _host_bytes(config, world, passing, hardware.device_type) > hardware.host_memory_bytes:
         return False
     return _bytes(config, world, passing, hardware).peak <= share * hardware.memory_bytes
@@ -189,7 +195,8 @@ def fits(config: RunConfig, world: World, hardware: Hardware, *, share: float = 
 
 def peak_bytes(config: RunConfig, world: World, hardware: Hardware) -> int:
     """The most of a rank's device in a step of a settled run."""
-    return _bytes(config, world, _activations(config, hardware.device_type), hardware).peak
+    passing = _activations(config, hardware.device_type, config.train.micro_batch_rows)
+    return _bytes(config, world, passing, hardware).peak
 
 
 def with_rows(config: RunConfig, seq_len: int) -> RunConfig:
@@ -218,10 +225,11 @@ def _stored_bytes(config: RunConfig, world: World, passing: Activations) -> int:
     return memory.host + max(0, passing.kept_on_host - counted)
 
 
-def _activations(config: RunConfig, device_type: str) -> Activations:
+def _activations(config: RunConfig, device_type: str, num_documents: int) -> Activations:
     parallel = config.parallel
     tokens = padded_tokens(config, config.data.seq_len * config.train.micro_batch_rows) // parallel.context
-    return activations(config, tokens, ring=parallel.context // parallel.ulysses, device_type=device_type)
+    ring = parallel.context // parallel.ulysses
+    return activations(config, tokens, ring=ring, device_type=device_type, num_documents=num_documents)
 
 
 def _bytes(config: RunConfig, world: World, passing: Activations, hardware: Hardware) -> StepBytes:

@@ -125,8 +125,8 @@ def _hours(hours: float) -> str:
 
 
 _OF_BYTES = (
-    "Bytes are arithmetic that follows the trace (`plan --trace`); NCCL's buffers, kernels' workspaces and the "
-    "allocator's gaps come on top."
+    "Bytes are arithmetic that follows the trace (`plan --trace`), with what attention's kernel takes inside its "
+    "backward pass; NCCL's buffers, other kernels' workspaces and the allocator's gaps come on top."
 )
 _OF_SECONDS = (
     "Seconds come from the profile's rates, each of which names its source (--json). No GPU has been measured by this "

@@ -37,11 +37,12 @@ class LiveBytes:
         """Whether the tensor's storage is among those that are counted."""
         return tensor.untyped_storage()._cdata in self._sizes
 
-    def see(self, operator: str, results: Any) -> None:
-        """Count what an operator has returned."""
+    def see(self, operator: str, results: Any, *, inside: int = 0) -> None:
+        """Count what an operator has returned, and the bytes that it held ``inside`` beside its results."""
         for leaf in tree_leaves(results):
             if isinstance(leaf, Tensor) and leaf.device.type == self._device_type:
                 self._add(operator, leaf)
+        self._note_peak(operator, inside)
 
     def _add(self, operator: str, tensor: Tensor) -> None:
         storage = tensor.untyped_storage()
@@ -53,8 +54,11 @@ class LiveBytes:
         self._sizes[key] = storage.nbytes()
         weakref.finalize(storage, self._gone, key)
         self.now += storage.nbytes()
-        if self.now > self.peak:
-            self.peak, self.peak_operator, self.peak_place = self.now, operator, current_place()
+        self._note_peak(operator, 0)
+
+    def _note_peak(self, operator: str, inside: int) -> None:
+        if self.now + inside > self.peak:
+            self.peak, self.peak_operator, self.peak_place = self.now + inside, operator, current_place()
 
     def _gone(self, key: int) -> None:
         self.now -= self._sizes.pop(key, 0)

@@ -21,6 +21,7 @@ from torch._subclasses.fake_tensor import (
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from launcher.plan.workspace import BackwardCall, backward_workspace
 from launcher.trace.host_waits import HostWait, HostWaits
 from launcher.trace.links import Links
 from launcher.trace.live_bytes import LiveBytes
@@ -62,10 +63,37 @@ class Recorder(TorchDispatchMode):
         # Asking a tensor for its device launches nothing.
         if func is not torch.ops.prim.device.default:
             self.operators[func.name()] += 1
-        self.live.see(func.name(), out)
+        self.live.see(func.name(), out, inside=_workspace(func.name(), args))
         if kwargs.get("pin_memory"):
             self.pinned.see(func.name(), out)
         return out
+
+
+def _workspace(operator: str, args: Sequence[Any]) -> int:
+    """Return what an operator allocates and gives back within itself, where a plan knows it."""
+    if operator == "aten::_flash_attention_backward":
+        q_nHD, cu_seqlens = args[1], args[6]
+        shapes = [x_nHD.shape for x_nHD in args[1:4]]
+        return backward_workspace("cuda_flash", _call(shapes, len(cu_seqlens) - 1, q_nHD.element_size()))
+    if operator == "aten::_scaled_dot_product_cudnn_attention_backward":
+        shapes = [(B * n, H, D) for B, H, n, D in (x_BHnD.shape for x_BHnD in args[1:4])]
+        return backward_workspace("cudnn", _call(shapes, len(args[1]), args[1].element_size()))
+    return 0
+
+
+def _call(shapes: Sequence[Sequence[int]], num_sequences: int, itemsize: int) -> BackwardCall:
+    """Return the call whose queries, keys and values have these shapes: rows, heads, head size."""
+    (num_queries, num_heads, head_dim), (num_keys, num_kv_heads, _), (_, _, value_dim) = shapes
+    return BackwardCall(
+        num_queries=num_queries,
+        num_keys=num_keys,
+        num_sequences=num_sequences,
+        num_heads=num_heads,
+        num_kv_heads=num_kv_heads,
+        head_dim=head_dim,
+        value_dim=value_dim,
+        itemsize=itemsize,
+    )
 
 
 def _is_of_device(args: Sequence[Any], kwargs: dict[str, Any]) -> bool:

@@ -57,8 +57,9 @@ _NOTES = (
     "weights, gradients and optimizer are arithmetic, from the model's shapes, what ZeRO leaves on a rank and what it "
     "makes to gather weights and to reduce gradients. What "
     "DeepSpeed sends for them is not among the links.",
-    "Other ranks are taken to agree, and experts to be chosen equally often. Kernels' own workspaces, NCCL's buffers "
-    "(about 1 GiB), the CUDA context and the allocator's gaps come on top.",
+    "Other ranks are taken to agree, and experts to be chosen equally often. What attention's kernel takes inside its "
+    "backward pass is counted by arithmetic. Other kernels' workspaces, NCCL's buffers (about 1 GiB), the CUDA context "
+    "and the allocator's gaps come on top.",
     "kept on host is pinned memory that holds what train.store=host moves off the device until backward; peak is that "
     "of the device. PyTorch rounds each pinned allocation up to a power of two.",
     "Blocks are traced as they run with train.compile=off: a compiler keeps other values for backward.",

@@ -75,7 +75,9 @@ def traced_config(
     """
     gpu = hardware or load_hardware("h100")
     config = settled(config, world, document_tokens=document_tokens)
-    config = settle_chunks(config, lambda one: fits(one, world, gpu, share=1 - HEADROOM))
+    config = settle_chunks(
+        config, lambda one: fits(one, world, gpu, share=1 - HEADROOM, document_tokens=document_tokens)
+    )
     # A compiler's graphs do not go through the trace; the report says so.
     config = dataclasses.replace(config, train=dataclasses.replace(config.train, compile="off"))
     _check_store(config)

@@ -1,19 +1,25 @@
-"""The same steps in one process, by PyTorch's own parts: nothing is cut, sent, chunked, stored or recomputed."""
+"""The same steps in one process, by PyTorch's own parts: nothing is cut, sent, chunked, stored or recomputed.
+
+Each step begins where the run's own step begins, with its weights, and makes its choices of experts; AdamW is given the
+run's gradients. So an error is that of one part of one step: what rounding has done before is not in it.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from itertools import product
 
 import torch
 from torch import Tensor
 
 from launcher.config.sections import RunConfig
+from launcher.verification.choices import RouterState, recorded_routers
 from launcher.verification.rows import micro_batch
-from launcher.verification.state import STEPS, StepState
+from launcher.verification.state import StepState
 from longctx.batch import PADDING_DOCUMENT, Batch
 from longctx.model.decoder import Decoder
 from longctx.model.experts.balance import load_share, move_selection_bias_
+from longctx.model.experts.replay import RoutingReplay
 from longctx.model.training_pass import Execution, TrainingPass
 from longctx.objectives.causal_lm import CausalLM
 from longctx.objectives.loss_sum import LossSum
@@ -49,51 +55,83 @@ class Alone:
         found.update((name, x.detach().float().clone().flatten()) for name, x in self.lm.decoder.named_buffers())
         return found
 
-    def steps(self) -> Iterator[StepState]:
-        """Every step's state."""
+    def steps(self, run: Sequence[StepState]) -> Iterator[StepState]:
+        """The state of each step that the ``run`` has taken."""
         model, load_LE = self.model, None
-        for step in range(STEPS):
+        for step, theirs in enumerate(run):
             with torch.no_grad():
                 for name, p in self.lm.decoder.named_parameters():
-                    p.copy_(self.masters[name])
+                    # Rounded as the run's are, in whatever dtype this computes.
+                    p.copy_(self.masters[name].to(self.config.dtype))
             batches = [micro_batch(self.config, step, rows).to(self.device) for rows in self._rows]
-            first_tokens = [rows.start * self.config.data.seq_len for rows in self._rows]
-            nll, counts_LE, counts = _gradients(
-                self.lm, self.masters, batches, first_tokens, self.config, step, load_LE
+            tokens = [_tokens_of(rows, self.config.data.seq_len) for rows in self._rows]
+            nll, counts_LE, counts, routers = _gradients(
+                self.lm, self.masters, batches, tokens, self.config, step, load_LE, theirs.experts_LTk
             )
             norm = _clip(self.masters, self.config.train.clip_norm)
             gradients = {name: _gradient(master).clone().flatten() for name, master in self.masters.items()}
-            self.optimizer.step()
-            self.optimizer.zero_grad()
+            self._update(theirs.gradients)
             if model.num_experts:
                 load_LE = load_share(counts_LE)
             if model.selection_bias_rate:
                 move_selection_bias_(self.lm.decoder.selection_biases(), counts_LE, model.selection_bias_rate)
-            loss = nll / counts.targets
-            yield StepState(loss=loss, grad_norm=norm, gradients=gradients, weights=self.weights())
+            yield StepState(
+                loss=nll / counts.targets,
+                grad_norm=norm,
+                gradients=gradients,
+                weights=self.weights(),
+                routers=tuple(routers),
+            )
+            self._follow(theirs.weights)
+
+    def _update(self, gradients: dict[str, Tensor]) -> None:
+        """Take AdamW's step with the run's gradients."""
+        for name, master in self.masters.items():
+            master.grad = gradients[name].to(master).view_as(master)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+    @torch.no_grad()
+    def _follow(self, weights: dict[str, Tensor]) -> None:
+        """Take the run's weights for the next step."""
+        for name, master in self.masters.items():
+            master.copy_(weights[name].view_as(master))
+
+
+def _tokens_of(rows: range, seq_len: int) -> slice:
+    """The tokens of a micro-batch among those of its step."""
+    return slice(rows.start * seq_len, rows.stop * seq_len)
 
 
 def _gradients(
     lm: CausalLM,
     masters: dict[str, Tensor],
     batches: list[Batch],
-    first_tokens: list[int],
+    tokens: list[slice],
     config: RunConfig,
     step: int,
     load_LE: Tensor | None,
-) -> tuple[float, Tensor, StepCounts]:
-    """Add up the step's gradients in float32. Returns Σ nll, the experts' counts and the step's."""
+    experts_LTk: Tensor | None,
+) -> tuple[float, Tensor, StepCounts, list[RouterState]]:
+    """Add up the step's gradients in float32. Returns Σ nll, the experts' counts, the step's, and the routers."""
     targets = sum(batch.num_targets for batch in batches)
-    tokens = sum(int((batch.document_ids != PADDING_DOCUMENT).sum()) for batch in batches)
-    counts, nll, counts_LE = StepCounts(targets, tokens), 0.0, torch.zeros(0, 0)
-    for batch, first_token in zip(batches, first_tokens, strict=True):
+    real = sum(int((batch.document_ids != PADDING_DOCUMENT).sum()) for batch in batches)
+    counts, nll, counts_LE = StepCounts(targets, real), 0.0, torch.zeros(0, 0)
+    routers: list[RouterState] = []
+    for batch, of_batch in zip(batches, tokens, strict=True):
+        replay, chosen_LNk = None, ()
+        if experts_LTk is not None:
+            replay = RoutingReplay(experts_LTk[:, of_batch])
+            chosen_LNk = replay.experts_LNk
         training_pass = TrainingPass(
             seed=config.run.seed * 0x9E3779B1 + step,
-            first_tokens=(first_token,),
+            first_tokens=(of_batch.start,),
             expert_load_LE=load_LE,
+            replay=replay,
         )
         # Rows of a micro-batch are one sequence to a run; here they stay rows, each with its documents.
-        loss = LossSum.from_tensors(lm(batch, training_pass))
+        with recorded_routers(lm, tuple(chosen_LNk), routers):
+            loss = LossSum.from_tensors(lm(batch, training_pass))
         counts.loss(loss, config.model).backward()
         nll += float(loss.nll_sum)
         if batch is batches[0]:
@@ -108,7 +146,7 @@ def _gradients(
                 master.grad = torch.zeros_like(master)
             master.grad += p.grad
             p.grad = None
-    return nll, counts_LE, counts
+    return nll, counts_LE, counts, routers
 
 
 def _clip(masters: dict[str, Tensor], clip_norm: float) -> float:

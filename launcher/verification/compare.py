@@ -1,7 +1,8 @@
 """Steps of two programs side by side, by part of the model: how far apart they are, and whether that is rounding.
 
 In float32 two right programs differ by the order of their sums. In bfloat16 both are far from float32, and a right one
-is about as far as the other: its error is measured in the other one's.
+is about as far as the other: its error is measured in the other one's. Rows may be short or long then: what the other
+process loses by them, it loses in the same step, at the same weights and with the same experts chosen.
 """
 
 from __future__ import annotations
@@ -14,14 +15,17 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from launcher.verification.choices import unexplained_share
 from launcher.verification.state import StepState
+from longctx.config import ModelConfig
 
-LOSS_BOUND, GRADIENT_BOUND, WEIGHT_BOUND = 1e-5, 1e-4, 1e-2
-"""Of float32, relative: of a loss; of a gradient and its norm; of the way that weights have gone, for AdamW divides a
-gradient by its own size, so that the smallest ones weigh as much as the largest."""
-GRADIENT_ERROR_BOUND, WEIGHT_ERROR_BOUND = 2.0, 4.0
-"""Of bfloat16: by how much an error may exceed that of one process, which is as much by chance. AdamW's first steps are
-as long for a gradient that is all rounding as for any other: weights differ by the few signs that fell otherwise."""
+LOSS_BOUND, GRADIENT_BOUND, WEIGHT_BOUND = 1e-5, 1e-4, 1e-3
+"""Of float32, relative: of a loss; of a gradient and its norm; of the way that weights have gone. AdamW divides a
+gradient by its own size, so that the smallest ones weigh as much as the largest. It is float32 in every run."""
+BFLOAT16_LOSS_BOUND = 1e-2
+"""Of bfloat16, which has two digits: the mean of a few tokens' losses has them too."""
+GRADIENT_ERROR_BOUND = 2.0
+"""Of bfloat16: by how much an error may exceed that of one process, which is as much by chance."""
 _LAYER = re.compile(r"model\.layers\.(\d+)\.(.*)")
 
 
@@ -33,7 +37,7 @@ class Finding:
     """From 1."""
     part: str
     what: str
-    """loss, gradient norm, gradients, weights."""
+    """experts chosen, loss, gradient norm, gradients, weights."""
     error: float
     bound: float
 
@@ -67,20 +71,36 @@ def compare(
     wanted: Sequence[StepState],
     start: dict[str, Tensor],
     other: Sequence[StepState] | None = None,
+    *,
+    model: ModelConfig,
 ) -> list[Finding]:
     """Every figure of every step, in the order in which it is computed.
 
-    ``wanted`` are one process's states in float32, ``start`` the weights before its first step. ``other`` are those of
-    one process in the run's own dtype, where that is another one: then errors are measured in its errors.
+    ``wanted`` are one process's states in float32, ``start`` the weights before the first step. ``other`` are those of
+    one process in the run's own dtype, where that is another one: then errors are measured in its errors. Both follow
+    ``got``, step by step.
     """
     findings = []
     for number, (mine, theirs) in enumerate(zip(got, wanted, strict=True)):
         yardstick = None
         if other is not None:
             yardstick = other[number]
+        findings.extend(_choices(number + 1, theirs, yardstick, model))
         findings.extend(_step(number + 1, mine, theirs, yardstick, start))
-        start = theirs.weights
+        start = mine.weights
     return findings
+
+
+def _choices(step: int, wanted: StepState, other: StepState | None, model: ModelConfig) -> Iterator[Finding]:
+    """Yield how many tokens' experts rounding does not explain, router by router."""
+    layers = [layer for layer in range(model.num_layers) if model.has_experts(layer)]
+    for number, state in enumerate(wanted.routers):
+        # Another process's logits are off by chance, too: the largest of one may be half of the other's.
+        slack = GRADIENT_BOUND * float(state.logits_NE.abs().max())
+        if other is not None:
+            slack = GRADIENT_ERROR_BOUND * float((other.routers[number].logits_NE - state.logits_NE).abs().max())
+        part = f"layer {layers[number % len(layers)]}, router"
+        yield Finding(step, part, "experts chosen", unexplained_share(state, slack, model), 0.0)
 
 
 def _step(
@@ -95,26 +115,42 @@ def _step(
         error = abs(mine - theirs) / max(abs(theirs), 1e-30)
         name = what.replace("grad_norm", "gradient norm")
         if other is not None:
-            # A single number may be right by chance: bfloat16 has two digits, of a sum of thousands a third one.
-            bound = 1e-2
+            # A single number may be right by chance, so it is not the other's own error that counts.
+            bound = BFLOAT16_LOSS_BOUND
+            if what == "grad_norm":
+                bound = _norm_bound(other, wanted)
         yield Finding(step, "", name, _number(error), bound)
     for what, bound in (("gradients", GRADIENT_BOUND), ("weights", WEIGHT_BOUND)):
         mine, theirs = getattr(got, what), getattr(wanted, what)
         for part, names in _parts(theirs).items():
             distance = _distance(mine, theirs, names)
-            scale = _size(theirs, names)
+            scale, limit = _size(theirs, names), bound
             if what == "weights":
                 scale = _distance(before, theirs, names)
-            limit = bound
-            if other is not None:
-                scale, limit = _distance(getattr(other, what), theirs, names), GRADIENT_ERROR_BOUND
-                if what == "weights":
-                    limit = WEIGHT_ERROR_BOUND
+            elif other is not None:
+                scale, limit = _distance(other.gradients, theirs, names), GRADIENT_ERROR_BOUND
             # A part that has no gradient, as a bias that nothing adds to, is equal or wrong.
             error = 0.0
             if distance:
                 error = distance / max(scale, 1e-30)
             yield Finding(step, part, what, _number(error), limit)
+
+
+def _norm_bound(other: StepState, wanted: StepState) -> float:
+    """Return what rounding may add to a gradient's norm, as a share of it.
+
+    No more than the length of the error, of which a right run has at most two of the other's; and the error, a sum of
+    many tokens' roundings, lies across the gradient rather than along it: half of it at most.
+    """
+    names = list(wanted.gradients)
+    apart = 0.0
+    size, wanted_size = _size(other.gradients, names), _size(wanted.gradients, names)
+    if size and wanted_size:
+        # Clipped gradients have one length: give each its own back.
+        mine = {name: x * (other.grad_norm / size) for name, x in other.gradients.items()}
+        theirs = {name: x * (wanted.grad_norm / wanted_size) for name, x in wanted.gradients.items()}
+        apart = _distance(mine, theirs, names) / max(wanted.grad_norm, 1e-30)
+    return GRADIENT_ERROR_BOUND / 2 * apart
 
 
 def _parts(tensors: dict[str, Tensor]) -> dict[str, list[str]]:

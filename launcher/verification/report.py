@@ -19,10 +19,11 @@ def report(findings: Sequence[Finding], changes: Sequence[str], described: str, 
     # Of each kind the figure that is nearest to its bound, or furthest beyond it.
     lines.append(f"{'step':>4}  {'what':<14}{'largest error':>14}{'bound':>10}  part")
     for step in sorted({finding.step for finding in findings}):
-        for what in ("loss", "gradient norm", "gradients", "weights"):
+        for what in ("experts chosen", "loss", "gradient norm", "gradients", "weights"):
             of_kind = [finding for finding in findings if (finding.step, finding.what) == (step, what)]
             if of_kind:
-                worst = max(of_kind, key=lambda finding: finding.error / finding.bound)
+                # A bound may be 0: then any error is beyond it.
+                worst = max(of_kind, key=lambda finding: finding.error / max(finding.bound, 1e-30))
                 lines.append(f"{step:>4}  {what:<14}{worst.error:>14.1e}{worst.bound:>10.0e}  {worst.part}")
     lines.append("")
     broken = [finding for finding in findings if not finding.held]

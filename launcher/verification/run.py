@@ -59,10 +59,10 @@ def verify_run(config: RunConfig, device: torch.device) -> Verdict:
 
     def judge() -> Verdict:
         exact = Alone(config, mesh.world_size, torch.float32, device)
-        start, wanted, other = exact.weights(), list(exact.steps()), None
+        start, wanted, other = exact.weights(), list(exact.steps(got)), None
         if config.dtype != torch.float32:
-            other = list(Alone(config, mesh.world_size, config.dtype, device).steps())
-        findings = compare(got, wanted, start, other)
+            other = list(Alone(config, mesh.world_size, config.dtype, device).steps(got))
+        findings = compare(got, wanted, start, other, model=exact.model)
         text = report(findings, shrunk.changes, _described(config, mesh, device), time.perf_counter() - started)
         return Verdict(text, _held(findings))
 

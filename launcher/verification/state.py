@@ -6,6 +6,8 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from launcher.verification.choices import RouterState
+
 
 @dataclass(frozen=True, kw_only=True)
 class StepState:
@@ -19,6 +21,10 @@ class StepState:
     """Clipped, float32, flat, by the name of the weight."""
     weights: dict[str, Tensor]
     """The optimiser's float32 copies, after the step."""
+    experts_LTk: Tensor | None = None
+    """The experts that the run chose for each token of the step, by layer of experts; None in a dense model."""
+    routers: tuple[RouterState, ...] = ()
+    """One process's routers, micro-batch by micro-batch, when it made the run's choices."""
 
 
 STEPS = 3

@@ -9,11 +9,14 @@ from torch import Tensor
 
 from launcher.config.sections import RunConfig
 from launcher.training.model import shard_batch
+from launcher.training.routing_files import gather_tokens
 from launcher.training.setup import build_engine
 from launcher.verification.rows import micro_batch
 from launcher.verification.state import STEPS, StepState, gradient_of_moments
+from longctx.batch import Batch
 from longctx.checkpoint_format import ROLES
 from longctx.model.experts.balance import load_share, move_selection_bias_
+from longctx.model.experts.replay import RoutingReplay
 from longctx.model.training_pass import TrainingPass
 from parallel.loss import count_step, sum_over_ranks
 from parallel.mesh import Mesh
@@ -36,11 +39,17 @@ def steps_together(config: RunConfig, mesh: Mesh, device: torch.device) -> Itera
         shards = [shard_batch(micro_batch(config, step, own), config, mesh) for own in rows]
         counts = count_step(shards)
         nll, counts_LE = torch.zeros((), dtype=torch.float64, device=device), torch.zeros(0, 0)
+        replays: list[RoutingReplay] = []
         for own, shard in zip(rows, shards, strict=True):
+            replay = None
+            if model.num_experts:
+                replay = RoutingReplay()
+                replays.append(replay)
             training_pass = TrainingPass(
                 seed=config.run.seed * 0x9E3779B1 + step,
                 first_tokens=(own.start * config.data.seq_len,),
                 expert_load_LE=load_LE,
+                replay=replay,
             )
             loss = engine.forward(shard.to(device), training_pass)
             engine.backward(counts.loss(loss, model))
@@ -59,7 +68,26 @@ def steps_together(config: RunConfig, mesh: Mesh, device: torch.device) -> Itera
         gradients = {name: gradient_of_moments(x, moments.get(name), train.beta1) for name, x in new.items()}
         moments = new
         total = float(sum_over_ranks(nll))
-        yield StepState(loss=total / counts.targets, grad_norm=norm, gradients=gradients, weights=weights)
+        experts_LTk = None
+        if replays:
+            indices = [_token_indices(own, shard, config, mesh) for own, shard in zip(rows, shards, strict=True)]
+            own_LNk = torch.cat([replay.experts_LNk.cpu() for replay in replays], dim=1)
+            experts_LTk = gather_tokens(own_LNk, torch.cat(indices), train.tokens_per_step)
+        yield StepState(
+            loss=total / counts.targets,
+            grad_norm=norm,
+            gradients=gradients,
+            weights=weights,
+            experts_LTk=experts_LTk,
+        )
+
+
+def _token_indices(rows: range, shard: Batch, config: RunConfig, mesh: Mesh) -> Tensor:
+    """Return which of the step's tokens a micro-batch of these rows has on this rank; -1 for padding behind them."""
+    seq_len, layout = config.data.seq_len, shard.placement
+    index_T = torch.arange(layout.num_tokens)
+    index_T = (index_T + rows.start * seq_len).where(index_T < len(rows) * seq_len, -1)
+    return layout.split(index_T, mesh.context_rank, 0)
 
 
 def _gather(engine: ZeroEngine) -> tuple[dict[str, Tensor], dict[str, Tensor]]:

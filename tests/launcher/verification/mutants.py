@@ -13,6 +13,7 @@ import launcher.verification.together as together
 import parallel.transport.point_to_point as point_to_point
 import parallel.zero.partition as partition
 from longctx.model.chunks.weight_sums import WeightSums
+from longctx.model.experts.router import Router
 from parallel.experts.dispatcher import AllToAllDispatcher
 from parallel.loss import StepCounts, count_tokens
 from parallel.transport.exchange import PendingGradients
@@ -133,6 +134,28 @@ def results_of_experts_elsewhere_lost() -> Iterator[None]:
 
 
 @contextlib.contextmanager
+def a_router_turned() -> Iterator[None]:
+    """The run's routers prefer the first expert by a tenth of the logits' size."""
+    build_engine = together.build_engine
+
+    def turned(*args: Any, **options: Any) -> ZeroEngine:
+        engine = build_engine(*args, **options)
+
+        def prefer(_: Any, __: Any, logits_NE: torch.Tensor) -> torch.Tensor:
+            favour_E = torch.zeros(logits_NE.shape[1])
+            favour_E[0] = 0.1 * float(logits_NE.detach().abs().max())
+            return logits_NE + favour_E
+
+        for part in engine.model.modules():
+            if isinstance(part, Router):
+                part.register_forward_hook(prefer)
+        return engine
+
+    with patch.object(together, "build_engine", turned):
+        yield
+
+
+@contextlib.contextmanager
 def the_first_chunk_alone() -> Iterator[None]:
     """By chunks: weights get the gradient of the first chunk that meets them."""
     add = WeightSums.add
@@ -147,15 +170,16 @@ def the_first_chunk_alone() -> Iterator[None]:
 
 Mutant = Callable[[], contextlib.AbstractContextManager[None]]
 MUTANTS: dict[str, tuple[Mutant, str]] = {
-    "ring, forward": (nothing_merged, "loss"),
-    "ring, backward": (gradients_of_keys_lost, "gradient norm"),
-    "positions": (positions_of_the_shard, "loss"),
+    "ring, forward": (nothing_merged, "experts chosen"),
+    "ring, backward": (gradients_of_keys_lost, "gradient"),
+    "positions": (positions_of_the_shard, "experts chosen"),
     "loss, counts": (counts_of_this_rank, "loss"),
     "loss, scale": (mean_over_ranks, "gradient norm"),
     "accumulation": (a_micro_batch_lost, "gradient"),
     "ZeRO, decay": (everything_decays, "weights"),
     "ZeRO, rate": (learning_rate_late, "weights"),
     "experts": (results_of_experts_elsewhere_lost, "gradient"),
+    "router": (a_router_turned, "experts chosen"),
     "chunks": (the_first_chunk_alone, "gradient norm"),
 }
 """Name -> (fault, what is found to differ)."""

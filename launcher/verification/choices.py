@@ -1,0 +1,62 @@
+"""Whether a run's routers choose the experts that a right program may choose.
+
+Two right programs choose differently where two experts score almost alike, and compute different functions from there
+on. So the run's choices are recorded and one process makes the same ones: gradients then differ by rounding alone, and
+the choices are judged here, by the logits of one process. Each logit may be off by a bound; a choice is explained if
+the logits, moved by as much in its favour, lead to it.
+
+Axes: N tokens, E experts, k experts a token.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from longctx.config import ModelConfig
+from longctx.model.experts.router import Router, route
+
+
+@dataclass(frozen=True)
+class RouterState:
+    """One router in one micro-batch: its logits, the bias of its choice, and the choices that it was given."""
+
+    logits_NE: Tensor
+    bias_E: Tensor | None
+    chosen_Nk: Tensor
+
+
+@contextmanager
+def recorded_routers(model: nn.Module, chosen_LNk: Sequence[Tensor], into: list[RouterState]) -> Iterator[None]:
+    """Append the state of each router, in the order of layers, while ``model`` goes forward with these choices."""
+    ids = iter(chosen_LNk)
+
+    def record(router: Router, _: Any, logits_NE: Tensor) -> None:
+        bias_E = router.e_score_correction_bias
+        if bias_E is not None:
+            bias_E = bias_E.clone()
+        into.append(RouterState(logits_NE.detach(), bias_E, next(ids).to(logits_NE.device, torch.int64)))
+
+    handles = [part.register_forward_hook(record) for part in model.modules() if isinstance(part, Router)]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def unexplained_share(state: RouterState, slack: float, model: ModelConfig) -> float:
+    """Return the share of tokens whose experts no logits within ``slack`` of these would choose."""
+    logits_NE, ids_Nk = state.logits_NE, state.chosen_Nk
+    if not len(ids_Nk):
+        return 0.0
+    is_chosen_NE = torch.zeros_like(logits_NE, dtype=torch.bool).scatter_(1, ids_Nk, True)
+    favourable_NE = torch.where(is_chosen_NE, logits_NE + slack, logits_NE - slack)
+    again_Nk = route(favourable_NE, model, bias_E=state.bias_E).experts_Nk
+    differs_N = (again_Nk.sort(-1).values != ids_Nk.sort(-1).values).any(-1)
+    return float(differs_N.double().mean())
