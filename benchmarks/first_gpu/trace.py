@@ -29,8 +29,8 @@ def traced_peak(job: Job, one: Slice) -> int:
     """Return the peak bytes of the rank that needs most."""
     settings = settings_of(job, one) | {"run.device": "auto", "parallel.kernel": "auto"}
     text = run_command([*LAUNCHER, "plan", "--trace", "--json", "--ranks", "1", *flags(settings)], seconds=58)
-    # Progress stands before the object.
-    told = json.loads(text[text.index("{\n") :] if "{\n" in text else text[text.index("{") :])
+    # Lines of progress may stand around the object.
+    told, _ = json.JSONDecoder().raw_decode(text, text.index("{\n"))
     return max(rank["bytes"]["peak"] for rank in told["ranks"])
 
 
