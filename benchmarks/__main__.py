@@ -6,7 +6,7 @@ Each runs in a process of its own, and what becomes of one stops no other. A mis
 memory, is measured again in a second process: it counts as missed when both miss it, and the summary has both figures.
 The summary has every bound that is missed; of those that a benchmark holds in several cases it has the closest. Exit
 code 1 if any is missed. Below it stands what the run left out: benchmarks that run when they are named (``SEPARATE``),
-with what was last measured on this kind of processor, and scripts that state no bounds (``SCRIPTS``).
+with what was last measured on this kind of processor, scripts that state no bounds (``SCRIPTS``), and what needs a GPU.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from benchmarks.bounds import Bound
+from benchmarks.first_gpu.figures import last_on_gpu
 from benchmarks.machine import RESULTS, processor_kind
 
 NAMES = (
@@ -62,11 +63,10 @@ SCRIPTS = {
     "duplicates": "two lines on the pass that looks for duplicates",
     "fingerprint": "compares two states of the code, to the bit",
     "profiled": "is started by deepspeed or torchrun",
-    "first_gpu_hour": "needs GPUs",
-    "gpu_attention": "needs a GPU",
-    "gpu_moe": "needs a GPU",
 }
 """Commands of this folder that state no bounds to this one, and why."""
+GPU = ("first_gpu", "gpu_attention", "gpu_moe")
+"""Those that need a GPU: what was measured on one stands in the table, or that it waits for one."""
 TIMEOUT_SECONDS = 7200
 
 
@@ -195,11 +195,13 @@ def _rows(outcome: Outcome) -> Iterator[Row]:
 
 def left_out() -> str:
     """What a run without names does not measure, and what its last measurement said."""
-    width = max(map(len, [*SEPARATE, *SCRIPTS]))
+    width = max(map(len, [*SEPARATE, *SCRIPTS, *GPU]))
     lines = ["not in this run, each by `python -m benchmarks.NAME`:"]
     for name, reason in SEPARATE.items():
         lines.append(f"  {name:<{width}}  {reason}; {last_measured(name)}")
     lines += [f"  {name:<{width}}  {reason}" for name, reason in SCRIPTS.items()]
+    lines += ["on a GPU (`benchmarks/first_gpu.sh 1`, then 2, or `python -m benchmarks.NAME`):"]
+    lines += [f"  {name:<{width}}  {last_on_gpu(RESULTS, name)}" for name in GPU]
     return "\n".join(lines)
 
 

@@ -6,6 +6,7 @@ import argparse
 import json
 import re
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -134,7 +135,7 @@ def main(
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--tiny", action="store_true", help="tiny sizes: checks the script, measures nothing")
     parser.add_argument("--minutes", type=float, default=minutes, help="start no measurement after so many minutes")
-    parser.add_argument("--output", type=Path, help=f"JSON file (default: benchmarks/results/{name}_DEVICE.json)")
+    parser.add_argument("--output", type=Path, help=f"JSON file (default: benchmarks/results/CARD/{name}.json)")
     wanted = parser.parse_args(arguments)
     if wanted.device == "cuda" and not torch.cuda.is_available():
         print("No CUDA device: nothing measured. (--device cpu --tiny checks the script.)", file=sys.stderr)
@@ -146,7 +147,7 @@ def main(
     print(f"{device}, PyTorch {torch.__version__}")
     if wanted.tiny:
         print("Tiny sizes, one round: a check of the script, no measurement.")
-    result = {"machine": machine(), "tiny": wanted.tiny, "device": device, **run(setting, wanted.minutes)}
+    result = {"machine": machine(), "tiny": wanted.tiny, "card": device, **run(setting, wanted.minutes)}
     result["seconds"] = round(time.monotonic() - begun, 1)
     path = wanted.output or _path(name, device, wanted.tiny)
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -158,6 +159,13 @@ def main(
     return int(bool(missed))
 
 
-def _path(name: str, device: str, tiny: bool) -> Path:
-    words = re.sub(r"\W+", "_", device).strip("_").lower()
-    return RESULTS / f"{name}_{words}{'_tiny' if tiny else ''}.json"
+def card_key(card: str) -> str:
+    """Return the folder of a card's results: the first word of its name with a digit, as in h100."""
+    words = re.findall(r"\w+", card.lower())
+    return next((word for word in words if re.search(r"\d", word)), words[0])
+
+
+def _path(name: str, card: str, tiny: bool) -> Path:
+    # What measures nothing is no result.
+    folder = Path(tempfile.mkdtemp()) if tiny else RESULTS / card_key(card)
+    return folder / f"{name}.json"

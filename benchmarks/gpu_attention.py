@@ -24,6 +24,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
@@ -44,6 +45,7 @@ BANDWIDTHS = {"NVLink (assumed 350 GB/s)": 350e9, "InfiniBand NDR (assumed 45 GB
 """Bytes a second that a rank receives, by link: assumptions, not measurements."""
 NOT_MEASURED = ("reference", "blockwise")
 """Kernels whose speed nobody waits for on a GPU."""
+_PARTS = ("out", "dq", "dk", "dv")
 
 
 @dataclass(frozen=True)
@@ -141,39 +143,107 @@ def _peak_mib(run: Callable[[], Any], setting: Setting) -> float | None:
 # --- a ring on one device -----------------------------------------------------------------------------------
 
 
-class RankWork:
-    """One rank's share of a ring: its hops' slices and keys as they would have arrived."""
+@dataclass(frozen=True)
+class Hop:
+    """One kernel call of a rank: some of its queries, and keys as they would have arrived from their owner."""
 
-    def __init__(self, setting: Setting, kernel: AttentionKernel, schedule: Schedule, rank: int, whole: list[Tensor]):
+    queries: slice
+    slices: Tensor
+    owner: int
+    rows: tuple[tuple[int, int], ...]
+    """Ranges of the owner's tokens that arrive, end to end."""
+    k: Tensor
+    v: Tensor
+
+
+class RankWork:
+    """One rank's share of a ring, without transfers."""
+
+    def __init__(
+        self, setting: Setting, kernel: AttentionKernel, schedule: Schedule, rank: int, inputs: Sequence[Tensor]
+    ) -> None:
+        """``inputs`` are q, k, v and the output's gradient of the whole row."""
         layout = schedule.layout
-        q, k, v, dout, out, lse = whole
+        q, k, v, dout = inputs
         self.kernel, self.scores = kernel, setting.scores
-        self.q, self.dout, self.out, self.lse = (layout.split(x, rank, 1) for x in (q, dout, out, lse))
-        self.hops = []
+        self.q, self.dout = (layout.split(x, rank, 1) for x in (q, dout))
+        self.hops: list[Hop] = []
         for hop in schedule.hops(rank):
             for work in hop.work:  # one entry, or none where there is nothing to compute
                 theirs = (layout.split(x, hop.owner, 1) for x in (k, v))
-                arrived = [torch.cat([x[:, start:stop] for start, stop in hop.rows], 1) for x in theirs]
-                self.hops.append((slice(*hop.queries), work.slices, *arrived))
+                arrived = (torch.cat([x[:, start:stop] for start, stop in hop.rows], 1) for x in theirs)
+                rows = tuple((start, stop) for start, stop in hop.rows)
+                self.hops.append(Hop(slice(*hop.queries), work.slices, hop.owner, rows, *arrived))
 
     def forward(self) -> tuple[Tensor, Tensor]:
-        """Every hop, merged as the ring merges them."""
-        (_, slices, k, v), *rest = self.hops
-        out, lse = self.kernel.forward(self.q, k, v, slices, scores=self.scores)
-        for rows, slices, k, v in rest:
-            merge_(out[:, rows], lse[:, rows], *self.kernel.forward(self.q[:, rows], k, v, slices, scores=self.scores))
+        """Return output and log-sum-exp of this rank's queries: every hop, merged as the ring merges them."""
+        first, *rest = self.hops
+        out, lse = self.kernel.forward(self.q, first.k, first.v, first.slices, scores=self.scores)
+        for hop in rest:
+            part = self.kernel.forward(self.q[:, hop.queries], hop.k, hop.v, hop.slices, scores=self.scores)
+            merge_(out[:, hop.queries], lse[:, hop.queries], *part)
         return out.to(self.q.dtype), lse
 
-    def backward(self) -> Tensor:
-        """Every hop's gradients; those of keys are added to a buffer, as at their owner."""
+    def backward(self, out: Tensor, lse: Tensor, owners: Sequence[tuple[Tensor, Tensor]] = ()) -> Tensor:
+        """Return the gradient of this rank's queries, given what ``forward`` returned.
+
+        Gradients of keys and values are added to ``owners``, dk and dv of every rank; without it to a buffer, which
+        takes as long.
+        """
         dq = torch.zeros_like(self.q, dtype=accumulate_dtype(self.q.dtype))
-        for rows, slices, k, v in self.hops:
-            mine = (self.dout[:, rows], self.q[:, rows], k, v, self.out[:, rows], self.lse[:, rows])
-            grads = self.kernel.backward(*mine, slices, scores=self.scores)
-            dq[:, rows] += grads.dq_BtHD
-            for part in (grads.dk_BsKD, grads.dv_BsKV):
-                torch.zeros_like(part).add_(part)
+        for hop in self.hops:
+            mine = (self.dout[:, hop.queries], self.q[:, hop.queries], hop.k, hop.v)
+            grads = self.kernel.backward(
+                *mine, out[:, hop.queries], lse[:, hop.queries], hop.slices, scores=self.scores
+            )
+            dq[:, hop.queries] += grads.dq_BtHD
+            for number, part in enumerate((grads.dk_BsKD, grads.dv_BsKV)):
+                if not owners:
+                    torch.zeros_like(part).add_(part)
+                    continue
+                widths = [stop - start for start, stop in hop.rows]
+                for (start, stop), rows in zip(hop.rows, part.split(widths, 1), strict=True):
+                    owners[hop.owner][number][:, start:stop] += rows
         return dq
+
+
+LAYOUTS = ("contiguous", "zigzag", "striped", "balanced")
+
+
+def compare_rings(setting: Setting, kernel: AttentionKernel) -> Iterator[dict[str, Any]]:
+    """Return a row for each layout, degree and packing: the largest relative error against float64, and of what."""
+    tokens = setting.ring_tokens
+    inputs = setting.tensors(tokens)
+    # A document of one token, one that several ranks share, one in one rank's middle.
+    cases = {"one document": [0, tokens], "packed": [0, 1, 2 * tokens // 5, tokens // 2 + 1, tokens]}
+    for documents, bounds in cases.items():
+        slices = slice_table(AttentionSlice(a, b, a, b, 0) for a, b in pairwise(bounds))
+        exact = _attention(ReferenceKernel(), *(x.cpu().double() for x in inputs), slices, setting.scores)
+        for degree in setting.degrees:
+            for kind in LAYOUTS:
+                layout = SequenceLayout.build(kind, tokens, degree, bounds)
+                found = ring_results(setting, kernel, Schedule.build(layout, bounds), inputs)
+                errors = {of: _relative(found[of].cpu(), want) for of, want in zip(_PARTS, exact, strict=True)}
+                of = max(errors, key=lambda name: errors[name])
+                row = {"kernel": kernel.name, "documents": documents, "layout": kind, "ranks": degree}
+                yield row | {"worst": errors[of], "of": of}
+
+
+def ring_results(
+    setting: Setting, kernel: AttentionKernel, schedule: Schedule, inputs: Sequence[Tensor]
+) -> dict[str, Tensor]:
+    """Return output and gradients of the whole row, put together from what all ranks compute."""
+    layout = schedule.layout
+    ranks = [RankWork(setting, kernel, schedule, rank, inputs) for rank in range(layout.degree)]
+    results = [rank.forward() for rank in ranks]
+    wide = accumulate_dtype(setting.dtype)
+    owners = []
+    for rank in range(layout.degree):
+        shares = (layout.split(x, rank, 1) for x in inputs[1:3])
+        owners.append(tuple(torch.zeros_like(x, dtype=wide) for x in shares))
+    dq = [rank.backward(*result, owners) for rank, result in zip(ranks, results, strict=True)]
+    parts = ([out for out, _ in results], dq, [dk for dk, _ in owners], [dv for _, dv in owners])
+    return {name: layout.join(shares, 1) for name, shares in zip(_PARTS, parts, strict=True)}
 
 
 def packed_documents(tokens: int, mean: int) -> list[int]:
@@ -201,7 +271,7 @@ def measure_rings(setting: Setting, deadline: float) -> Iterator[dict[str, Any]]
                     print(f"out of time before {layout} over {degree} ranks, {documents}", file=sys.stderr)
                     return
                 schedule = Schedule.build(SequenceLayout.build(layout, tokens, degree, bounds), bounds)
-                found = ring_seconds(setting, kernel, schedule, whole)
+                found = ring_seconds(setting, kernel, schedule, whole[:4])
                 row = {"kernel": name, "documents": documents, "layout": layout, "ranks": degree}
                 yield row | {"calls": _most_hops(schedule)} | ratios(alone, found)
 
@@ -217,13 +287,13 @@ def _most_hops(schedule: Schedule) -> int:
 
 
 def ring_seconds(
-    setting: Setting, kernel: AttentionKernel, schedule: Schedule, whole: list[Tensor]
+    setting: Setting, kernel: AttentionKernel, schedule: Schedule, inputs: list[Tensor]
 ) -> list[tuple[float, float]]:
     """(forward, backward) seconds of every rank."""
     found = []
     for rank in range(schedule.layout.degree):
-        work = RankWork(setting, kernel, schedule, rank, whole)
-        runs = (work.forward, work.backward)
+        work = RankWork(setting, kernel, schedule, rank, inputs)
+        runs = (work.forward, partial(work.backward, *work.forward()))
         found.append(tuple(gpu.seconds(run, setting) for run in runs))
     return found
 
@@ -251,8 +321,7 @@ def measure_errors(setting: Setting) -> Iterator[dict[str, Any]]:
     exact = _attention(ReferenceKernel(), *inputs, slices, setting.scores)
     for name, kernel in setting.kernels().items():
         found = _attention(kernel, q, k, v, dout, slices, setting.scores)
-        names = ("out", "dq", "dk", "dv")
-        errors = {n: _relative(a, b) for n, a, b in zip(names, found, exact, strict=True)}
+        errors = {n: _relative(a, b) for n, a, b in zip(_PARTS, found, exact, strict=True)}
         yield {"kernel": name, "tokens": tokens, **errors}
 
 

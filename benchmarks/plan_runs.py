@@ -76,8 +76,8 @@ def settings_of(dtype: str, stage: int, keep: str = "all", **more: Any) -> dict[
     return settings | {name.replace("__", "."): value for name, value in more.items()}
 
 
-def write_shards(folder: Path, length: int) -> Path:
-    """A shard folder of documents of one length, of random tokens."""
+def write_shards(folder: Path, length: int, tokens: int = _TOKENS_OF_DATA) -> Path:
+    """A shard folder of documents of one length, of so many random tokens together."""
     from data_pipeline.prepare.sources import open_source
     from data_pipeline.prepare.train_tokenizer import train_tokenizer
     from data_pipeline.shards.writer import EncodedDocument, ShardWriter
@@ -96,9 +96,9 @@ def write_shards(folder: Path, length: int) -> Path:
         return output
     output.mkdir()
     writer, random = ShardWriter(output, vocab_size=tokenizer.vocab_size), np.random.default_rng(length)
-    for number in range(_TOKENS_OF_DATA // length):
-        tokens = random.integers(3, _VOCABULARY - 8, length).astype(np.uint16)
-        writer.add(EncodedDocument(tokens=tokens, hash=number, name=f"{number}", text_bytes=length))
+    for number in range(tokens // length):
+        of_document = random.integers(3, _VOCABULARY - 8, length).astype(np.uint16)
+        writer.add(EncodedDocument(tokens=of_document, hash=number, name=f"{number}", text_bytes=length))
     tokenizer.save(output)
     writer.finish(split="training", tokenizer=tokenizer, sources=[], options={}, skipped={})
     return output

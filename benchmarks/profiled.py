@@ -3,7 +3,7 @@
     deepspeed --num_gpus 8 benchmarks/profiled.py --profile profile.json --profiled-step 4 --config …
 
 Rank 0 writes a Chrome trace (chrome://tracing, Perfetto) of that step, and beside it the operations that took longest.
-The run ends there.
+The run ends there, without a checkpoint. Without ``--profile`` it ends before that step: its metrics are what is wanted.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         description=(__doc__ or "").splitlines()[0], epilog="All other flags are pretrain.py's.", allow_abbrev=False
     )
-    parser.add_argument("--profile", type=Path, default=Path("profile.json"), help="file of the Chrome trace")
+    parser.add_argument("--profile", type=Path, help="file of the Chrome trace; its name may end in .gz")
     parser.add_argument("--profiled-step", type=int, default=4, help="the step, counted from 1")
     own, settings = parser.parse_known_args(arguments)
     from launcher.cluster.exit import run_to_exit_code
@@ -33,7 +33,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return run_to_exit_code(lambda: _train(settings, own.profile, own.profiled_step))
 
 
-def _train(settings: list[str], path: Path, step: int) -> None:
+def _train(settings: list[str], path: Path | None, step: int) -> None:
     import torch
 
     # DeepSpeed decides on a device when it is imported, which happens here earlier than in a plain run.
@@ -48,14 +48,16 @@ def _train(settings: list[str], path: Path, step: int) -> None:
     pretrain(settings)
 
 
-def profiled(plain: type, path: Path, step: int) -> type:
-    """A ``TrainStep`` that is profiled when it takes this step, and ends the run after it."""
+def profiled(plain: type, path: Path | None, step: int) -> type:
+    """A ``TrainStep`` that is profiled when it takes this step, and ends the run after it; before it without a path."""
     from torch.profiler import ProfilerActivity, profile
 
     class ProfiledStep(plain):
         def __call__(self, progress: Any) -> Any:
             if progress.step + 1 != step:
                 return super().__call__(progress)
+            if path is None:
+                raise SystemExit(0)
             on_gpu = self.run.device.type == "cuda"
             activities, by = [ProfilerActivity.CPU], "self_cpu_time_total"
             if on_gpu:

@@ -19,6 +19,7 @@ from typing import Any
 
 from benchmarks import audit_tables, endurance, faults, plan_tables, run_tables
 from benchmarks.delivering import tables as delivery
+from benchmarks.first_gpu import figures as first_gpu
 from benchmarks.machine import KINDS, RESULTS
 from benchmarks.scaling import table as scale
 
@@ -35,6 +36,8 @@ def rewritten(text: str, results: Path = RESULTS) -> str:
 
 def section(name: str, results: Path = RESULTS) -> str:
     """Captions and tables of one name. KeyError where there is no such table."""
+    if name in GPU_TABLES:
+        return GPU_TABLES[name](results)
     benchmark, table = TABLES[name]
     parts = []
     for kind in KINDS:
@@ -403,6 +406,11 @@ TABLES: dict[str, tuple[str, Callable[[Result], str]]] = {
     "faults": ("faults", lambda result: markdown(*faults.table(result))),
 }
 """By name: the benchmark whose result it is made from, and how."""
+GPU_TABLES: dict[str, Callable[[Path], str]] = {
+    "gpu-steps": lambda results: markdown(*first_gpu.steps_table(results)),
+    "gpu-figures": lambda results: markdown(*first_gpu.figures_table(results)) + f"\n\n{first_gpu.source_lines()}",
+}
+"""By name: what is made from the results of all cards, and says "waiting" where there are none."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

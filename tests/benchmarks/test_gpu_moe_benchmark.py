@@ -17,7 +17,7 @@ def test_everything_once_on_the_cpu(tmp_path, capsys):
     path = tmp_path / "result.json"
     assert benchmark.main(["--device", "cpu", "--tiny", "--output", str(path)]) == 0
     result = json.loads(path.read_text())
-    assert {"device", "layers", "parts", "errors", "machine", "tiny"} <= result.keys()
+    assert {"card", "layers", "parts", "errors", "machine", "tiny"} <= result.keys()
     names = {"Mixtral-8x7B", "Qwen3-30B-A3B", "DeepSeek-V3"}
     assert {(row["model"], row["tokens"]) for row in result["layers"]} == {(n, t) for n in names for t in (64, 96)}
     assert all(row["share"] > 0 and row["load"] >= 1 for row in result["layers"])

@@ -90,6 +90,17 @@ def test_what_is_left_out_has_the_day_and_verdict_of_its_last_result(monkeypatch
         assert runner.last_measured("endurance") == f"2026-11-26: {said}"
 
 
+def test_what_needs_a_gpu_was_measured_on_a_card_or_waits(monkeypatch, tmp_path):
+    monkeypatch.setattr(runner, "RESULTS", tmp_path)
+    rows = runner.left_out().splitlines()[-len(runner.GPU) :]
+    assert [row.split() for row in rows] == [[name, "waiting"] for name in runner.GPU]
+    path = tmp_path / "h100" / "first_gpu.json"
+    path.parent.mkdir()
+    steps = {"ring": {"verdict": "FAIL"}, "demo": {"verdict": "OK"}, "loss": {"verdict": "OK"}}
+    path.write_text(json.dumps({"card": "NVIDIA H100", "machine": {"date": "2026-11-27"}, "steps": steps}))
+    assert "first_gpu      measured on NVIDIA H100, 2026-11-27: 2 OK, 1 FAIL" in runner.left_out()
+
+
 def test_an_unknown_name_is_refused(capsys):
     with pytest.raises(SystemExit):
         runner.main(["decoders"])
@@ -156,10 +167,11 @@ def test_a_command_that_dies_or_does_not_end_is_told():
 def test_every_script_runs_with_all_or_says_why_not():
     folder = Path(runner.__file__).parent
     texts = {path.stem: path.read_text() for path in folder.glob("*.py")}
+    texts |= {path.parent.name: path.read_text() for path in folder.glob("*/__main__.py")}
     scripts = {name for name, text in texts.items() if 'if __name__ == "__main__"' in text}
     # The command of all benchmarks, and the one that writes their tables, measure nothing.
-    listed = [*runner.NAMES, *runner.SEPARATE, *runner.SCRIPTS]
+    listed = [*runner.NAMES, *runner.SEPARATE, *runner.SCRIPTS, *runner.GPU]
     assert sorted(listed) == sorted(scripts - {"__main__", "tables"})
     for name in listed:
         keeps_bounds = f'conclude("{name}"' in texts[name] and "parse(parser" in texts[name]
-        assert keeps_bounds == (name not in runner.SCRIPTS), name
+        assert keeps_bounds == (name not in (*runner.SCRIPTS, *runner.GPU)), name

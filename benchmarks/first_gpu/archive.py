@@ -1,0 +1,46 @@
+"""The archive of a run: everything its steps have left, in one file that stays below a limit."""
+
+from __future__ import annotations
+
+import os
+import tarfile
+from io import BytesIO
+from pathlib import Path
+
+MOST_BYTES = 15 << 20
+"""Of the archive. Machines that are lent hand back files of at most 16 MiB."""
+_LOG_BYTES = 256 << 10
+_KEPT = (".json", ".log", ".txt", ".gz")
+
+
+def write_archive(scratch: Path, path: Path) -> list[str]:
+    """Pack the scratch folder's own files, the smallest first; return the names of those that did not fit.
+
+    Of a log the end is kept. The archive appears whole or not at all.
+    """
+    files = [file for file in scratch.iterdir() if file.is_file() and file.suffix in _KEPT]
+    part, left_out = path.with_suffix(".part"), []
+    with tarfile.open(part, "w:gz") as archive:
+        # Sizes before compression: what fits then fits after it.
+        room = MOST_BYTES
+        for file in sorted(files, key=lambda file: file.stat().st_size):
+            content = file.read_bytes()
+            if file.suffix == ".log":
+                content = content[-_LOG_BYTES:]
+            if len(content) > room:
+                left_out.append(file.name)
+                continue
+            room -= len(content)
+            entry = tarfile.TarInfo(file.name)
+            entry.size, entry.mtime = len(content), int(file.stat().st_mtime)
+            archive.addfile(entry, BytesIO(content))
+    os.replace(part, path)
+    return left_out
+
+
+def read_member(path: Path, name: str) -> bytes:
+    """Return the content of one file of an archive."""
+    with tarfile.open(path, "r:gz") as archive:
+        member = archive.extractfile(name)
+        assert member is not None, f"{name} is no file of {path}"
+        return member.read()

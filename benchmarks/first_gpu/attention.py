@@ -1,0 +1,88 @@
+"""Step attention: forward and backward of each kernel at 8K, 32K and 128K tokens, as a share of the matrix rate.
+
+bfloat16, causal, 32 query and 8 key heads of 128; at 8K four documents, else one. FLOPs are those of what the mask
+leaves, backward 2.5 times forward. ``sdpa`` is PyTorch's own call.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch.nn import functional
+
+from benchmarks import gpu
+from benchmarks.first_gpu.checks import Job, Sheet, run_step
+from benchmarks.gpu_attention import Setting, full_setting, measure_block, tiny_setting
+from longctx.kernels.attention.slices import AttentionSlice, slice_table
+
+_LENGTHS = {"8K": (1 << 13, 4), "32K": (1 << 15, 1), "128K": (1 << 17, 1)}
+"""Tokens of a document, and documents."""
+_DRY_LENGTHS = {"8K": (64, 4), "32K": (96, 1), "128K": (128, 1)}
+_DIRECTIONS = ("forward", "backward")
+
+
+def run(job: Job, sheet: Sheet) -> None:
+    """Measure length by length, so that a step that runs out of time has all kernels of some lengths."""
+    setting = job.pick(full_setting, lambda: tiny_setting("cpu"))()
+    setting = replace(setting, rounds=job.pick(2, 1))
+    for length, (tokens, documents) in job.pick(_LENGTHS, _DRY_LENGTHS).items():
+        for name, found in rates(setting, tokens, documents, sheet):
+            for direction in _DIRECTIONS:
+                add_rate(job, sheet, f"{name} {length} {direction}", found[f"{direction}_tflops"])
+
+
+def rates(
+    setting: Setting, tokens: int, documents: int, sheet: Sheet
+) -> Iterator[tuple[str, dict[str, float | None]]]:
+    """Return the rates of each kernel that this machine has, and of PyTorch's call."""
+    slices = slice_table(AttentionSlice(n * tokens, (n + 1) * tokens, n * tokens, (n + 1) * tokens, 0)
+                         for n in range(documents))  # fmt: skip
+    for name, kernel in setting.kernels(window=False).items():
+        with sheet.attempt(f"{name} {tokens}"):
+            yield name, measure_block(setting, kernel, slices)
+    with sheet.attempt(f"sdpa {tokens}"):
+        yield "sdpa", measure_sdpa(setting, tokens, documents)
+
+
+def measure_sdpa(setting: Setting, tokens: int, documents: int) -> dict[str, float | None]:
+    """Return TFLOP/s of ``scaled_dot_product_attention``, whose documents are rows."""
+    q, k, v, dout = (x.unflatten(1, (documents, tokens)).squeeze(0).transpose(1, 2)
+                     for x in setting.tensors(documents * tokens))  # fmt: skip
+    leaves = [x.requires_grad_() for x in (q, k, v)]
+
+    def forward() -> torch.Tensor:
+        return functional.scaled_dot_product_attention(*leaves, is_causal=True, enable_gqa=True)
+
+    out = forward()
+
+    def backward() -> Any:
+        return torch.autograd.grad(out, leaves, dout, retain_graph=True)
+
+    pairs = documents * tokens * (tokens + 1) / 2
+    work = 4.0 * setting.num_heads * setting.head_dim * pairs / 1e12
+    return {
+        "forward_tflops": work / gpu.seconds(forward, setting),
+        "backward_tflops": 2.5 * work / gpu.seconds(backward, setting),
+    }
+
+
+def add_rate(job: Job, sheet: Sheet, name: str, tflops: float | None) -> None:
+    """Add a rate with its share of the matrix rate, where this run has measured one."""
+    matmul = job.figure_of("machine", "matmul") or job.figure_of("machine2", "matmul")
+    share = ""
+    if matmul and tflops:
+        share = f"{tflops / matmul:.2f} of the matrix rate"
+    sheet.add(name, tflops, unit="TFLOP/s", note=share)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the step."""
+    return run_step(run, __doc__, arguments)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,82 @@
+"""Step demo: the road of ``make demo`` on one GPU, shorter: training, a resume, a continuation, an evaluation.
+
+The same run on this machine's CPU, which is the tested one, says what its loss should be.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from benchmarks.first_gpu.checks import Job, Sheet, one_line, run_step
+from benchmarks.first_gpu.commands import LAUNCHER, Command, common, flags, steps_of
+from benchmarks.first_gpu.commands import run as run_command
+from benchmarks.first_gpu.data import corpus_folder
+
+_PROMPT = "def __init__(self, name, "
+
+
+def run(job: Job, sheet: Sheet) -> None:
+    """Train in two halves, then use the checkpoint; the CPU's run goes on beside it."""
+    steps, folder, beside = job.pick(60, 6), job.scratch / "demo", job.scratch / "demo_cpu"
+    cpu = Command(_train(job, beside, steps) + ["--run.device", "cpu"], seconds=job.pick(75, 600))
+    with sheet.attempt("training"):
+        train = _train(job, folder, steps)
+        run_command([*train, "--train.stop_after", str(steps // 2)], seconds=job.pick(45, 400))
+        run_command([*train, "--run.resume", "latest"], seconds=job.pick(45, 400))
+        found = steps_of(folder)
+        numbers = [step["step"] for step in found]
+        whole = numbers == list(range(1, steps + 1))
+        # The step behind the resume goes on from where the one before it ended.
+        jump = abs(found[steps // 2]["loss"] - found[steps // 2 - 1]["loss"])
+        sheet.add("resume", jump, unit="change of loss", bound=1.0, problem="" if whole else f"steps {numbers}")
+        rate = sorted(step["tokens_per_second"] for step in found)[len(found) // 2]
+        sheet.add("training", found[-1]["loss"], unit=f"loss at step {steps}", note=f"{rate:,.0f} tokens/s")
+    _use(job, sheet, folder)
+    with sheet.attempt("loss beside the CPU's"):
+        if problem := cpu.problem():
+            raise RuntimeError(problem)
+        mine, theirs = (steps_of(each)[-1]["loss"] for each in (folder, beside))
+        # Sixty steps at a high learning rate enlarge bfloat16's rounding to a few thousandths of the loss.
+        sheet.add("loss beside the CPU's", abs(mine / theirs - 1), bound=2e-2, note=f"{mine:.3f} and {theirs:.3f}")
+
+
+def _train(job: Job, folder: Path, steps: int) -> list[str]:
+    settings: dict[str, Any] = common(job) | {
+        "data.train": corpus_folder(job),
+        "run.output_dir": folder,
+        "data.seq_len": job.pick(2048, 256),
+        "train.tokens_per_step": job.pick(2048, 256),
+        "train.dtype": "bfloat16",
+        "train.steps": steps,
+        "train.warmup_steps": steps // 4,
+        "validation.rows": job.pick(8, 1),
+    }
+    return [sys.executable, "launcher/pretrain.py", *flags(settings)]
+
+
+def _use(job: Job, sheet: Sheet, folder: Path) -> None:
+    """Generate from the checkpoint and evaluate it."""
+    with sheet.attempt("generate"):
+        words = [*LAUNCHER, "generate", "--checkpoint", str(folder), "--prompt", _PROMPT, "--max-new-tokens", "16"]
+        said = run_command([*words, "--device", job.device], seconds=job.pick(40, 300))
+        sheet.add("generate", note=one_line(said, 60))
+    with sheet.attempt("evaluate"):
+        output = folder / "evaluation"
+        words = [*LAUNCHER, "evaluate", "--checkpoint", str(folder), "--tasks", "ppl", "--samples", "2"]
+        words += ["--lengths", str(job.pick(1024, 256)), "--output", str(output), "--device", job.device]
+        run_command(words, seconds=job.pick(40, 300))
+        sheet.add("evaluate", note=", ".join(sorted(path.name for path in output.iterdir())))
+    assert math.isfinite(steps_of(folder)[-1]["loss"])
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the step."""
+    return run_step(run, __doc__, arguments)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

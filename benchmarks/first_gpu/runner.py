@@ -1,0 +1,190 @@
+"""Run steps, each a process of its own with a limit of time, within a deadline for all of them.
+
+Steps that are not timed run beside one another as the cores allow; one that is timed runs alone. After each step the
+report and the archive are written anew, so that whatever ends the run leaves all that came before.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import time
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from benchmarks.first_gpu.archive import write_archive
+from benchmarks.first_gpu.checks import ROOT, load_checks, module_of
+from benchmarks.first_gpu.report import Outcome, judge, line, skipped_outcome, table
+from benchmarks.first_gpu.steps import Step
+
+_LEAST_SHARE = 0.5
+"""A step is not started if less than this share of its limit is left before the deadline."""
+_DRY_SECONDS = 900.0
+"""Limit of a step in a dry run, where nothing is timed."""
+_TICK_SECONDS = 0.1
+
+
+class Ended(BaseException):
+    """A signal asked the run to end."""
+
+
+@dataclass
+class Running:
+    """A step's process."""
+
+    step: Step
+    process: subprocess.Popen[bytes]
+    begun: float
+    limit: float
+
+    @property
+    def seconds(self) -> float:
+        """Seconds since it began."""
+        return time.monotonic() - self.begun
+
+
+def startable(
+    pending: Sequence[Step], running: Collection[Step], ended: Collection[str], *, cores: int
+) -> Iterator[Step]:
+    """Return the steps that may start now, in their order; a step that runs alone is overtaken by none."""
+    free = cores - sum(min(step.cores, cores) for step in running)
+    known = {step.name for step in (*pending, *running)}
+    nobody = not running
+    for position, step in enumerate(pending):
+        if step.alone:
+            if position == 0 and nobody:
+                yield step
+            return
+        waits = any(name in known and name not in ended for name in step.after)
+        if waits or min(step.cores, cores) > free:
+            continue
+        free -= min(step.cores, cores)
+        nobody = False
+        yield step
+
+
+class Run:
+    """Steps on their way: what waits, what runs, what became of the rest."""
+
+    def __init__(
+        self, steps: Sequence[Step], *, device: str, scratch: Path, out: Path, seconds: float, cores: int, facts: dict
+    ) -> None:
+        """``seconds`` is the limit of all steps together; ``facts`` go into the report."""
+        self.pending, self.running, self.outcomes = list(steps), [], []
+        self.device, self.scratch, self.out, self.cores = device, scratch, out, cores
+        self.deadline, self.facts = time.monotonic() + seconds, facts
+        self.names = [step.name for step in steps]
+        self.environment = environment_of(device, scratch)
+
+    def all_steps(self) -> list[Outcome]:
+        """Run all steps, print a line for each, and return what became of them in their order."""
+        try:
+            with signals_end():
+                while self.pending or self.running:
+                    self._start()
+                    self._collect()
+                    time.sleep(_TICK_SECONDS)
+        except Ended:
+            for one in list(self.running):
+                self._end(one, "ended by a signal")
+            for step in self.pending:
+                self._add(skipped_outcome(step, "ended by a signal"))
+        finally:
+            for one in self.running:
+                kill_session(one.process)
+        return self._in_order()
+
+    def _start(self) -> None:
+        ended = {outcome.name for outcome in self.outcomes}
+        for step in list(startable(self.pending, [one.step for one in self.running], ended, cores=self.cores)):
+            self.pending.remove(step)
+            left = self.deadline - time.monotonic()
+            limit = _DRY_SECONDS if self.device == "cpu" else step.seconds
+            if left < _LEAST_SHARE * min(limit, step.seconds):
+                self._add(skipped_outcome(step, "out of time"))
+                continue
+            self.running.append(self._launch(step, min(limit, left)))
+
+    def _launch(self, step: Step, limit: float) -> Running:
+        words = [*module_of(step.module), *step.which, "--device", self.device]
+        words += ["--scratch", str(self.scratch), "--name", step.name]
+        environment = self.environment | {"OMP_NUM_THREADS": str(min(step.cores, self.cores))}
+        with (self.scratch / f"{step.name}.log").open("wb") as log:
+            # A session of its own: whatever the step starts ends with it.
+            process = subprocess.Popen(
+                words, cwd=ROOT, env=environment, stdout=log, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL,
+                start_new_session=True,
+            )  # fmt: skip
+        return Running(step, process, time.monotonic(), limit)
+
+    def _collect(self) -> None:
+        for one in list(self.running):
+            code = one.process.poll()
+            if code is not None:
+                self._end(one, f"exit code {code}" if code else "")
+            elif one.seconds > one.limit:
+                self._end(one, f"ended after its limit of {one.limit:.0f} s")
+
+    def _end(self, one: Running, problem: str) -> None:
+        kill_session(one.process)
+        self.running.remove(one)
+        checks = load_checks(self.scratch / f"{one.step.name}.json")
+        card = self.facts.get("card", "")
+        self._add(judge(one.step, checks, seconds=one.seconds, problem=problem, dry=self.device == "cpu", card=card))
+
+    def _add(self, outcome: Outcome) -> None:
+        self.outcomes.append(outcome)
+        print(line(outcome), flush=True)
+        self._write()
+
+    def _write(self) -> None:
+        outcomes = self._in_order()
+        report = self.facts | {"dry": self.device == "cpu", "steps": [outcome.to_json() for outcome in outcomes]}
+        (self.scratch / "report.json").write_text(json.dumps(report, indent=1) + "\n")
+        (self.scratch / "table.txt").write_text(table(outcomes) + "\n")
+        write_archive(self.scratch, self.out)
+
+    def _in_order(self) -> list[Outcome]:
+        return sorted(self.outcomes, key=lambda outcome: self.names.index(outcome.name))
+
+
+@contextmanager
+def signals_end() -> Iterator[None]:
+    """Raise ``Ended`` within the block when this process is asked to end."""
+
+    def end(number: int, frame: Any) -> None:
+        raise Ended
+
+    before = {number: signal.signal(number, end) for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)}
+    try:
+        yield
+    finally:
+        # A second signal would cut off the archive that the first one asks for.
+        for number in before:
+            signal.signal(number, signal.SIG_IGN)
+
+
+def kill_session(process: subprocess.Popen[bytes]) -> None:
+    """End a process and all that it has started."""
+    try:
+        os.killpg(process.pid, signal.SIGKILL)
+    except ProcessLookupError:
+        pass
+    process.wait()
+
+
+def environment_of(device: str, scratch: Path) -> dict[str, str]:
+    """Return the environment of the steps: what the user has set stays; caches are in the scratch folder."""
+    given: Mapping[str, str] = os.environ
+    caches = {"LONGCTX_CACHE": "longctx", "TORCHINDUCTOR_CACHE_DIR": "inductor", "TRITON_CACHE_DIR": "triton"}
+    defaults = {name: str(scratch / "cache" / folder) for name, folder in caches.items()}
+    # The ranks of the ring are on this machine.
+    defaults |= {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo", "TOKENIZERS_PARALLELISM": "false"}
+    paths = [str(ROOT), *filter(None, [given.get("PYTHONPATH", "")])]
+    fixed = {"DS_ACCELERATOR": device, "PYTHONPATH": os.pathsep.join(paths), "PYTHONUNBUFFERED": "1"}
+    return defaults | dict(given) | fixed

@@ -1,0 +1,180 @@
+"""The steps of both parts as values: what runs, for how long, beside what, and what is expected with its source.
+
+Expected figures are for an H100 SXM unless a card is named; none of them was measured by this project.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True, kw_only=True)
+class Expected:
+    """What a figure should come to."""
+
+    figure: float
+    source: str
+    at_most: bool = False
+    """Whether less is better."""
+    cards: Mapping[str, float] = field(default_factory=dict)
+    """Figures of other cards, by a part of their name."""
+
+    def on(self, card: str) -> float:
+        """Return the figure for this card."""
+        return next((figure for name, figure in self.cards.items() if name in card), self.figure)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Step:
+    """One process of the programme."""
+
+    name: str
+    module: str
+    """Of this folder."""
+    which: tuple[str, ...] = ()
+    """Its arguments."""
+    seconds: float
+    """Limit of time."""
+    cores: int = 1
+    alone: bool = False
+    """Whether nothing may run beside it, and no later step before it."""
+    after: tuple[str, ...] = ()
+    """Steps that must have ended, well or not."""
+    shows: str = ""
+    """The check whose figure stands in the step's line."""
+    expected: Mapping[str, Expected] = field(default_factory=dict)
+    """By the name of the check."""
+
+
+_SEEN = "seen on these cards before, by other programs"
+_FA3 = "FlashAttention-3's paper, arXiv 2407.08608, figures 5 and 6, H100 SXM"
+_CUDNN = f"{_FA3}; backward assumed from its ratio to forward"
+_FLEX = "assumed: 0.85 to 0.9 of FlashAttention-2's; its backward recomputes a forward"
+_SLICE = (
+    "arithmetic: weights at 650 TFLOP/s with recomputation 2.7 us a token and layer, elementwise 0.6, attention by the "
+    "rates of the step attention"
+)
+_MFU = f"{_SLICE}; as a share of 989 TFLOP/s"
+
+_RATES = {
+    "matmul": Expected(figure=770, source=f"TFLOP/s, {_SEEN}: 770 to 800"),
+    "copy": Expected(figure=3.0, source=f"TB/s read and written, {_SEEN}", cards={"H200": 4.3}),
+    "host link": Expected(figure=25, source="GB/s a direction, both at once: half of 64 GB/s, assumed"),
+}
+
+
+def _attention() -> dict[str, Expected]:
+    """Return the expected rates of each kernel, by length and direction."""
+    found = {}
+    rows = {
+        "cuda_flash": ((333, 335, 335), 290, _FA3),
+        "flash2": ((333, 335, 335), 290, _FA3),
+        "sdpa": ((333, 335, 335), 290, f"{_FA3}: the same kernel, called by PyTorch"),
+        "cudnn": ((529, 539, 539), 450, _CUDNN),
+        "flash3": ((602, 616, 616), 510, _FA3),
+        "flex": ((340, 340, 340), 250, _FLEX),
+    }
+    for kernel, (forward, backward, source) in rows.items():
+        for length, rate in zip(("8K", "32K", "128K"), forward, strict=True):
+            found[f"{kernel} {length} forward"] = Expected(figure=rate, source=source)
+            found[f"{kernel} {length} backward"] = Expected(figure=backward, source=source)
+    return found
+
+
+def _slices(rows: Mapping[str, tuple[float, float]]) -> dict[str, Expected]:
+    """Return the expected tokens a second (thousands) and MFU (%) of some runs."""
+    found = {}
+    for run, (thousands, mfu) in rows.items():
+        found[f"{run}, tokens/s"] = Expected(figure=1000 * thousands, source=_SLICE)
+        found[f"{run}, MFU"] = Expected(figure=mfu, source=_MFU)
+    return found
+
+
+PART_1: tuple[Step, ...] = (
+    Step(name="machine", module="machine", seconds=30, cores=16, alone=True, shows="matmul", expected=_RATES),
+    # What is right or wrong: beside one another, for most of it is starting processes and comparing on the CPU.
+    Step(name="contact", module="contact", seconds=75, cores=3),
+    Step(name="data", module="data", which=("corpus", "rows"), seconds=60),
+    Step(name="tests", module="gpu_tests", which=("other",), seconds=90, cores=4, shows="passed"),
+    Step(name="parity", module="parity", seconds=90, cores=2),
+    Step(name="verify", module="verify", seconds=90, cores=4),
+    Step(name="flex", module="gpu_tests", which=("flex",), seconds=120, cores=2, shows="passed"),
+    Step(name="trace", module="trace", seconds=60),
+    Step(name="demo", module="demo", seconds=80, cores=3, after=("data",)),
+    # Ranks that share a GPU take turns on it: they wait least while nothing else computes there.
+    Step(name="ring", module="ring", seconds=90, cores=6, after=("contact", "tests", "parity", "verify")),
+    Step(
+        name="attention", module="attention", seconds=60, cores=16, alone=True, shows="cudnn 32K forward",
+        expected=_attention(),
+    ),
+    Step(
+        name="slices", module="slices", which=("lengths",), seconds=95, cores=16, alone=True,
+        shows="32K auto, tokens/s",
+        expected=_slices({"32K auto": (79, 34), "128K auto": (33, 30), "32K cudnn": (94, 40), "128K cudnn": (44, 41)}),
+    ),
+    Step(
+        name="compiled", module="slices", which=("compiled",), seconds=60, cores=16, alone=True,
+        shows="32K compiled, tokens/s",
+        expected=_slices({"32K compiled": (83, 36)})
+        | {"32K compiled, first step": Expected(figure=90, source="assumed: 30 to 90 s", at_most=True)},
+    ),
+)  # fmt: skip
+PART_2: tuple[Step, ...] = (
+    Step(name="machine2", module="machine", seconds=25, cores=16, alone=True, shows="matmul", expected=_RATES),
+    Step(name="rows", module="data", which=("rows",), seconds=20, cores=16, alone=True),
+    Step(
+        name="store", module="slices", which=("store",), seconds=70, cores=16, alone=True,
+        shows="128K host / device",
+        expected={
+            "128K host / device": Expected(
+                figure=0.9,
+                source="arithmetic: attention takes 12 us a token and layer, in which each link carries 4 KiB a token",
+            ),
+            "512K host, tokens/s": Expected(figure=19_700, source=_SLICE),
+        },
+    ),
+    Step(
+        name="loss", module="loss", seconds=25, cores=16, alone=True, shows="compiled",
+        expected={
+            "eager": Expected(
+                figure=260, at_most=True,
+                source="ms; arithmetic: 1.03e14 FLOP at 650 TFLOP/s are 160 ms, elementwise passes 60 to 100",
+            ),
+            "compiled": Expected(
+                figure=200, at_most=True, source="ms; arithmetic: the same with 20 to 40 for fused elementwise passes"
+            ),
+        },
+    ),
+    Step(
+        name="experts", module="experts", seconds=50, cores=16, alone=True, shows="Mixtral-8x7B share",
+        expected={
+            "Mixtral-8x7B share": Expected(figure=0.85, source="goal of benchmarks/gpu_moe.py"),
+            "Qwen3-30B-A3B share": Expected(figure=0.6, source="assumed: 1,024 rows an expert, 0.55 to 0.65"),
+        },
+    ),
+    Step(
+        name="profile", module="slices", which=("profile",), seconds=40, cores=16, alone=True, shows="busy",
+        expected={
+            "busy": Expected(figure=95, source="% of a step at 32K, assumed: no host wait stands in it"),
+            "host waits": Expected(figure=5, source="of a step, assumed: where a number is logged", at_most=True),
+        },
+    ),
+    Step(
+        name="rings", module="rings", seconds=30, cores=16, alone=True, shows="least efficiency",
+        expected={"least efficiency": Expected(figure=0.97, source="goal of benchmarks/gpu_attention.py")},
+    ),
+    Step(
+        name="long", module="slices", which=("long",), seconds=130, cores=16, alone=True, shows="1M, tokens/s",
+        expected={"1M, tokens/s": Expected(figure=15_000, source=f"{_SLICE}; cuDNN, one layer")},
+    ),
+)  # fmt: skip
+PARTS: dict[str, tuple[Step, ...]] = {"1": PART_1, "2": PART_2}
+PART_SECONDS = {"1": 410.0, "2": 250.0}
+"""Limits of the parts, with some seconds for the archive to 420 and 260."""
+
+
+def named(names: Sequence[str]) -> list[Step]:
+    """Return steps of any part by name; KeyError for a name that there is not."""
+    known = {step.name: step for part in PARTS.values() for step in part}
+    return [known[name] for name in names]

@@ -1,0 +1,43 @@
+"""Step trace: what ``plan --trace`` says the slices take, on the CPU and beforehand: their memory stands beside it."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Sequence
+
+from benchmarks.first_gpu.checks import Job, Sheet, run_step
+from benchmarks.first_gpu.commands import LAUNCHER, flags
+from benchmarks.first_gpu.commands import run as run_command
+from benchmarks.first_gpu.slices import GIB, LENGTHS, Slice, settings_of
+from launcher.trace.stand_in import torch_cuda_version
+
+
+def run(job: Job, sheet: Sheet) -> None:
+    """Trace each slice once: kernels take no memory that a trace sees."""
+    if torch_cuda_version() is None:
+        sheet.add("trace", skipped="this PyTorch is a CPU build; `longctx plan --trace` says what to install")
+        return
+    for number in range(0, len(LENGTHS), 2):
+        with sheet.attempt(f"trace {LENGTHS[number].length}"):
+            peak = traced_peak(job, LENGTHS[number])
+            for one in LENGTHS[number : number + 2]:
+                sheet.add(one.name, peak / GIB, unit="GiB")
+
+
+def traced_peak(job: Job, one: Slice) -> int:
+    """Return the peak bytes of the rank that needs most."""
+    settings = settings_of(job, one) | {"run.device": "auto", "parallel.kernel": "auto"}
+    text = run_command([*LAUNCHER, "plan", "--trace", "--json", "--ranks", "1", *flags(settings)], seconds=58)
+    # Lines of progress may stand around the object.
+    told, _ = json.JSONDecoder().raw_decode(text, text.index("{\n"))
+    return max(rank["bytes"]["peak"] for rank in told["ranks"])
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the step."""
+    return run_step(run, __doc__, arguments)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
