@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from longctx.kernels.devices import on_cpu
 from parallel.audit.again import flat, tensors_in
 from parallel.audit.bits import Difference, difference
 from parallel.audit.bound import outside
@@ -54,7 +55,7 @@ def sample_of_large(
     inputs = [Copied.of(tile.rows_nK), Copied.of(tile.columns_Km)]
     computed_nm = torch.mm(inputs[0].laid_out(result.device), inputs[1].laid_out(result.device))
     # On a GPU sums may be rounded in between, as its settings say, and the bound would not hold.
-    if own is None and tile.used_nm is not None and result.device.type == "cpu":
+    if own is None and tile.used_nm is not None and on_cpu(result):
         own = outside(tile.rows_nK, tile.columns_Km, tile.used_nm, computed_nm)
     n, m = computed_nm.shape
     return Sample(

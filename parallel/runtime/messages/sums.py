@@ -21,6 +21,8 @@ import torch
 from torch import Tensor
 from xxhash import xxh3_64
 
+from longctx.kernels.devices import on_cpu
+
 _COLUMNS = 1024
 """Words of a row: rows and columns of a message of megabytes are then about equally many."""
 _WORD = 8
@@ -36,7 +38,7 @@ Sum = int | Tensor
 
 def bit_sum(tensors: Sequence[Tensor]) -> Sum:
     """The sum over all bits of tensors that are one piece of memory each, in their order. No host sync."""
-    if tensors[0].device.type == "cpu":
+    if on_cpu(tensors[0]):
         digest = xxh3_64()
         for x in tensors:
             digest.update(as_bytes(x).numpy().data)

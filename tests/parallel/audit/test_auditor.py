@@ -18,6 +18,7 @@ from parallel.audit.capture import operators_of
 from parallel.audit.verdict import Finding
 from parallel.runtime.groups import control_group
 from parallel.zero.uncompiled import AdamW
+from tests.as_on_a_gpu import computing_as_on_a_gpu
 from tests.helpers import run_distributed
 
 pytestmark = pytest.mark.timeout(240)
@@ -109,6 +110,19 @@ def audit_right_steps(limit_bytes: int) -> None:
 @pytest.mark.parametrize("limit_bytes", [1 << 20, pytest.param(SMALL, marks=pytest.mark.slow)])
 def test_right_numbers_are_never_called_wrong(limit_bytes):
     run_distributed(audit_right_steps, 3, limit_bytes, timeout=150)
+
+
+def audit_as_on_a_gpu() -> None:
+    """Of a GPU's operators, and without the bound of rounding, which its sums need not keep."""
+    parallel.audit.auditor.operators_of = lambda kind, _: operators_of(kind, "cuda")
+    with computing_as_on_a_gpu():
+        audit_right_steps(SMALL)
+        audit_wrong_steps_of_tiles()
+
+
+@pytest.mark.slow
+def test_the_operators_of_a_gpu_are_audited():
+    run_distributed(audit_as_on_a_gpu, 3, timeout=150)
 
 
 def audit_wrong_steps() -> None:
