@@ -37,7 +37,9 @@ def lines_of(refusal: pytest.ExceptionInfo[ConfigError], script: str) -> list[tu
 
 
 @pytest.mark.parametrize("script", [pretrain, verify])
-@pytest.mark.parametrize("flags", [[], ["--config", "recall", "--run.device", "auto"], ["--parallel.context=2"]])
+@pytest.mark.parametrize(
+    "flags", [[], ["--config", "quickstart-experts", "--run.device", "auto"], ["--parallel.ulysses=2"]]
+)
 def test_a_run_is_refused_and_both_lines_are_runs(two_ranks, monkeypatch, script, flags):
     name = f"launcher/{script.__name__.rpartition('.')[2]}.py"
     monkeypatch.setattr(sys, "argv", [name, "--local_rank=1", *flags])
