@@ -3,7 +3,7 @@
 # What is there already is kept; a run that is there already too, and the new one gets the next number.
 set -euo pipefail
 cd "$(dirname "$0")/.."
-source launcher/demo_common.sh
+source launcher/cluster/demo_ranks.sh
 
 run=${1:-runs/quickstart}
 work=$(dirname "$run")

@@ -3,7 +3,7 @@
 # ranks, up to twice the length, with and without YaRN. What is there is kept; a new run gets the next number.
 set -euo pipefail
 cd "$(dirname "$0")/.."
-source launcher/demo_common.sh
+source launcher/cluster/demo_ranks.sh
 
 run=${1:-runs/recall}
 text=$run-data

@@ -42,7 +42,10 @@ def main(argv: list[str], stop: Stop | None = None) -> int:
     config = load_run_config(argv, quiet=rank != 0)
     check_tasks(config.run.hostfile, argv)
     check_hostfile(config.run.hostfile, world_size)
-    device = choose_device(config.run.device, context=config.parallel.context)
+    parallel = config.parallel
+    device = choose_device(
+        config.run.device, context=parallel.context, ulysses=parallel.ulysses, expert=parallel.expert
+    )
     check_run(config, world_size)
     config = settle_context(config, world_size)
     traces = Path(config.run.output_dir) / LOGS

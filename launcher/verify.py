@@ -39,7 +39,10 @@ def main(argv: list[str]) -> int | None:
     config = load_run_config(argv, quiet=rank != 0)
     check_tasks(config.run.hostfile, argv)
     check_hostfile(config.run.hostfile, world_size)
-    device = choose_device(config.run.device, context=config.parallel.context)
+    parallel = config.parallel
+    device = choose_device(
+        config.run.device, context=parallel.context, ulysses=parallel.ulysses, expert=parallel.expert
+    )
     check_run(config, world_size)
     config = settle_context(config, world_size)
     start_process_group(timeout_seconds=config.run.timeout_seconds, meet_seconds=config.run.meet_seconds, device=device)

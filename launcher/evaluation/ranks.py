@@ -38,7 +38,7 @@ def joined_ranks(options: Computation) -> Iterator[torch.device]:
     """Be one of the ranks that a launcher started, or a process alone, within the block; yields the rank's device."""
     _, world_size = environment_rank()
     check_hostfile(options.hostfile, world_size)
-    device = choose_device(options.device, "--device", context=options.context)
+    device = choose_device(options.device, "--device", context=options.context, expert=options.expert)
     with process_group(timeout_seconds=options.timeout_seconds, device=device):
         yield device
 

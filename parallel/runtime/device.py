@@ -8,7 +8,7 @@ import os
 import resource
 import shlex
 import sys
-from collections.abc import MutableMapping
+from collections.abc import Mapping, MutableMapping
 
 import torch
 
@@ -18,12 +18,13 @@ from longctx.kernels.memory import available_bytes
 log = logging.getLogger(__name__)
 
 
-def choose_device(wish: str, setting: str = "run.device", *, context: int = 1) -> torch.device:
+def choose_device(wish: str, setting: str = "run.device", **degrees: int) -> torch.device:
     """Return the CPU, or the GPU with this process's local rank; ``auto`` takes GPUs if there are any.
 
-    ``setting`` is what messages call the wish, and ``context`` how many ranks share a sequence. Sets DeepSpeed's
-    accelerator too. ConfigError when there are fewer GPUs than ranks: for ``cuda`` always, for ``auto`` when there are
-    some, which the CPU would leave idle, unless DS_ACCELERATOR=cpu asks for that.
+    ``setting`` is what messages call the wish, and ``degrees`` are those of parallel.context and its like, by name,
+    which have to divide the ranks. Sets DeepSpeed's accelerator too. ConfigError when there are fewer GPUs than ranks:
+    for ``cuda`` always, for ``auto`` when there are some, which the CPU would leave idle, unless DS_ACCELERATOR=cpu
+    asks for that.
     """
     local_rank, ranks = int(os.environ.get("LOCAL_RANK", "0")), _ranks_here()
     gpus = 0
@@ -42,7 +43,7 @@ def choose_device(wish: str, setting: str = "run.device", *, context: int = 1) -
     # All ranks of a machine alike: a group whose members compute on different devices has no common backend.
     if gpus < ranks:
         if gpus and os.environ.get("DS_ACCELERATOR") != "cpu":
-            raise _idle_gpus(setting, ranks, gpus, context)
+            raise _idle_gpus(setting, ranks, gpus, degrees)
         if gpus:
             log.warning("%d ranks share %d GPUs and DS_ACCELERATOR=cpu: computing on the CPU.", ranks, gpus)
         os.environ["DS_ACCELERATOR"] = "cpu"
@@ -56,13 +57,16 @@ def choose_device(wish: str, setting: str = "run.device", *, context: int = 1) -
     return torch.device("cuda", local_rank)
 
 
-def _idle_gpus(setting: str, ranks: int, gpus: int, context: int) -> ConfigError:
+def _idle_gpus(setting: str, ranks: int, gpus: int, degrees: Mapping[str, int]) -> ConfigError:
     """The refusal of more ranks than GPUs, with the commands that start as many, or compute on the CPU."""
     some = f"{gpus} GPU" + "s" * (gpus > 1)
     arguments = [argument for argument in sys.argv[1:] if not argument.startswith("--local_rank")]
     fewer = list(arguments)
-    if gpus % max(context, 1):
-        fewer = [*_without(fewer, "parallel.context"), "--parallel.context", str(math.gcd(gpus, context))]
+    for name, degree in degrees.items():
+        # 0 is as many as there are.
+        if degree and gpus % degree:
+            key = f"parallel.{name}"
+            fewer = [*_without(fewer, key), f"--{key}", str(math.gcd(gpus, degree))]
     on_cpu = [*_without(arguments, setting), f"--{setting.removeprefix('--')}", "cpu"]
     if int(os.environ.get("WORLD_SIZE", "1")) > ranks:
         first, second = f"slots={gpus} for this machine in the hostfile", f"add {shlex.join(on_cpu[-2:])}"

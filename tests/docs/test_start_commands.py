@@ -56,7 +56,7 @@ def start_of(command: str) -> str:
     start = command.partition(SCRIPT)[0].replace("\\", " ")
     # Who starts it again when it fails is tested in tests/launcher/supervise/.
     start = re.sub(r"^longctx run .*?-- ", "", start)
-    return re.sub(r"(--num_gpus|--nproc_per_node) (\d+|N)", r"\1 2", " ".join(start.split()))
+    return re.sub(r"(--num_gpus|--nproc_per_node) (\d+|N|\$ranks)", r"\1 2", " ".join(start.split()))
 
 
 DEEPSPEED = "deepspeed --num_gpus 2"
