@@ -192,10 +192,13 @@ def _ffn_values(config: RunConfig, model: ModelConfig, layer: int) -> int:
 
 
 def free_bytes(device: torch.device) -> int:
-    """Memory that is free where the model is trained: on the GPU, or for all ranks of this machine together."""
+    """Memory that is free where the model is trained: on the GPU, or for all ranks of this machine together.
+
+    What a machine's memory may grow by counts as free: ``check_memory`` has said so by then.
+    """
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0]
-    return available_bytes()
+    return available_bytes(with_growth=True)
 
 
 def check_memory(config: RunConfig, model: ModelConfig, world_size: int, ranks_here: int, device: torch.device) -> None:
