@@ -1,9 +1,12 @@
 """The training script with one step under PyTorch's profiler; ``deepspeed`` or ``torchrun`` start it as pretrain.py.
 
-    deepspeed --num_gpus 8 benchmarks/profiled.py --profile profile.json --profiled-step 4 --config …
+    deepspeed --num_gpus 8 benchmarks/profiled.py --profile profile.json.gz --profiled-step 4 --config …
 
 Rank 0 writes a Chrome trace (chrome://tracing, Perfetto) of that step, and beside it the operations that took longest.
 The run ends there, without a checkpoint. Without ``--profile`` it ends before that step: its metrics are what is wanted.
+A name that ends in .gz is compressed, to about a fifteenth. Shapes and allocations are recorded with ``--shapes`` alone:
+they make the file several times larger. A step of few layers says as much as one of all, and its file stays small:
+``--model.num_layers 2``.
 """
 
 from __future__ import annotations
@@ -27,13 +30,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--profile", type=Path, help="file of the Chrome trace; its name may end in .gz")
     parser.add_argument("--profiled-step", type=int, default=4, help="the step, counted from 1")
+    parser.add_argument("--shapes", action="store_true", help="record shapes and allocations too")
     own, settings = parser.parse_known_args(arguments)
     from launcher.cluster.exit import run_to_exit_code
 
-    return run_to_exit_code(lambda: _train(settings, own.profile, own.profiled_step))
+    return run_to_exit_code(lambda: _train(settings, own.profile, own.profiled_step, shapes=own.shapes))
 
 
-def _train(settings: list[str], path: Path | None, step: int) -> None:
+def _train(settings: list[str], path: Path | None, step: int, *, shapes: bool) -> None:
     import torch
 
     # DeepSpeed decides on a device when it is imported, which happens here earlier than in a plain run.
@@ -44,11 +48,11 @@ def _train(settings: list[str], path: Path | None, step: int) -> None:
     from launcher.pretrain import main as pretrain
     from launcher.training import trainer
 
-    trainer.TrainStep = profiled(trainer.TrainStep, path, step)  # type: ignore[misc]
+    trainer.TrainStep = profiled(trainer.TrainStep, path, step, shapes=shapes)  # type: ignore[misc]
     pretrain(settings)
 
 
-def profiled(plain: type, path: Path | None, step: int) -> type:
+def profiled(plain: type, path: Path | None, step: int, *, shapes: bool = False) -> type:
     """A ``TrainStep`` that is profiled when it takes this step, and ends the run after it; before it without a path."""
     from torch.profiler import ProfilerActivity, profile
 
@@ -63,13 +67,14 @@ def profiled(plain: type, path: Path | None, step: int) -> type:
             if on_gpu:
                 activities.append(ProfilerActivity.CUDA)
                 by = "self_cuda_time_total"
-            with profile(activities=activities, record_shapes=True, profile_memory=True) as recorded:
+            with profile(activities=activities, record_shapes=shapes, profile_memory=shapes) as recorded:
                 super().__call__(progress)
             if self.run.is_rank_0:
                 path.parent.mkdir(parents=True, exist_ok=True)
                 recorded.export_chrome_trace(str(path))
                 table = recorded.key_averages().table(sort_by=by, row_limit=40)
-                path.with_suffix(".txt").write_text(f"{table}\n")
+                text = path.with_name(f"{path.name.removesuffix('.gz').removesuffix('.json')}.txt")
+                text.write_text(f"{table}\n")
             # What follows is of no interest, and a checkpoint of many gigabytes.
             raise SystemExit(0)
 

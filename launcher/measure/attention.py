@@ -47,9 +47,17 @@ def slices_of(kind: str, size: int, tokens: int) -> list[AttentionSlice]:
 
 def _table(clock: Clock, sizes: Sizes, kind: str, axis: str, points: Sequence[int], what: str) -> tuple[Figure, Figure]:
     axes = {axis: points, "head_dim": sizes.head_dims}
-    forward = Figure(f"{kind}attention_flops", axes, f"{what}, forward")
-    backward = Figure(f"{kind}attention_backward_flops", axes, f"{what}, backward")
+    note = ""
+    if clock.device.type == "cuda":
+        note = f"; float32 at {points[0]} and heads of {sizes.head_dims[0]} alone"
+    forward = Figure(f"{kind}attention_flops", axes, f"{what}, forward{note}")
+    backward = Figure(f"{kind}attention_backward_flops", axes, f"{what}, backward{note}")
     for dtype, (size, D) in product(dtypes_of(clock.device), product(points, sizes.head_dims)):
+        if clock.device.type == "cuda" and dtype == torch.float32 and forward.values.get("float32"):
+            # FlexAttention, compiled anew for every size: a few minutes for a dtype that few train in.
+            forward.add(dtype, forward.values["float32"][0])
+            backward.add(dtype, backward.values["float32"][0])
+            continue
         # Several short documents, for a call has some; under a window, rows of which at least half see all of it.
         least = size
         if kind == "window_":

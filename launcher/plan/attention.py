@@ -49,15 +49,13 @@ class Attention:
         """Of all parts."""
         return sum(self.flops.values())
 
-    def seconds(self, model: ModelConfig, dtype: str, hardware: Hardware) -> tuple[float, float]:
-        """(forward, backward) of a device."""
+    def seconds(self, model: ModelConfig, dtype: str, hardware: Hardware, kernel: str) -> tuple[float, float]:
+        """(forward, backward) of a device by this kernel."""
         forward = backward = 0.0
         for part, flops in self.flops.items():
-            rates = {
-                "causal": (hardware.attention_flops, hardware.attention_backward_flops),
-                "full": (hardware.full_attention_flops, hardware.full_attention_backward_flops),
-                "window": (hardware.window_attention_flops, hardware.window_attention_backward_flops),
-            }[part.kind]
+            kind = {"causal": "", "full": "full_", "window": "window_"}[part.kind]
+            names = f"{kind}attention_flops", f"{kind}attention_backward_flops"
+            rates = [hardware.attention_rate(name, kernel) for name in names]
             # Whichever of the two the rate is a table of: a profile may have none of windows.
             of_pass = [rate.at(dtype, length=part.size, window=part.size, head_dim=model.head_dim) for rate in rates]
             forward += flops / of_pass[0]

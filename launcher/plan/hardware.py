@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import dataclasses
 import tomllib
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -105,8 +106,15 @@ class Hardware:
     """Of a CPU's memory, what a rank's program takes before it has a model."""
     ranks: float = 0.0
     """How many of these devices were measured at once, where the figures depend on it; 0 where they do not."""
+    kernels: Mapping[str, Mapping[str, Rate]] = field(default_factory=dict)
+    """Attention's rates by kernel, where they are known apart. The fields above are of what ``auto`` takes on a machine
+    without flash-attn, or of the kernel that was measured."""
     sources: dict[str, str]
     """Where each figure comes from."""
+
+    def attention_rate(self, name: str, kernel: str) -> Rate:
+        """Return the rate of this name, of this kernel where the profile has it."""
+        return self.kernels.get(kernel, {}).get(name) or getattr(self, name)
 
     def to_json(self) -> dict[str, Any]:
         """Plain values."""
@@ -115,11 +123,15 @@ class Hardware:
             value = getattr(self, f.name)
             if isinstance(value, Rate):
                 value = value.to_json()
+            elif f.name == "kernels":
+                value = {kernel: {key: rate.to_json() for key, rate in of.items()} for kernel, of in value.items()}
             found[f.name] = value
         return found
 
 
-_FIELDS = [f.name for f in dataclasses.fields(Hardware) if f.name not in ("name", "device_type", "sources")]
+_FIELDS = [f.name for f in dataclasses.fields(Hardware) if f.name not in ("name", "device_type", "sources", "kernels")]
+KERNELS = ("cuda_flash", "flash2", "flash3", "flash4", "cudnn", "flex")
+"""Attention kernels that a profile may have sections of its own for, as ``[cudnn.attention_flops]``."""
 SIZES = {
     "product_flops": ("tokens", "width"),
     "product_backward_flops": ("tokens", "width"),
@@ -172,7 +184,9 @@ _LIKE = {
 }
 """What a profile may leave out, and the figure before it that it is then like."""
 _OPTIONAL = {f.name for f in dataclasses.fields(Hardware) if f.default is not dataclasses.MISSING} | set(_LIKE)
-_REQUIRED = [f.name for f in dataclasses.fields(Hardware) if f.name not in _OPTIONAL and f.name != "sources"]
+_REQUIRED = [
+    f.name for f in dataclasses.fields(Hardware) if f.name not in _OPTIONAL and f.name not in ("sources", "kernels")
+]
 
 
 def load_hardware(given: str) -> Hardware:
@@ -206,7 +220,7 @@ def load_hardware(given: str) -> Hardware:
 
 def from_values(values: dict[str, Any], given: str) -> Hardware:
     """The profile of a file's values; ConfigError, which calls it ``given``, where they are no profile."""
-    unknown = sorted(set(values) - {"name", "device_type"} - set(_FIELDS))
+    unknown = sorted(set(values) - {"name", "device_type", *KERNELS} - set(_FIELDS))
     missing = [name for name in _REQUIRED if name not in values]
     if unknown or missing:
         listed = [f"{name} is not known" for name in unknown] + [f"{name} is missing" for name in missing]
@@ -223,7 +237,23 @@ def from_values(values: dict[str, Any], given: str) -> Hardware:
     for name, like in _LIKE.items():
         # In the order of the fields: what another one is like has its value by then.
         found.setdefault(name, found[like])
-    return Hardware(name=str(values["name"]), sources=sources, **found)
+    kernels = {kernel: _of_kernel(kernel, values[kernel], given, sources) for kernel in KERNELS if kernel in values}
+    return Hardware(name=str(values["name"]), kernels=kernels, sources=sources, **found)
+
+
+def _of_kernel(kernel: str, sections: Any, given: str, sources: dict[str, str]) -> dict[str, Rate]:
+    """A kernel's rates, whose sources are added to ``sources``; what it leaves out is like what it has."""
+    names = [name for name in SIZES if "attention" in name]
+    if not isinstance(sections, dict) or not set(sections) <= set(names):
+        raise ConfigError(f"--device {given}: [{kernel}] may have {', '.join(names)}, and nothing else.")
+    found: dict[str, Rate] = {}
+    for name, section in sections.items():
+        found[name], sources[f"{kernel}.{name}"] = _figure(name, section, given)
+    for name in names:
+        like = _LIKE.get(name)
+        if name not in found and like in found:
+            found[name] = found[like]
+    return found
 
 
 def _figure(name: str, section: Any, given: str) -> tuple[Any, str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import logging
 from dataclasses import dataclass
 
 import torch
@@ -16,6 +17,8 @@ from longctx.config import ModelConfig
 from longctx.errors import ConfigError
 from longctx.kernels.memory import available_bytes
 from parallel.zero.options import update_size
+
+log = logging.getLogger(__name__)
 
 GIB = 2**30
 FLOAT32 = 4
@@ -189,24 +192,38 @@ def _ffn_values(config: RunConfig, model: ModelConfig, layer: int) -> int:
 
 
 def free_bytes(device: torch.device) -> int:
-    """Memory that is free where the model is trained: on the GPU, or for all ranks of this machine together."""
+    """Memory that is free where the model is trained: on the GPU, or for all ranks of this machine together.
+
+    What a machine's memory may grow by counts as free: ``check_memory`` has said so by then.
+    """
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0]
-    return available_bytes()
+    return available_bytes(with_growth=True)
 
 
 def check_memory(config: RunConfig, model: ModelConfig, world_size: int, ranks_here: int, device: torch.device) -> None:
-    """ConfigError, with the arithmetic, where this machine has less memory free than the run is sure to need."""
+    """ConfigError, with the arithmetic, where this machine has less memory free than the run is sure to need.
+
+    A warning where the machine says that its memory may grow by what is missing.
+    """
     if not config.run.memory_check:
         return
     need = memory_of_rank(config, model, world_size)
-    host, gpu = available_bytes(), None
+    gpu: int | None = None
     if device.type == "cuda":
         gpu = free_bytes(device)
-    problem = why_too_large(config, model, need, ranks_here=ranks_here, host_bytes=host, gpu_bytes=gpu)
-    if problem is not None:
-        advice = _advice(config, model, need, world_size, on_gpu=gpu is not None)
-        raise ConfigError(f"{problem}\n{advice}")
+
+    def problem_with(host: int) -> str | None:
+        return why_too_large(config, model, need, ranks_here=ranks_here, host_bytes=host, gpu_bytes=gpu)
+
+    problem = problem_with(available_bytes())
+    if problem is None:
+        return
+    if problem_with(available_bytes(with_growth=True)) is None:
+        log.warning("%s\nThis machine's memory may grow while it is used, so the run starts all the same.", problem)
+        return
+    advice = _advice(config, model, need, world_size, on_gpu=gpu is not None)
+    raise ConfigError(f"{problem}\n{advice}")
 
 
 def why_too_large(

@@ -9,6 +9,7 @@ from launcher.plan.estimate import RunEstimate
 from launcher.plan.memory import gib
 from launcher.plan.search import Candidate
 from launcher.plan.settings import words
+from launcher.plan.workspace import expected_kernel
 from launcher.wording import plural
 
 _PARTS = {
@@ -108,7 +109,8 @@ def _of_seconds(run: RunEstimate) -> list[str]:
     if not hardware.ranks and hardware.device_type == "cpu":
         return ["Seconds are those of an assumed core. `longctx measure` measures yours, for --device measured."]
     if not hardware.ranks:
-        return [_OF_SECONDS]
+        kernel = expected_kernel(run.config, hardware.device_type)
+        return [_OF_SECONDS, f"Attention is that of {kernel}; --parallel.kernel names another one."]
     lines = ["Seconds come from what `longctx measure` found on a machine (--json has every figure and its source)."]
     if hardware.ranks != ranks:
         lines.append(

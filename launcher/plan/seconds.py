@@ -20,6 +20,7 @@ from launcher.plan.memory import Memory
 from launcher.plan.parameters import num_parameters
 from launcher.plan.products import product_seconds
 from launcher.plan.rates import Rate
+from launcher.plan.workspace import expected_kernel
 from launcher.plan.world import RankKind, World
 from longctx.batch import PackedDocuments
 from longctx.config import ModelConfig
@@ -72,7 +73,8 @@ def step_seconds(
     forwards = _forwards(config)
     products = product_seconds(config, tokens, hardware)
     attention = attention_of_rank(model, config.parallel, config.dtype.itemsize, world, kind.rank, documents)
-    forward, backward = attention.seconds(model, config.train.dtype, hardware)
+    kernel = expected_kernel(config, hardware.device_type)
+    forward, backward = attention.seconds(model, config.train.dtype, hardware, kernel)
     elementwise = elementwise_seconds(config, tokens, hardware)
     hops = _waits(attention, forward, hardware, width=1) * forwards
     # Keys and values once more, and their gradients in float32 on the way back.

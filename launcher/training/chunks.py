@@ -28,7 +28,7 @@ def settle_free_chunks(config: RunConfig, mesh: Mesh, device: torch.device) -> R
     """
     if config.train.chunk_tokens != "auto":
         return config
-    free = gather_objects((free_bytes(device), available_bytes() // mesh.ranks_per_node))
+    free = gather_objects((free_bytes(device), available_bytes(with_growth=True) // mesh.ranks_per_node))
     on_device, on_host = (min(of_ranks) for of_ranks in zip(*free, strict=True))
 
     def settled() -> RunConfig:

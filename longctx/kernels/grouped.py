@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from longctx.kernels.dtypes import accumulate_dtype
+from longctx.kernels.grouped_blocks import outer_by_blocks, rows_by_blocks
 from longctx.kernels.matmul import multiplies_in_float32
 from longctx.kernels.processor import Products
 
@@ -42,6 +43,8 @@ def grouped_rows(x_RI: Tensor, weight_EIO: Tensor, ends_E: Tensor, *, products: 
     """
     if takes_grouped_mm(x_RI, weight_EIO, products=products):
         return nn.functional.grouped_mm(aligned(x_RI), aligned(weight_EIO), offs=ends_E)
+    if x_RI.is_cuda:
+        return rows_by_blocks(x_RI, weight_EIO, ends_E)
     out_RO, start = x_RI.new_zeros(x_RI.shape[0], weight_EIO.shape[-1]), 0
     for stop, weight in zip(ends_E.tolist(), weight_EIO.unbind(), strict=True):
         out_RO[start:stop] = _product(x_RI[start:stop], weight, products)
@@ -57,6 +60,8 @@ def grouped_outer(dy_RO: Tensor, x_RI: Tensor, ends_E: Tensor, *, products: Prod
             empty_E = ends_E == torch.cat((ends_E.new_zeros(1), ends_E[:-1]))
             grad_EOI.masked_fill_(empty_E[:, None, None], 0)
         return grad_EOI
+    if dy_RO.is_cuda:
+        return outer_by_blocks(dy_RO, x_RI, ends_E)
     grads, start = [], 0
     for stop in ends_E.tolist():
         grads.append(_product(dy_RO[start:stop].T, x_RI[start:stop], products))
@@ -72,14 +77,20 @@ def sum_by_expert(rows_RO: Tensor, ends_E: Tensor) -> Tensor:
 
 
 def takes_grouped_mm(a: Tensor, b: Tensor, *, products: Products) -> bool:
-    """Whether PyTorch's grouped product has these dtypes and widths: inner sizes of whole 16-byte words, no float64."""
+    """Whether PyTorch's grouped product has these dtypes and widths: inner sizes of whole 16-byte words, no float64.
+
+    On CUDA no float32 either, which it multiplies expert by expert while the host waits.
+    """
     if multiplies_in_float32(a, products):
         return False
     return _has_grouped_mm(a) and _has_grouped_mm(b)
 
 
 def _has_grouped_mm(x: Tensor) -> bool:
-    return x.dtype in (torch.float32, torch.bfloat16) and x.shape[-1] * x.element_size() % _WORD_BYTES == 0
+    dtypes = (torch.float32, torch.bfloat16)
+    if x.is_cuda:
+        dtypes = (torch.bfloat16,)
+    return x.dtype in dtypes and x.shape[-1] * x.element_size() % _WORD_BYTES == 0
 
 
 def aligned(x: Tensor) -> Tensor:

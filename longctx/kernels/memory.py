@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import resource
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
@@ -21,15 +22,45 @@ _PORTABLE = 1
 """``cudaHostRegisterPortable``: locked for every device of the process."""
 
 
-def available_bytes(proc: Path = Path("/proc"), groups: Path = Path("/sys/fs/cgroup")) -> int:
+_PLUGGED = ("bus/virtio/drivers/virtio_mem/virtio*", "bus/vmbus/drivers/hv_balloon/*-*")
+"""Devices by which a virtual machine gets more memory while it runs."""
+_WITHOUT_LIMIT = 1 << 60
+
+
+def available_bytes(
+    proc: Path = Path("/proc"),
+    groups: Path = Path("/sys/fs/cgroup"),
+    *,
+    with_growth: bool = False,
+    system: Path = Path("/sys"),
+) -> int:
     """Memory that this process can still get: the machine's, or that of its control groups where that is less.
 
     In a container the machine's memory is not ours: the kernel ends who asks for more than the group's.
+    ``with_growth`` adds what a virtual machine's host may still give it.
     """
     free = psutil.virtual_memory().available
+    if with_growth:
+        free += growth_bytes(proc, system)
     for folder in _group_folders(proc, groups):
         free = min(free, _left_in_group(folder, free))
     return free
+
+
+def growth_bytes(proc: Path = Path("/proc"), system: Path = Path("/sys")) -> int:
+    """Return what this machine's memory may grow by: what a balloon holds; very much where memory is plugged in.
+
+    0 on a machine that does not say so, which may be one whose memory grows all the same.
+    """
+    if any(next(system.glob(device), None) is not None for device in _PLUGGED):
+        return _WITHOUT_LIMIT
+    try:
+        counts = dict(line.split() for line in (proc / "vmstat").read_text().splitlines())
+    except (OSError, ValueError):
+        return 0
+    # In pages: those that the host has taken, less those that it has given back.
+    pages = int(counts.get("balloon_inflate", 0)) - int(counts.get("balloon_deflate", 0))
+    return max(0, pages) * resource.getpagesize()
 
 
 def _group_folders(proc: Path, groups: Path) -> Iterator[Path]:

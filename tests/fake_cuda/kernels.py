@@ -105,6 +105,14 @@ def grouped() -> None:
             assert (out.shape, dx.shape, dweight.shape) == (dy.shape, x.shape, weight.shape)
             assert {out.dtype, dx.dtype, dweight.dtype} == {torch.bfloat16}
             say("grouped", before)
+        # what CUDA has no grouped product of that does not wait: asking for a size raises here
+        for dtype, width in ((torch.float32, 16), (torch.bfloat16, 15), (torch.float64, 16)):
+            x, dy = (torch.empty(37, size, dtype=dtype, device="cuda") for size in (width, 24))
+            weight = torch.empty(4, 24, width, dtype=dtype, device="cuda")
+            out = grouped_rows(x, weight.mT, ends, products="native")
+            dweight = grouped_outer(dy, x, ends, products="native")
+            assert (out.shape, dweight.shape, out.dtype, dweight.dtype) == (dy.shape, weight.shape, dtype, dtype)
+            say("grouped", dtype)
 
 
 class Results(TorchDispatchMode):

@@ -23,7 +23,10 @@ def test_pytorchs_own_kernels_grouped_products_and_batches(request):
     products = ["aten.zeros_like.default float32", *["longctx.add_wide_product_.default float32"] * 3]
     assert [line for line in said if line.startswith("loss")] == [f"loss {line}" for line in products]
     assert [line for line in said if line.startswith("unpacked")] == [f"unpacked {n}" for n in (30, 30, 10, 10, 10, 10)]
-    assert [line for line in said if line.startswith("grouped")] == [f"grouped {n}" for n in (0, 1, 3, 8, 129)]
+    assert [line for line in said if line.startswith("grouped")] == [
+        *(f"grouped {n}" for n in (0, 1, 3, 8, 129)),
+        *(f"grouped torch.{dtype}" for dtype in ("float32", "bfloat16", "float64")),
+    ]
 
 
 @pytest.mark.slow

@@ -178,8 +178,8 @@ def test_a_gpu_holds_one_rank_and_the_machine_passes_every_ranks_weights():
     assert "1.6 GiB, 8 ranks of it run on this machine, and 10.0 GiB of memory are free" in said
 
 
-def test_the_check_asks_the_machine_and_can_be_left_out(monkeypatch):
-    monkeypatch.setattr(memory, "available_bytes", lambda: GIB)
+def test_the_check_asks_the_machine_and_can_be_left_out(monkeypatch, caplog):
+    monkeypatch.setattr(memory, "available_bytes", lambda with_growth=False: GIB)
     config = load_run_config(LLAMA).resolve(native_bfloat16=False)
     with pytest.raises(ConfigError, match="does not fit") as caught:
         check_memory(config, config.model.config(), 2, 2, torch.device("cpu"))
@@ -192,5 +192,9 @@ def test_the_check_asks_the_machine_and_can_be_left_out(monkeypatch):
     ):
         check_memory(config, config.model.config(), 2, 2, torch.device("cuda"))
     assert len(str(caught.value).splitlines()) < SCREEN
+    monkeypatch.setattr(memory, "available_bytes", lambda with_growth=False: 1000 * GIB if with_growth else GIB)
+    with caplog.at_level("WARNING"):
+        check_memory(config, config.model.config(), 2, 2, torch.device("cpu"))
+    assert "may grow" in caplog.text
     off = load_run_config([*LLAMA, "--run.memory_check", "false"]).resolve(native_bfloat16=False)
     check_memory(off, off.model.config(), 2, 2, torch.device("cpu"))

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from longctx.kernels import grouped
+from longctx.kernels import grouped, grouped_blocks
 from longctx.kernels.grouped import (
     grouped_outer,
     grouped_rows,
@@ -44,6 +44,8 @@ TOLERANCE = {
     torch.float32: {"atol": 1e-5, "rtol": 1e-5},
     torch.bfloat16: {"atol": 1e-5, "rtol": UNIT + 1e-5},
 }
+ABSOLUTE = {torch.float64: 1e-13, torch.float32: 1e-5, torch.bfloat16: 17 * 4 * UNIT}
+"""Where sums cancel: of 17 parts, of which none is beyond 4 here."""
 
 
 @both_ways
@@ -61,6 +63,22 @@ def test_grouped_products_equal_their_definition(dtype, loop, products, monkeypa
     for value, exact in zip(got, want, strict=True):
         assert value.dtype == dtype
         torch.testing.assert_close(value.double(), exact, **TOLERANCE[dtype])
+    assert got[1][1].count_nonzero() == 0
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+@pytest.mark.parametrize("rows", [1, 3, 4, 256])
+@pytest.mark.parametrize("copied", [1, 300])
+def test_products_by_blocks_equal_their_definition(dtype, rows, copied, monkeypatch):
+    """What CUDA takes where the grouped product would wait; on a CPU by its own code."""
+    monkeypatch.setattr(grouped_blocks, "ROWS", rows)
+    monkeypatch.setattr(grouped_blocks, "_COPIED_VALUES", copied)  # a block at a time, and two
+    x, weight, dy, ends = operands(dtype)
+    got = grouped_blocks.rows_by_blocks(x, weight.mT, ends), grouped_blocks.outer_by_blocks(dy, x, ends)
+    for value, exact in zip(got, by_definition(x, weight, dy), strict=True):
+        assert value.dtype == dtype
+        # a block's part of a gradient is rounded before it is added
+        torch.testing.assert_close(value.double(), exact, **(TOLERANCE[dtype] | {"atol": ABSOLUTE[dtype]}))
     assert got[1][1].count_nonzero() == 0
 
 

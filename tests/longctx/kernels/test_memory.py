@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import ctypes
+import resource
 from pathlib import Path
 
 import psutil
 import pytest
 
-from longctx.kernels.memory import available_bytes, trim_heap
+from longctx.kernels.memory import available_bytes, growth_bytes, trim_heap
 
 FREE = 10_000_000
 
@@ -53,6 +54,29 @@ def test_groups_of_the_first_version(tmp_path):
     files = {"memory__limit_in_bytes": "800", "memory__usage_in_bytes": "300", "memory__stat": "total_inactive_file 50"}
     write(tmp_path / "sys/memory/job", **files)
     assert left(tmp_path, "4:memory:/job\n1:name=systemd:/\n") == 550
+
+
+def test_what_a_balloon_holds_may_come_back(tmp_path):
+    proc, system = tmp_path / "proc", tmp_path / "devices"
+    assert growth_bytes(proc, system) == 0
+    write(proc, vmstat="nr_free_pages 5\nballoon_inflate 900\nballoon_deflate 100\n")
+    assert growth_bytes(proc, system) == 800 * resource.getpagesize()
+    grown = available_bytes(proc, tmp_path / "sys", with_growth=True, system=system)
+    assert grown == FREE + 800 * resource.getpagesize()
+    assert available_bytes(proc, tmp_path / "sys") == FREE
+    # A control group's limit stays.
+    write(tmp_path / "sys", memory__max="4000", memory__current="0", memory__stat="")
+    assert available_bytes(proc, tmp_path / "sys", with_growth=True, system=system) == 4000
+
+
+@pytest.mark.parametrize("device", ["virtio/drivers/virtio_mem/virtio3", "vmbus/drivers/hv_balloon/1eccfd72-4b41"])
+def test_memory_that_is_plugged_in_has_no_limit_that_is_known(tmp_path, device):
+    (tmp_path / "bus" / device).mkdir(parents=True)
+    assert growth_bytes(tmp_path, tmp_path) > 1e15
+    # A driver without a device plugs nothing in.
+    (tmp_path / "bus" / device).rmdir()
+    write((tmp_path / "bus" / device).parent, bind="")
+    assert growth_bytes(tmp_path, tmp_path) == 0
 
 
 def test_a_group_over_its_limit_has_nothing_left(tmp_path):
