@@ -3,7 +3,7 @@
     deepspeed --num_gpus 8 benchmarks/profiled.py --profile profile.json --profiled-step 4 --config …
 
 Rank 0 writes a Chrome trace (chrome://tracing, Perfetto) of that step, and beside it the operations that took longest.
-The run ends there, without a checkpoint. Without ``--profile`` it ends before that step: its metrics are what is wanted.
+The run ends there, without a checkpoint. Without ``--profile`` it ends before that step.
 """
 
 from __future__ import annotations

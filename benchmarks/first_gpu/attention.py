@@ -35,9 +35,7 @@ def run(job: Job, sheet: Sheet) -> None:
                 add_rate(job, sheet, f"{name} {length} {direction}", found[f"{direction}_tflops"])
 
 
-def rates(
-    setting: Setting, tokens: int, documents: int, sheet: Sheet
-) -> Iterator[tuple[str, dict[str, float | None]]]:
+def rates(setting: Setting, tokens: int, documents: int, sheet: Sheet) -> Iterator[tuple[str, dict[str, float | None]]]:
     """Return the rates of each kernel that this machine has, and of PyTorch's call."""
     slices = slice_table(AttentionSlice(n * tokens, (n + 1) * tokens, n * tokens, (n + 1) * tokens, 0)
                          for n in range(documents))  # fmt: skip
@@ -52,15 +50,16 @@ def measure_sdpa(setting: Setting, tokens: int, documents: int) -> dict[str, flo
     """Return TFLOP/s of ``scaled_dot_product_attention``, whose documents are rows."""
     q, k, v, dout = (x.unflatten(1, (documents, tokens)).squeeze(0).transpose(1, 2)
                      for x in setting.tensors(documents * tokens))  # fmt: skip
-    leaves = [x.requires_grad_() for x in (q, k, v)]
+    for x in (q, k, v):
+        x.requires_grad_()
 
     def forward() -> torch.Tensor:
-        return functional.scaled_dot_product_attention(*leaves, is_causal=True, enable_gqa=True)
+        return functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
 
     out = forward()
 
     def backward() -> Any:
-        return torch.autograd.grad(out, leaves, dout, retain_graph=True)
+        return torch.autograd.grad(out, (q, k, v), dout, retain_graph=True)
 
     pairs = documents * tokens * (tokens + 1) / 2
     work = 4.0 * setting.num_heads * setting.head_dim * pairs / 1e12

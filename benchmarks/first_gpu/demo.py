@@ -22,7 +22,7 @@ _PROMPT = "def __init__(self, name, "
 def run(job: Job, sheet: Sheet) -> None:
     """Train in two halves, then use the checkpoint; the CPU's run goes on beside it."""
     steps, folder, beside = job.pick(60, 6), job.scratch / "demo", job.scratch / "demo_cpu"
-    cpu = Command(_train(job, beside, steps) + ["--run.device", "cpu"], seconds=job.pick(75, 600))
+    cpu = Command([*_train(job, beside, steps), "--run.device", "cpu"], seconds=job.pick(75, 600))
     with sheet.attempt("training"):
         train = _train(job, folder, steps)
         run_command([*train, "--train.stop_after", str(steps // 2)], seconds=job.pick(45, 400))
