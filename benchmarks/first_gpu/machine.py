@@ -62,7 +62,7 @@ def _versions() -> str:
 def _doctor(job: Job) -> str:
     """Return the findings of ``doctor`` that are not ok; it may end with 1 for what no step needs."""
     words = [sys.executable, "-m", "launcher", "doctor", "--local", "--no-links", "--folder", str(job.scratch)]
-    done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, timeout=20)
     print(done.stdout + done.stderr)
     told = [text for text in done.stdout.splitlines() if text.split()[:1] in (["warn"], ["fail"])]
     return one_line(f"exit code {done.returncode}; {'; '.join(told)}", 400)

@@ -97,7 +97,7 @@ def _slices(rows: Mapping[str, tuple[float, float]]) -> dict[str, Expected]:
 PART_1: tuple[Step, ...] = (
     Step(name="machine", module="machine", seconds=30, cores=16, alone=True, shows="matmul", expected=_RATES),
     # What is right or wrong: beside one another, for most of it is starting processes and comparing on the CPU.
-    Step(name="contact", module="contact", seconds=60, cores=3),
+    Step(name="contact", module="contact", seconds=75, cores=3),
     Step(name="data", module="data", which=("corpus", "rows"), seconds=60),
     Step(name="tests", module="gpu_tests", which=("other",), seconds=75, cores=3, shows="passed"),
     Step(name="parity", module="parity", seconds=75, cores=2),
@@ -108,7 +108,7 @@ PART_1: tuple[Step, ...] = (
     # Ranks that share a GPU take turns on it: they wait least while nothing else computes there.
     Step(name="ring", module="ring", seconds=110, cores=6, after=("contact", "tests", "parity", "verify")),
     Step(
-        name="attention", module="attention", seconds=55, cores=16, alone=True, shows="cudnn 32K forward",
+        name="attention", module="attention", seconds=60, cores=16, alone=True, shows="cudnn 32K forward",
         expected=_attention(),
     ),
     Step(
@@ -137,7 +137,7 @@ PART_2: tuple[Step, ...] = (
         },
     ),
     Step(
-        name="loss", module="loss", seconds=25, cores=16, alone=True, shows="compiled",
+        name="loss", module="loss", seconds=30, cores=16, alone=True, shows="compiled",
         expected={
             "eager": Expected(
                 figure=260, at_most=True,
@@ -163,11 +163,11 @@ PART_2: tuple[Step, ...] = (
         },
     ),
     Step(
-        name="rings", module="rings", seconds=30, cores=16, alone=True, shows="least efficiency",
+        name="rings", module="rings", seconds=40, cores=16, alone=True, shows="least efficiency",
         expected={"least efficiency": Expected(figure=0.97, source="goal of benchmarks/gpu_attention.py")},
     ),
     Step(
-        name="long", module="slices", which=("long",), seconds=130, least=90, cores=16, alone=True,
+        name="long", module="slices", which=("long",), seconds=130, least=105, cores=16, alone=True,
         shows="1M, tokens/s",
         expected={"1M, tokens/s": Expected(figure=15_000, source=f"{_SLICE}; cuDNN, one layer")},
     ),
