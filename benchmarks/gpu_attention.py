@@ -218,7 +218,8 @@ def compare_rings(setting: Setting, kernel: AttentionKernel) -> Iterator[dict[st
     cases = {"one document": [0, tokens], "packed": [0, 1, 2 * tokens // 5, tokens // 2 + 1, tokens]}
     for documents, bounds in cases.items():
         slices = slice_table(AttentionSlice(a, b, a, b, 0) for a, b in pairwise(bounds))
-        exact = _attention(ReferenceKernel(), *(x.cpu().double() for x in inputs), slices, setting.scores)
+        q, k, v, dout = (x.cpu().double() for x in inputs)
+        exact = _attention(ReferenceKernel(), q, k, v, dout, slices, setting.scores)
         for degree in setting.degrees:
             for kind in LAYOUTS:
                 layout = SequenceLayout.build(kind, tokens, degree, bounds)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import tarfile
 from io import BytesIO
 from pathlib import Path
@@ -34,7 +33,7 @@ def write_archive(scratch: Path, path: Path) -> list[str]:
             entry = tarfile.TarInfo(file.name)
             entry.size, entry.mtime = len(content), int(file.stat().st_mtime)
             archive.addfile(entry, BytesIO(content))
-    os.replace(part, path)
+    part.replace(path)
     return left_out
 
 

@@ -28,16 +28,15 @@ _DIRECTIONS = ("forward", "backward")
 def run(job: Job, sheet: Sheet) -> None:
     """Measure length by length, so that a step that runs out of time has all kernels of some lengths."""
     setting = job.pick(full_setting, lambda: tiny_setting("cpu"))()
-    setting = replace(setting, rounds=job.pick(2, 1))
     for length, (tokens, documents) in job.pick(_LENGTHS, _DRY_LENGTHS).items():
+        # A call at 128K takes a second.
+        setting = replace(setting, rounds=job.pick(1 if length == "128K" else 3, 1))
         for name, found in rates(setting, tokens, documents, sheet):
             for direction in _DIRECTIONS:
-                add_rate(job, sheet, f"{name} {length} {direction}", found[f"{direction}_tflops"])
+                add_rate(job, sheet, f"{name} {length} {direction}", found, direction)
 
 
-def rates(
-    setting: Setting, tokens: int, documents: int, sheet: Sheet
-) -> Iterator[tuple[str, dict[str, float | None]]]:
+def rates(setting: Setting, tokens: int, documents: int, sheet: Sheet) -> Iterator[tuple[str, dict[str, float | None]]]:
     """Return the rates of each kernel that this machine has, and of PyTorch's call."""
     slices = slice_table(AttentionSlice(n * tokens, (n + 1) * tokens, n * tokens, (n + 1) * tokens, 0)
                          for n in range(documents))  # fmt: skip
@@ -52,15 +51,16 @@ def measure_sdpa(setting: Setting, tokens: int, documents: int) -> dict[str, flo
     """Return TFLOP/s of ``scaled_dot_product_attention``, whose documents are rows."""
     q, k, v, dout = (x.unflatten(1, (documents, tokens)).squeeze(0).transpose(1, 2)
                      for x in setting.tensors(documents * tokens))  # fmt: skip
-    leaves = [x.requires_grad_() for x in (q, k, v)]
+    for x in (q, k, v):
+        x.requires_grad_()
 
     def forward() -> torch.Tensor:
-        return functional.scaled_dot_product_attention(*leaves, is_causal=True, enable_gqa=True)
+        return functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
 
     out = forward()
 
     def backward() -> Any:
-        return torch.autograd.grad(out, leaves, dout, retain_graph=True)
+        return torch.autograd.grad(out, (q, k, v), dout, retain_graph=True)
 
     pairs = documents * tokens * (tokens + 1) / 2
     work = 4.0 * setting.num_heads * setting.head_dim * pairs / 1e12
@@ -70,13 +70,16 @@ def measure_sdpa(setting: Setting, tokens: int, documents: int) -> dict[str, flo
     }
 
 
-def add_rate(job: Job, sheet: Sheet, name: str, tflops: float | None) -> None:
-    """Add a rate with its share of the matrix rate, where this run has measured one."""
+def add_rate(job: Job, sheet: Sheet, name: str, found: dict[str, float | None], direction: str) -> None:
+    """Add a rate with its share of the matrix rate, if this run has measured one, and with what the call allocates."""
+    tflops, mib = found[f"{direction}_tflops"], found.get(f"{direction}_mib")
     matmul = job.figure_of("machine", "matmul") or job.figure_of("machine2", "matmul")
-    share = ""
+    notes = []
     if matmul and tflops:
-        share = f"{tflops / matmul:.2f} of the matrix rate"
-    sheet.add(name, tflops, unit="TFLOP/s", note=share)
+        notes.append(f"{tflops / matmul:.2f} of the matrix rate")
+    if mib is not None:
+        notes.append(f"{mib / 1024:.2f} GiB")
+    sheet.add(name, tflops, unit="TFLOP/s", note=", ".join(notes))
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -1,4 +1,4 @@
-"""Commands of the product, as a user types them: run with a limit, their words in the step's log, their figures read."""
+"""Commands of the product, as a user types them: run with a limit, in the step's log, their figures read."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Command:
         self.words, self.timed_out = list(map(str, words)), False
         self._text: str | None = None
         # A file, not a pipe: several commands run before the first one's output is read.
-        self._said = tempfile.TemporaryFile()
+        self._said = tempfile.TemporaryFile()  # noqa: SIM115
         self._process = subprocess.Popen(
             self.words, cwd=ROOT, env=dict(os.environ) | dict(environment or {}),
             stdout=self._said, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL,

@@ -22,7 +22,7 @@ _PROMPT = "def __init__(self, name, "
 def run(job: Job, sheet: Sheet) -> None:
     """Train in two halves, then use the checkpoint; the CPU's run goes on beside it."""
     steps, folder, beside = job.pick(60, 6), job.scratch / "demo", job.scratch / "demo_cpu"
-    cpu = Command(_train(job, beside, steps) + ["--run.device", "cpu"], seconds=job.pick(75, 600))
+    cpu = Command([*_train(job, beside, steps), "--run.device", "cpu"], seconds=job.pick(75, 600))
     with sheet.attempt("training"):
         train = _train(job, folder, steps)
         run_command([*train, "--train.stop_after", str(steps // 2)], seconds=job.pick(45, 400))
@@ -62,11 +62,13 @@ def _use(job: Job, sheet: Sheet, folder: Path) -> None:
     """Generate from the checkpoint and evaluate it."""
     with sheet.attempt("generate"):
         words = [*LAUNCHER, "generate", "--checkpoint", str(folder), "--prompt", _PROMPT, "--max-new-tokens", "16"]
+        words += ["--dtype", "bfloat16"]
         said = run_command([*words, "--device", job.device], seconds=job.pick(40, 300))
         sheet.add("generate", note=one_line(said, 60))
     with sheet.attempt("evaluate"):
         output = folder / "evaluation"
         words = [*LAUNCHER, "evaluate", "--checkpoint", str(folder), "--tasks", "ppl", "--samples", "2"]
+        words += ["--dtype", "bfloat16"]
         words += ["--lengths", str(job.pick(1024, 256)), "--output", str(output), "--device", job.device]
         run_command(words, seconds=job.pick(40, 300))
         sheet.add("evaluate", note=", ".join(sorted(path.name for path in output.iterdir())))

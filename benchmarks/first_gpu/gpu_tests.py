@@ -14,7 +14,7 @@ from benchmarks.first_gpu.checks import ROOT, Job, Sheet, run_step
 from benchmarks.first_gpu.commands import Command
 
 _NONE_SELECTED = 5
-_SECONDS = {"other": 80.0, "flex": 75.0}
+_SECONDS = {"other": 70.0, "flex": 75.0}
 
 
 def run(job: Job, sheet: Sheet) -> None:

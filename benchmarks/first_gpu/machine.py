@@ -9,6 +9,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 import torch
+from torch.cuda import nccl
 
 from benchmarks.first_gpu.checks import ROOT, Job, Sheet, one_line, run_step
 from launcher.measure.clock import Clock
@@ -52,7 +53,7 @@ def _versions() -> str:
             words.append(f"no {library}")
     words.append(f"CUDA {torch.version.cuda}, cuDNN {torch.backends.cudnn.version()}")
     if torch.cuda.is_available():
-        words.append(f"NCCL {'.'.join(map(str, torch.cuda.nccl.version()))}")
+        words.append(f"NCCL {'.'.join(map(str, nccl.version()))}")
         words.append(_first_line("nvidia-smi", "--query-gpu=name,driver_version,memory.total", "--format=csv,noheader"))
     words.append(Path("/proc/meminfo").read_text().partition("\n")[0])
     return ", ".join(words)
@@ -61,7 +62,7 @@ def _versions() -> str:
 def _doctor(job: Job) -> str:
     """Return the findings of ``doctor`` that are not ok; it may end with 1 for what no step needs."""
     words = [sys.executable, "-m", "launcher", "doctor", "--local", "--no-links", "--folder", str(job.scratch)]
-    done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, timeout=20)
     print(done.stdout + done.stderr)
     told = [text for text in done.stdout.splitlines() if text.split()[:1] in (["warn"], ["fail"])]
     return one_line(f"exit code {done.returncode}; {'; '.join(told)}", 400)

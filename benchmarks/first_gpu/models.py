@@ -45,8 +45,13 @@ def packed_row(lengths: list[int], vocab_size: int) -> Batch:
     targets[torch.tensor(bounds[1:]) - 1] = IGNORED_TARGET
     positions = torch.cat([torch.arange(length) for length in lengths])
     ids = torch.arange(len(lengths)).repeat_interleave(torch.tensor(lengths))
-    columns = {"tokens": tokens, "targets": targets, "positions": positions, "document_ids": ids}
-    return Batch(**{name: x[None] for name, x in columns.items()}, documents=PackedDocuments(bounds))
+    return Batch(
+        tokens=tokens[None],
+        targets=targets[None],
+        positions=positions[None],
+        document_ids=ids[None],
+        documents=PackedDocuments(bounds),
+    )
 
 
 def loss_and_gradients(
@@ -67,7 +72,7 @@ def loss_and_gradients(
     if rounded is not None:
         decoder.to(rounded)
     lm = CausalLM(decoder).to(device=device, dtype=dtype)
-    loss = LossSum.from_tensors(lm(batch.to(device)))
+    loss = LossSum.from_tensors(lm(batch.to(torch.device(device))))
     mean = loss.objective_sum / batch.num_targets
     mean.backward()
     named = lm.decoder.named_parameters()

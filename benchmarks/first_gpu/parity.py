@@ -59,7 +59,6 @@ def ways(job: Job, sheet: Sheet, head_dim: int) -> list[tuple[str, torch.dtype, 
         # A dry run's graphs are traced and not compiled: that takes a C++ compiler a minute.
         compiler = job.pick("inductor", "aot_eager")
         found.append(("bf16 compiled", torch.bfloat16, "auto", compiler))
-        found.append(("fp32 compiled", torch.float32, "blockwise", compiler))
     else:
         sheet.add("compiled", skipped=missing)
     return found

@@ -109,12 +109,20 @@ def beside(check: Check) -> str:
 
 
 def _telling(outcome: Outcome) -> Check | None:
-    """Return the check that says most: the first of the step's own verdict, or the one that the step names."""
+    """Return the check that says most: the first of the step's own verdict.
+
+    If all are well it is the one that the step names, or the one that is nearest to its bound.
+    """
     alike = [c for c, v in zip(outcome.checks, outcome.verdicts, strict=True) if v == outcome.verdict]
     if outcome.verdict == OK:
         named = [check for check in alike if check.name == outcome.shows]
-        alike = named or alike
+        nearest = sorted((check for check in alike if check.bound), key=_share_of_bound, reverse=True)
+        alike = named or nearest or alike
     return next(iter(alike), None)
+
+
+def _share_of_bound(check: Check) -> float:
+    return (check.figure or 0.0) / (check.bound or 1.0)
 
 
 def table(outcomes: Sequence[Outcome], most: int = MOST_CHARACTERS) -> str:

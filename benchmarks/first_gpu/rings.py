@@ -21,10 +21,13 @@ def run(job: Job, sheet: Sheet) -> None:
     setting = job.pick(full_setting, lambda: tiny_setting("cpu"))()
     # 1,680 tokens are whole chunks of every layout at every degree, and float64 on the CPU takes seconds for them.
     small = replace(setting, ring_tokens=job.pick(1680, 240), degrees=job.pick(tuple(range(2, 9)), (2, 3)))
-    for name, kernel in small.kernels().items():
-        # It compiles for each length.
+    small = replace(small, num_heads=8, num_kv_heads=2)
+    for number, (name, kernel) in enumerate(small.kernels().items()):
+        # FlexAttention compiles, and cuDNN plans, for each pair of lengths: all degrees are the first kernel's.
         if name == "flex":
             continue
+        if number:
+            small = replace(small, degrees=(2,))
         with sheet.attempt(f"{name} beside float64"):
             worst = max(compare_rings(small, kernel), key=lambda row: row["worst"])
             where = f"{worst['of']}, {worst['layout']}, {worst['ranks']} ranks, {worst['documents']}"

@@ -12,7 +12,7 @@ import signal
 import subprocess
 import time
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -105,7 +105,7 @@ class Run:
             self.pending.remove(step)
             left = self.deadline - time.monotonic()
             limit = _DRY_SECONDS if self.device == "cpu" else step.seconds
-            if left < _LEAST_SHARE * min(limit, step.seconds):
+            if left < (step.least or _LEAST_SHARE * step.seconds):
                 self._add(skipped_outcome(step, "out of time"))
                 continue
             self.running.append(self._launch(step, min(limit, left)))
@@ -113,7 +113,9 @@ class Run:
     def _launch(self, step: Step, limit: float) -> Running:
         words = [*module_of(step.module), *step.which, "--device", self.device]
         words += ["--scratch", str(self.scratch), "--name", step.name]
-        environment = self.environment | {"OMP_NUM_THREADS": str(min(step.cores, self.cores))}
+        # Small sizes on a busy CPU: threads would wait for one another.
+        threads = 1 if self.device == "cpu" else min(step.cores, self.cores)
+        environment = self.environment | {"OMP_NUM_THREADS": str(threads)}
         with (self.scratch / f"{step.name}.log").open("wb") as log:
             # A session of its own: whatever the step starts ends with it.
             process = subprocess.Popen(
@@ -171,10 +173,8 @@ def signals_end() -> Iterator[None]:
 
 def kill_session(process: subprocess.Popen[bytes]) -> None:
     """End a process and all that it has started."""
-    try:
+    with suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
-    except ProcessLookupError:
-        pass
     process.wait()
 
 

@@ -80,7 +80,6 @@ COMPILED = Slice("32K compiled", "32K", {"train.compile": "on"}, steps=5, second
 STORE = (
     Slice("128K device", "128K", {"train.store": "device", **_CHUNKS}),
     Slice("128K host", "128K", {"train.store": "host", **_CHUNKS}),
-    Slice("512K host", "512K", {"train.store": "host", "model.num_layers": 1, **_CHUNKS}, steps=2, seconds=60),
 )
 PROFILED = Slice("profile", "32K", {})
 LONG = Slice(

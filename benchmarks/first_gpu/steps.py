@@ -36,6 +36,8 @@ class Step:
     """Its arguments."""
     seconds: float
     """Limit of time."""
+    least: float = 0.0
+    """Seconds that must be left for it to begin; 0 is half of its limit."""
     cores: int = 1
     alone: bool = False
     """Whether nothing may run beside it, and no later step before it."""
@@ -47,9 +49,9 @@ class Step:
     """By the name of the check."""
 
 
-_SEEN = "seen on these cards before, by other programs"
-_FA3 = "FlashAttention-3's paper, arXiv 2407.08608, figures 5 and 6, H100 SXM"
-_CUDNN = f"{_FA3}; backward assumed from its ratio to forward"
+_SEEN = "reported by other programs on such cards"
+_FORWARD = "FlashAttention-3's paper, arXiv 2407.08608, figure 5: causal, heads of 128, H100 SXM"
+_BACKWARD = "assumed, the middle of what users report: FlashAttention-2 270 to 310, cuDNN 420 to 480, 3 470 to 550"
 _FLEX = "assumed: 0.85 to 0.9 of FlashAttention-2's; its backward recomputes a forward"
 _SLICE = (
     "arithmetic: weights at 650 TFLOP/s with recomputation 2.7 us a token and layer, elementwise 0.6, attention by the "
@@ -67,18 +69,19 @@ _RATES = {
 def _attention() -> dict[str, Expected]:
     """Return the expected rates of each kernel, by length and direction."""
     found = {}
+    fa2 = (333, 335, 290, (_FORWARD, _BACKWARD))
     rows = {
-        "cuda_flash": ((333, 335, 335), 290, _FA3),
-        "flash2": ((333, 335, 335), 290, _FA3),
-        "sdpa": ((333, 335, 335), 290, f"{_FA3}: the same kernel, called by PyTorch"),
-        "cudnn": ((529, 539, 539), 450, _CUDNN),
-        "flash3": ((602, 616, 616), 510, _FA3),
-        "flex": ((340, 340, 340), 250, _FLEX),
+        "cuda_flash": fa2,
+        "flash2": fa2,
+        "sdpa": fa2,  # PyTorch's call of the same kernel
+        "cudnn": (529, 539, 450, (_FORWARD, _BACKWARD)),
+        "flash3": (602, 616, 510, (_FORWARD, _BACKWARD)),
+        "flex": (340, 340, 250, (_FLEX, _FLEX)),
     }
-    for kernel, (forward, backward, source) in rows.items():
-        for length, rate in zip(("8K", "32K", "128K"), forward, strict=True):
-            found[f"{kernel} {length} forward"] = Expected(figure=rate, source=source)
-            found[f"{kernel} {length} backward"] = Expected(figure=backward, source=source)
+    for kernel, (short, long, backward, sources) in rows.items():
+        for length, forward in (("8K", short), ("32K", long), ("128K", long)):
+            for direction, rate, source in zip(("forward", "backward"), (forward, backward), sources, strict=True):
+                found[f"{kernel} {length} {direction}"] = Expected(figure=rate, source=f"TFLOP/s; {source}")
     return found
 
 
@@ -96,20 +99,20 @@ PART_1: tuple[Step, ...] = (
     # What is right or wrong: beside one another, for most of it is starting processes and comparing on the CPU.
     Step(name="contact", module="contact", seconds=75, cores=3),
     Step(name="data", module="data", which=("corpus", "rows"), seconds=60),
-    Step(name="tests", module="gpu_tests", which=("other",), seconds=90, cores=4, shows="passed"),
-    Step(name="parity", module="parity", seconds=90, cores=2),
-    Step(name="verify", module="verify", seconds=90, cores=4),
-    Step(name="flex", module="gpu_tests", which=("flex",), seconds=120, cores=2, shows="passed"),
+    Step(name="tests", module="gpu_tests", which=("other",), seconds=75, cores=3, shows="passed"),
+    Step(name="parity", module="parity", seconds=75, cores=2),
+    Step(name="verify", module="verify", seconds=75, cores=3),
+    Step(name="flex", module="gpu_tests", which=("flex",), seconds=110, cores=2, shows="passed"),
     Step(name="trace", module="trace", seconds=60),
     Step(name="demo", module="demo", seconds=80, cores=3, after=("data",)),
     # Ranks that share a GPU take turns on it: they wait least while nothing else computes there.
-    Step(name="ring", module="ring", seconds=90, cores=6, after=("contact", "tests", "parity", "verify")),
+    Step(name="ring", module="ring", seconds=110, cores=6, after=("contact", "tests", "parity", "verify")),
     Step(
         name="attention", module="attention", seconds=60, cores=16, alone=True, shows="cudnn 32K forward",
         expected=_attention(),
     ),
     Step(
-        name="slices", module="slices", which=("lengths",), seconds=95, cores=16, alone=True,
+        name="slices", module="slices", which=("lengths",), seconds=100, cores=16, alone=True,
         shows="32K auto, tokens/s",
         expected=_slices({"32K auto": (79, 34), "128K auto": (33, 30), "32K cudnn": (94, 40), "128K cudnn": (44, 41)}),
     ),
@@ -124,18 +127,17 @@ PART_2: tuple[Step, ...] = (
     Step(name="machine2", module="machine", seconds=25, cores=16, alone=True, shows="matmul", expected=_RATES),
     Step(name="rows", module="data", which=("rows",), seconds=20, cores=16, alone=True),
     Step(
-        name="store", module="slices", which=("store",), seconds=70, cores=16, alone=True,
+        name="store", module="slices", which=("store",), seconds=75, cores=16, alone=True,
         shows="128K host / device",
         expected={
             "128K host / device": Expected(
                 figure=0.9,
                 source="arithmetic: attention takes 12 us a token and layer, in which each link carries 4 KiB a token",
             ),
-            "512K host, tokens/s": Expected(figure=19_700, source=_SLICE),
         },
     ),
     Step(
-        name="loss", module="loss", seconds=25, cores=16, alone=True, shows="compiled",
+        name="loss", module="loss", seconds=30, cores=16, alone=True, shows="compiled",
         expected={
             "eager": Expected(
                 figure=260, at_most=True,
@@ -156,16 +158,17 @@ PART_2: tuple[Step, ...] = (
     Step(
         name="profile", module="slices", which=("profile",), seconds=40, cores=16, alone=True, shows="busy",
         expected={
-            "busy": Expected(figure=95, source="% of a step at 32K, assumed: no host wait stands in it"),
+            "busy": Expected(figure=95, source="%; of a step at 32K, assumed: no host wait stands in it"),
             "host waits": Expected(figure=5, source="of a step, assumed: where a number is logged", at_most=True),
         },
     ),
     Step(
-        name="rings", module="rings", seconds=30, cores=16, alone=True, shows="least efficiency",
+        name="rings", module="rings", seconds=40, cores=16, alone=True, shows="least efficiency",
         expected={"least efficiency": Expected(figure=0.97, source="goal of benchmarks/gpu_attention.py")},
     ),
     Step(
-        name="long", module="slices", which=("long",), seconds=130, cores=16, alone=True, shows="1M, tokens/s",
+        name="long", module="slices", which=("long",), seconds=130, least=105, cores=16, alone=True,
+        shows="1M, tokens/s",
         expected={"1M, tokens/s": Expected(figure=15_000, source=f"{_SLICE}; cuDNN, one layer")},
     ),
 )  # fmt: skip

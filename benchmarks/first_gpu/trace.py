@@ -12,6 +12,9 @@ from benchmarks.first_gpu.commands import run as run_command
 from benchmarks.first_gpu.slices import GIB, LENGTHS, Slice, settings_of
 from launcher.trace.stand_in import torch_cuda_version
 
+_WITHOUT = {"CUDA_VISIBLE_DEVICES": "", "DS_ACCELERATOR": "cpu"}
+"""The trace needs no GPU, and takes no part of one from the steps beside it."""
+
 
 def run(job: Job, sheet: Sheet) -> None:
     """Trace each slice once: kernels take no memory that a trace sees."""
@@ -28,7 +31,9 @@ def run(job: Job, sheet: Sheet) -> None:
 def traced_peak(job: Job, one: Slice) -> int:
     """Return the peak bytes of the rank that needs most."""
     settings = settings_of(job, one) | {"run.device": "auto", "parallel.kernel": "auto"}
-    text = run_command([*LAUNCHER, "plan", "--trace", "--json", "--ranks", "1", *flags(settings)], seconds=58)
+    text = run_command(
+        [*LAUNCHER, "plan", "--trace", "--json", "--ranks", "1", *flags(settings)], seconds=58, environment=_WITHOUT
+    )
     # Lines of progress may stand around the object.
     told, _ = json.JSONDecoder().raw_decode(text, text.index("{\n"))
     return max(rank["bytes"]["peak"] for rank in told["ranks"])

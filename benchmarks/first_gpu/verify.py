@@ -26,7 +26,7 @@ def run(job: Job, sheet: Sheet) -> None:
     for name, settings in _CASES.items():
         if name in (job.which or _CASES):
             words = [sys.executable, "launcher/verify.py", *flags(common(job) | settings)]
-            commands[name] = Command(words, seconds=job.pick(80, 500), environment={"OMP_NUM_THREADS": "2"})
+            commands[name] = Command(words, seconds=job.pick(70, 800), environment={"OMP_NUM_THREADS": "2"})
     for name, command in commands.items():
         with sheet.attempt(name):
             sheet.add(name, note=agreement(command.output()), problem="" if command.code == 0 else command.problem())
