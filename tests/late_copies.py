@@ -1,9 +1,9 @@
 """Copies as a GPU may run them, on a CPU: as late or as early as what they wait for allows.
 
 The product's own code runs, with streams that are lists of jobs. The computation is the program itself. A job of a late
-stream runs when somebody waits for an event behind it; a job of an early one at once, which is as soon as it can. A wait
-that is missing makes NaN: memory of the device that is freed before it was copied belongs to somebody else, memory that
-is being filled holds nothing yet, page-locked memory begins with anything.
+stream runs when somebody waits for an event behind it; a job of an early one at once, which is as soon as it can. What
+a wait that is missing lets through is NaN: memory of the device that is freed before it was copied belongs to somebody
+else, memory that is being filled holds nothing yet, page-locked memory begins with anything.
 """
 
 from __future__ import annotations
