@@ -6,13 +6,17 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from longctx.kernels.attention.cpu_flash import CpuFlashKernel
+from longctx.model.attention.work import attend_work
 from parallel.layout.sequence import SequenceLayout
 from parallel.mesh import Mesh
 from parallel.schedule import Schedule
+from parallel.transport.block import KVBlock
 from parallel.transport.query_ring import attend_by_visits
+from parallel.transport.select import build_transport
 from tests.helpers import run_distributed
 from tests.late_messages import late_messages
-from tests.parallel.transport.test_transports import DOCUMENTS, HEAD_DIM, MASKS, TOKENS, attend_here
+from tests.parallel.transport.test_transports import DOCUMENTS, HEAD_DIM, MASKS, SCORES, TOKENS, attend_here, inputs
 
 CASES = [("contiguous", "sinks"), ("balanced", "causal"), ("striped", "sparse")]
 """Layouts and masks: rows in one range, which are sent where they are, and in several, which are copied first."""
@@ -32,6 +36,30 @@ def check_transports():
                 got = attend_here(schedule, mesh, transport)
             for name, want in wanted.items():
                 assert torch.equal(got[name], want), f"{name} on rank {mesh.rank}, {kind}, {mask}, {transport}"
+
+
+def test_a_copy_that_is_sent_stays():
+    """Of keys that lie apart a transport sends a copy of its own."""
+    run_distributed(check_copies, 4, timeout=110)
+
+
+def check_copies():
+    mesh, kernel = Mesh.build(context=4, ranks_per_node=2), CpuFlashKernel()
+    schedule = Schedule.build(SequenceLayout.build("zigzag", TOKENS, 4, DOCUMENTS), DOCUMENTS)
+    q, k, v, _ = (schedule.layout.split(x, mesh.context_rank, 1) for x in inputs())
+    k, v = (x.transpose(1, 2).contiguous().transpose(1, 2) for x in (k, v))
+
+    def compute(block: KVBlock) -> tuple[Tensor, Tensor]:
+        keys_and_values = (block.keys_BsKD, block.values_BsKV)
+        return attend_work(
+            q[:, block.queries], *keys_and_values, block.work, lambda *args: kernel.forward(*args, scores=SCORES)
+        )
+
+    for transport in ("p2p", "two_level", "all_gather"):
+        wanted = build_transport(transport, schedule, mesh).forward(k, v, compute)
+        with late_messages():
+            got = build_transport(transport, schedule, mesh).forward(k, v, compute)
+        assert all(torch.equal(x, y) for x, y in zip(got, wanted, strict=True)), transport
 
 
 def test_visits_bring_back_what_they_found():
