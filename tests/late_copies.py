@@ -1,9 +1,9 @@
 """Copies as a GPU may run them, on a CPU: as late or as early as what they wait for allows.
 
 The product's own code runs, with streams that are lists of jobs. The computation is the program itself. A job of a late
-stream runs when somebody waits for an event behind it; a job of an early one at once, which is as soon as it can. What a
-GPU would make of a wait that is missing becomes NaN: memory of the device that is freed before it was copied belongs to
-somebody else, memory that is being filled holds nothing yet, page-locked memory begins with anything.
+stream runs when somebody waits for an event behind it; a job of an early one at once, which is as soon as it can. What
+a wait that is missing lets through is NaN: memory of the device that is freed before it was copied belongs to somebody
+else, memory that is being filled holds nothing yet, page-locked memory begins with anything.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ class LateStream:
         if not self.follows_computation:
             self.problems.append("copied before it was computed, or before the memory's last values were used")
         if self.to_host:
-            device = _Borrowed(source)
+            device = Borrowed(source)
             if not target.is_contiguous():  # PyTorch waits, and lets the CPU spread the values
                 self.run(len(self.jobs))
                 target.copy_(source)
@@ -79,7 +79,7 @@ class LateStream:
                     target.copy_(values)
 
         else:
-            device = _Borrowed(target.fill_(NOTHING))
+            device = Borrowed(target.fill_(NOTHING))
             source = source.contiguous()  # PyTorch gathers them now, whatever is on its way there
 
             def job() -> None:
@@ -117,7 +117,7 @@ class Computation:
         return LateEvent()
 
 
-class _Borrowed:
+class Borrowed:
     """A tensor on the device that a copy knows and does not hold."""
 
     def __init__(self, x: Tensor) -> None:

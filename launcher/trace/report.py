@@ -61,7 +61,7 @@ _NOTES = (
     "backward pass is counted by arithmetic. Other kernels' workspaces, NCCL's buffers (about 1 GiB), the CUDA context "
     "and the allocator's gaps come on top.",
     "kept on host is pinned memory that holds what train.store=host moves off the device until backward; peak is that "
-    "of the device. PyTorch rounds each pinned allocation up to a power of two.",
+    "of the device.",
     "Blocks are traced as they run with train.compile=off: a compiler keeps other values for backward.",
     "Once a step, after backward, the host waits for the figures that are logged and for the gradient norm.",
 )

@@ -7,6 +7,7 @@ import resource
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import psutil
 import torch
@@ -96,12 +97,12 @@ def _left_in_group(folder: Path, otherwise: int) -> int:
 def lock_pages(x: Tensor, device: torch.device) -> Callable[[], None]:
     """Page-lock a CPU tensor's memory, so that a GPU copies to and from it at full speed and beside its computation.
 
-    Returns what unlocks it, to be called before the memory is freed. Takes what the tensor has and no more: PyTorch's own
-    page-locked memory is rounded up to a power of two. RuntimeError if the system allows no more of it.
+    Returns what unlocks it, to be called before the memory is freed. Takes what the tensor has and no more: PyTorch
+    rounds its own page-locked memory up to a power of two. RuntimeError if the system allows no more of it.
     """
     # In a new thread the current device would be the first one, which other ranks compute on.
     with torch.cuda.device(device):
-        cudart = torch.cuda.cudart()
+        cudart: Any = torch.cuda.cudart()
         torch.cuda.check_error(cudart.cudaHostRegister(x.data_ptr(), x.nbytes, _PORTABLE))
     return partial(cudart.cudaHostUnregister, x.data_ptr())
 

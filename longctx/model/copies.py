@@ -165,7 +165,7 @@ class HostTensor:
             values, start = values.view(-1).view(torch.uint8), row * self._row_bytes + tokens.start * token_bytes
             done = 0
             for page in self._parts(start, start + len(values)):
-                yield page, values[done : done + len(page)]
+                yield page, values.narrow(0, done, len(page))
                 done += len(page)
 
     def _parts(self, start: int, stop: int) -> Iterator[Tensor]:

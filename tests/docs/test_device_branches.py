@@ -70,6 +70,7 @@ def test_every_check_is_there():
         named = re.search(r"GPU programme: ([\w, ]+)", checks)
         assert tests or named or "nothing" in checks, f"{file}: {checks}"
         for test_file, name in tests:
-            assert f"def {name}(" in (REPOSITORY / "tests" / test_file).read_text(), f"{file}: {test_file} has no {name}"
+            text = (REPOSITORY / "tests" / test_file).read_text()
+            assert f"def {name}(" in text, f"{file}: {test_file} has no {name}"
         if named is not None:
             assert set(named[1].split(", ")) <= steps, f"{file}: {named[0]}"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -207,6 +208,29 @@ def test_for_a_gpu_memory_is_pinned_by_a_thread_that_works_with_that_gpu(monkeyp
         feed.next_step()
         feed.close()
     assert done == ["cuda:3 ['longctx-feed']"] + ["pinned"] * 4 * NumberedLoader.micro_batches_per_step
+
+
+class OneBuffer(NumberedLoader):
+    """Ids lie in one buffer, which the next row is read into."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.ids = torch.zeros(3, dtype=torch.int32)
+
+    def read(self, number: int, place: Place) -> Taken:
+        taken = super().read(number, place)
+        return replace(taken, share=replace(taken.share, ids=self.ids.copy_(taken.share.ids)))
+
+
+def test_what_a_gpu_copies_late_is_what_was_read(monkeypatch):
+    """The copies of a step to the device may run when the thread has read the steps behind it."""
+    monkeypatch.setattr(torch.Tensor, "pin_memory", torch.Tensor.clone)  # a copy, page-locked on a machine with GPUs
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
+    feed = feed_of(OneBuffer(), device="cuda:3", prefetch_steps=2)
+    given = [feed.next_step()[0].shards for _ in range(4)]
+    feed.close()
+    late = [shard.looked_up("cpu")["tokens"].unique().tolist() for shards in given for shard in shards]
+    assert late == [[number] for number in range(8)]
 
 
 def test_a_reader_that_hangs_does_not_keep_the_end_waiting(monkeypatch):

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import threading
+from typing import Any
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
+from longctx.model import copies as copies_module
 from longctx.model.chunks.disk import Disk
 from longctx.model.copies import LEAST_PAGE_BYTES, PAGE_BYTES, Copies, HostTensor, page_sizes
 from tests.late_copies import LATE_ORDERS, late_copies
@@ -14,6 +17,7 @@ from tests.late_copies import LATE_ORDERS, late_copies
 PAGES = [{"page_bytes": 1 << 20}, {"page_bytes": 256, "least_page_bytes": 64}]
 """All of a tensor in one, and rows that lie across several."""
 MIB = 1 << 20
+GPU = torch.device("cuda:1")
 
 
 def host_tensor(values: torch.Tensor) -> HostTensor:
@@ -51,6 +55,40 @@ def test_memory_that_nobody_waits_for_is_given_away_behind_its_copy(order: tuple
         mark = host.write(slice(0, 10), x)
         host.whole()  # dropped while it is on its way
         Copies(x.device).wait(mark)
+
+
+def test_beside_a_gpu_each_direction_has_a_stream_and_pages_are_locked(monkeypatch: pytest.MonkeyPatch):
+    """On tensors without data, with what stands for streams: what the device is asked for."""
+    asked: list[str] = []
+    copies_module.streams_of.cache_clear()
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "Stream", lambda device: asked.append(str(device)) or object())
+    try:
+        streams = copies_module.streams_of(GPU)
+        assert streams is not None
+        assert streams.to_host is not streams.to_device
+        assert copies_module.streams_of(GPU) is streams, "one pair for all stores of a device"
+        assert asked == ["cuda:1", "cuda:1"]
+    finally:
+        copies_module.streams_of.cache_clear()
+
+
+def test_values_of_a_gpu_leave_it_for_locked_pages(monkeypatch: pytest.MonkeyPatch):
+    locked: list[int] = []
+    empty = torch.empty
+
+    def watched(*args: Any, pin_memory: bool = False, **options: Any) -> torch.Tensor:
+        if pin_memory:
+            locked.append(args[0])
+        return empty(*args, **options)
+
+    monkeypatch.setattr(torch, "empty", watched)
+    with FakeTensorMode():
+        x = empty(1, 3, MIB, dtype=torch.bfloat16, device=GPU)
+        host = host_tensor(x)
+        assert Copies(GPU).is_asynchronous
+        assert host.write(slice(0, 3), x) is None, "without data there is nothing to wait for"
+    assert locked == [4 * MIB, 2 * MIB]
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64, torch.int64, torch.bool])

@@ -247,12 +247,16 @@ def test_evaluation_keeps_and_moves_nothing(journal):
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize(("store", "chunk_tokens"), [("host", 0), ("host", 1000), ("disk", 1000)])
 @pytest.mark.parametrize("keep", KEEPS)
-def test_a_gpu_keeps_in_pinned_memory_what_it_gives_back(keep):
-    """Equal bits on a stream of their own, and less on the device between forward and backward."""
-    batch, results, held = one_document(1, 4096).to("cuda"), [], []
-    for store in STORES:
-        decoder = Decoder(dense_config(num_layers=6, hidden_size=256), execution=Execution(keep, store)).to("cuda")
+def test_a_gpu_keeps_in_pinned_memory_what_it_gives_back(keep, store, chunk_tokens, tmp_path):
+    """Equal bits on streams of their own, and less on the device between forward and backward."""
+    batch, results, held = one_document(2, 4096).to("cuda"), [], []
+    for place in ("device", store):
+        execution = Execution(keep, place, chunk_tokens=chunk_tokens, head_groups=2, store_path=str(tmp_path))
+        if not chunk_tokens:
+            execution = Execution(keep, place)
+        decoder = Decoder(dense_config(num_layers=6, hidden_size=256), execution=execution).to("cuda")
         decoder.bfloat16()
         for _ in range(2):  # the second time memory comes from caches
             decoder.zero_grad()
