@@ -272,7 +272,7 @@ def _attend(
     out, lse = attend_work(q, k, v, work, partial(forward, scores=scores))
     if sinks is not None:
         out, lse = apply_sinks(out, lse, sinks)
-    return out.to(q.dtype), lse
+    return as_dtype(out, q.dtype), lse
 
 
 class _Attention(torch.autograd.Function):
