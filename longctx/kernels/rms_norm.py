@@ -56,8 +56,8 @@ def _normalize(x: Tensor, weight: Tensor, eps: float, offset: bool) -> tuple[Ten
     wide = x.to(partial)
     rstd_N1 = torch.linalg.vecdot(wide, wide).div_(x.shape[-1]).add_(eps).rsqrt_().unsqueeze(-1)
     out, factor = _times(wide, rstd_N1, wide is not x), _factor(weight, offset, partial)
-    # PyTorch 2.11 loses the gradient of what a compiled forward pass returns if it has a second name, which ``mul_`` and
-    # ``to`` of the same dtype give it. A compiler needs no product in place.
+    # PyTorch 2.11's compiler loses the gradient of a result that has a second name, as ``mul_`` and ``to`` of the same
+    # dtype return it. What is compiled gains nothing by a product in place.
     if torch.compiler.is_compiling():
         out = out * factor
     else:
