@@ -1,7 +1,7 @@
 # make demo    set up, then the whole road: corpus, tokenizer, shards, pretraining, resume, report, export
 # make demo-recall   set up, then a small model that finds needles: training on two ranks, evaluation, pictures
 # make test    set up, then the tests
-# make test TARGET=torch2.11   the same under Python 3.12 and PyTorch 2.11, in an environment of its own (constraints/README.md)
+# make test TARGET=torch2.11   the same under Python 3.12 and PyTorch 2.11, in an environment of its own (docs/versions.md)
 # make setup   the virtual environment alone; seconds when there is nothing to do; DS_ACCELERATOR=cuda where no GPU is at hand yet
 # make bench   ratios against named limits and peers, all in one run
 # make faults  the slow proofs: the fault suite, whole matrices, 20 steps of parity, recall, whole corpora; PART=2/3 runs the second third

@@ -18,7 +18,7 @@ from tests.helpers import REPOSITORY
 
 
 def set_up(folder: Path, torch: str, *words: str, **environment: str) -> list[str]:
-    """Return what ``make setup`` asks of pip. The environment's programs only note it and say that they are ``torch``."""
+    """Return what ``make setup`` asks of pip. The programs there only note it, and say that they are ``torch``."""
     for name in ("Makefile", "pyproject.toml"):
         shutil.copyfile(REPOSITORY / name, folder / name)
     shutil.copytree(REPOSITORY / "constraints", folder / "constraints")
