@@ -57,7 +57,7 @@ def _normalize(x: Tensor, weight: Tensor, eps: float, offset: bool) -> tuple[Ten
     rstd_N1 = torch.linalg.vecdot(wide, wide).div_(x.shape[-1]).add_(eps).rsqrt_().unsqueeze(-1)
     out, factor = _times(wide, rstd_N1, wide is not x), _factor(weight, offset, partial)
     # PyTorch 2.11's compiler loses the gradient of a result that has a second name, as ``mul_`` and ``to`` of the same
-    # dtype return it. What is compiled gains nothing by a product in place.
+    # dtype return it (its issue 180642). What is compiled gains nothing by a product in place.
     if torch.compiler.is_compiling():
         out = out * factor
     else:
