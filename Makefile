@@ -1,6 +1,7 @@
 # make demo    set up, then the whole road: corpus, tokenizer, shards, pretraining, resume, report, export
 # make demo-recall   set up, then a small model that finds needles: training over ranks, evaluation, pictures
 # make test    set up, then the tests
+# make test TARGET=torch2.11   the same under Python 3.12 and PyTorch 2.11, in an environment of its own (docs/versions.md)
 # make setup   the virtual environment alone; seconds when there is nothing to do; DS_ACCELERATOR=cuda where no GPU is at hand yet
 # make bench   ratios against named limits and peers, all in one run
 # make faults  the slow proofs: the fault suite, whole matrices, 20 steps of parity, recall, whole corpora; PART=2/3 runs the second third
@@ -8,11 +9,20 @@
 
 SHELL := /bin/bash
 .SHELLFLAGS := -eu -o pipefail -c
+TARGET ?= torch2.13
+ifeq ($(TARGET),torch2.13)
 PYTHON ?= python3
 VENV := .venv
+TORCH := torch==2.13.0
+else ifeq ($(TARGET),torch2.11)
+PYTHON ?= python3.12
+VENV := .venv-torch2.11
+TORCH := torch==2.11.0
+else
+$(error TARGET=$(TARGET) is not one. Try torch2.13 or torch2.11)
+endif
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
-TORCH := torch==2.13.0
 TORCH_CPU_INDEX ?= https://download.pytorch.org/whl/cpu
 RUN ?= runs/quickstart
 RECALL_RUN ?= runs/recall
@@ -29,8 +39,8 @@ export TORCH_EXTENSIONS_DIR ?= $(CURDIR)/$(VENV)/torch_extensions
 
 setup: $(STAMP)
 
-$(STAMP): pyproject.toml
-	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "$(PYTHON) is $$($(PYTHON) --version); longctx needs Python 3.11 or newer. Try: make PYTHON=python3.12 setup"; exit 1; }
+$(STAMP): pyproject.toml $(wildcard constraints/*.txt)
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "$(PYTHON) is $$($(PYTHON) --version 2>/dev/null || echo not there); longctx needs Python 3.11 or newer. Try: make PYTHON=python3.12 setup"; exit 1; }
 	@echo "==> virtual environment in $(VENV)"
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	@if $(BIN)/python -c 'import torch' 2>/dev/null; then echo "==> torch is installed"; \
@@ -40,7 +50,10 @@ $(STAMP): pyproject.toml
 	@# The distribution had another name once: without this both would own .venv/bin/longctx.
 	@if $(BIN)/pip show longctx 2>/dev/null | grep -qx "Editable project location: $(CURDIR)"; then $(BIN)/pip uninstall -qy longctx; fi
 	@echo "==> longctx, its dependencies and the tools of its tests"
-	@$(BIN)/pip install -e '.[dev,hf,eval]'
+	@# The versions that the tests ran with, if Python and torch are a pair that was tested; of other pairs nothing is pinned.
+	@pins=$$($(BIN)/python -c 'import sys; from importlib.metadata import version; print("constraints/python{}.{}-torch{}.txt".format(*sys.version_info[:2], ".".join(version("torch").split(".")[:2])))'); \
+	if test -f "$$pins"; then echo "==> versions of $$pins" && $(BIN)/pip install -e '.[dev,hf,eval]' -c "$$pins"; \
+	else $(BIN)/pip install -e '.[dev,hf,eval]'; fi
 	@$(BIN)/python -m longctx_train
 	@touch $@
 

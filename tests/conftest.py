@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 from hypothesis import settings
 
+from tests.cuda_builds import cuda_builds
 from tests.faults import FaultRows
 
 LONGEST = (
@@ -49,6 +50,12 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def fault_rows(request: pytest.FixtureRequest) -> FaultRows:
     """Where a test of the fault suite puts its rows."""
     return FaultRows(request.config.getoption("--fault-rows"))
+
+
+@pytest.fixture(scope="session", params=cuda_builds())
+def cuda_python(request: pytest.FixtureRequest) -> str:
+    """An interpreter whose PyTorch is built for CUDA; a test runs under each that there is."""
+    return request.param
 
 
 # Before pytest reads -m.

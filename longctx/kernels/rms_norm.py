@@ -17,7 +17,7 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
 from longctx.kernels.devices import on_cpu
-from longctx.kernels.dtypes import accumulate_dtype
+from longctx.kernels.dtypes import accumulate_dtype, as_dtype
 
 _FEW_VALUES = 1 << 14
 """Most values that PyTorch's operator normalises: to the same bits, in less time, with more memory."""
@@ -56,7 +56,14 @@ def _normalize(x: Tensor, weight: Tensor, eps: float, offset: bool) -> tuple[Ten
     partial = accumulate_dtype(x.dtype)
     wide = x.to(partial)
     rstd_N1 = torch.linalg.vecdot(wide, wide).div_(x.shape[-1]).add_(eps).rsqrt_().unsqueeze(-1)
-    return _times(wide, rstd_N1, wide is not x).mul_(_factor(weight, offset, partial)).to(x.dtype), rstd_N1
+    out, factor = _times(wide, rstd_N1, wide is not x), _factor(weight, offset, partial)
+    # PyTorch 2.11's compiler loses the gradient of a result that has a second name, as ``mul_`` and ``to`` of the same
+    # dtype return it (its issue 180642). What is compiled gains nothing by a product in place.
+    if torch.compiler.is_compiling():
+        out = out * factor
+    else:
+        out.mul_(factor)
+    return as_dtype(out, x.dtype), rstd_N1
 
 
 def _normalize_few(x: Tensor, weight: Tensor, eps: float) -> Tensor:

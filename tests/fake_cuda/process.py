@@ -1,8 +1,8 @@
 """PyTorch's CUDA code on fake tensors: shapes, dtypes, strides and host waits of real operators, without a GPU.
 
-Needs a Python whose PyTorch is built for CUDA: this one, or the one that ``LONGCTX_CUDA_PYTHON`` names. Where there is
-no driver two stubs take its place, compiled here: a ``libcuda.so.1`` that answers the one call which autograd makes,
-and a preloaded library that counts devices once PyTorch has settled for doing without.
+Needs a Python whose PyTorch is built for CUDA (``tests/cuda_builds.py``). Where there is no driver two stubs take its
+place, compiled here: a ``libcuda.so.1`` that answers the one call which autograd makes, and a preloaded library that
+counts devices once PyTorch has settled for doing without.
 """
 
 from __future__ import annotations
@@ -10,13 +10,11 @@ from __future__ import annotations
 import os
 import shutil
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 
-VARIABLE = "LONGCTX_CUDA_PYTHON"
 ROOT = Path(__file__).parents[2]
 
 _LIBCUDA = """
@@ -28,18 +26,6 @@ void set_fake_cuda_devices(int n) { count = (signed char)n; }
 signed char _ZN3c104cuda12device_countEv(void) { return count; }
 _Bool _ZN3c104cuda17hasPrimaryContextEa(signed char device) { (void)device; return 0; }
 """
-
-
-def cuda_python(variable: str = VARIABLE) -> str:
-    """A Python whose PyTorch is built for CUDA. Skips the test where there is none."""
-    named = os.environ.get(variable)
-    if named:
-        return named
-    if torch.version.cuda is None or variable != VARIABLE:
-        pytest.skip(
-            f"{variable} is not set, and this PyTorch is built for CPUs: CUDA code is NOT tested on fake tensors"
-        )
-    return sys.executable
 
 
 def run_on_fake_cuda(module: str, cache: Path, *arguments: str, python: str, timeout: int = 240, **environment) -> str:

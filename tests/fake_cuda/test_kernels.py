@@ -4,19 +4,18 @@ from __future__ import annotations
 
 import pytest
 
+from tests.cuda_builds import cuda_builds
 from tests.fake_cuda.flash4 import CASES
 from tests.fake_cuda.kernels import HEADS
-from tests.fake_cuda.process import cuda_python, run_on_fake_cuda
+from tests.fake_cuda.process import run_on_fake_cuda
 
 FLASH4_PYTHON = "LONGCTX_FLASH4_PYTHON"
-"""Names a Python with flash-attn 4 and a PyTorch for CUDA."""
+"""Names Pythons with flash-attn 4 and a PyTorch for CUDA."""
 
 
 @pytest.mark.timeout(300)
-def test_pytorchs_own_kernels_grouped_products_and_batches(request):
-    said = run_on_fake_cuda(
-        "tests.fake_cuda.kernels", request.config.cache.mkdir("fake-cuda"), python=cuda_python()
-    ).splitlines()
+def test_pytorchs_own_kernels_grouped_products_and_batches(tmp_path, cuda_python):
+    said = run_on_fake_cuda("tests.fake_cuda.kernels", tmp_path, python=cuda_python).splitlines()
     ran = {kernel: sum(line.startswith(f"ran {kernel} ") for line in said) for kernel in ("cuda_flash", "cudnn")}
     assert ran == {"cuda_flash": 6 * 2 * len(HEADS), "cudnn": 5 * 2 * len(HEADS)}
     assert {line for line in said if line.startswith("refused")} == {"refused cudnn 256 256"}
@@ -33,14 +32,15 @@ def test_pytorchs_own_kernels_grouped_products_and_batches(request):
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("architecture", ["sm_90", "sm_100"])
-def test_flash4_compiles_our_calls(request, architecture, case):
+@pytest.mark.parametrize("python", cuda_builds(FLASH4_PYTHON))
+def test_flash4_compiles_our_calls(tmp_path, python, architecture, case):
     """Its own Python and its own compiler, up to the launch: arguments, shapes, head sizes and windows are its own."""
     said = run_on_fake_cuda(
         "tests.fake_cuda.flash4",
-        request.config.cache.mkdir("fake-cuda"),
+        tmp_path,
         architecture,
         case,
-        python=cuda_python(FLASH4_PYTHON),
+        python=python,
         timeout=500,
         FLASH_ATTENTION_ARCH=architecture,
         CUTE_DSL_ARCH=f"{architecture}a",

@@ -273,7 +273,8 @@ def _attend(
     out, lse = attend_work(q, k, v, work, partial(forward, scores=scores))
     if sinks is not None:
         out, lse = apply_sinks(out, lse, sinks)
-    return out.to(q.dtype), lse
+    # Not ``to``, which would give the result a second name: PyTorch 2.11's compiler then loses its gradient (180642).
+    return as_dtype(out, q.dtype), lse
 
 
 class _Attention(torch.autograd.Function):

@@ -131,8 +131,7 @@ class _Experts(torch.autograd.Function):
             out_NM, of_tiles, ctx.sizes = forward_tiles(routed, weights, call)
             saved = [tensor for of_tile in of_tiles for tensor in of_tile]
             ctx.num_saved = [len(of_tile) for of_tile in of_tiles]
-        tensors = routed + weights + tuple(saved)
-        ctx.save_for_backward(*tensors)
+        ctx.save_for_backward(*routed, *weights, *saved)
         return out_NM
 
     @staticmethod

@@ -44,7 +44,8 @@ def test_documents_are_framed(built: Path, tokenizer: Tokenizer):
 
 
 def test_equal_documents_fall_on_one_side(built: Path, corpus: Path):
-    original = sorted(corpus.glob("*.py"))[1].name
+    text = (corpus / "again.py").read_bytes()
+    (original,) = [path.name for path in corpus.iterdir() if path.read_bytes() == text and path.name != "again.py"]
     sides = [side for side in (built, built / "validation") if {"again.py", original} & set(texts(side))]
     assert len(sides) == 1
 

@@ -52,23 +52,6 @@ def test_names_of_base_images_are_whole():
     assert for_gpus.count("/") == 2
 
 
-@pytest.mark.parametrize(("accelerator", "index"), [("cpu", True), ("cuda", False)])
-def test_an_image_for_gpus_gets_torch_for_gpus(tmp_path, accelerator, index):
-    """A build sees no GPU, so set-up goes by what it is told. The environment's programs here only note their words."""
-    for name in ("Makefile", "pyproject.toml"):
-        shutil.copyfile(REPOSITORY / name, tmp_path / name)
-    programs, noted = tmp_path / ".venv" / "bin", tmp_path / "noted"
-    programs.mkdir(parents=True)
-    (programs / "python").write_text('#!/bin/sh\n[ "$1" != -c ]\n')
-    (programs / "pip").write_text(f'#!/bin/sh\necho "$*" >> {noted}\n[ "$2" != --no-index ]\n')
-    for program in programs.iterdir():
-        program.chmod(0o755)
-    environment = {**os.environ, "DS_ACCELERATOR": accelerator, "TORCH_CPU_INDEX": "file:///cpu"}
-    subprocess.run(["make", "setup"], cwd=tmp_path, env=environment, check=True, capture_output=True, timeout=60)
-    (line,) = [line for line in noted.read_text().splitlines() if re.match(r"install torch==\S+( --index-url|$)", line)]
-    assert line.endswith("--index-url file:///cpu") == index
-
-
 @pytest.fixture(scope="module")
 def image() -> Iterator[str]:
     """An image of this repository; it is gone after the tests."""

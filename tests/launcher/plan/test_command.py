@@ -11,7 +11,7 @@ import torch
 from launcher.config.load import load_run_config
 from tests.helpers import REPOSITORY
 from tests.launcher.cli.calls import call
-from tests.launcher.trace.cuda_build import environment, need_cuda_build
+from tests.launcher.trace.cuda_build import environment
 
 pytestmark = pytest.mark.timeout(600)
 QUICK = ("--config", "quickstart", "--data.seq_len", "64", "--train.tokens_per_step", "64")
@@ -87,8 +87,8 @@ def test_a_cpu_build_says_what_to_install(capsys):
     assert err.count("\n") < 12
 
 
-def plan(*words: str) -> subprocess.CompletedProcess[str]:
-    command = [need_cuda_build(), "-m", "launcher", "plan", *words]
+def plan(python: str, *words: str) -> subprocess.CompletedProcess[str]:
+    command = [python, "-m", "launcher", "plan", *words]
     return subprocess.run(command, cwd=REPOSITORY, env=environment(), capture_output=True, text=True, timeout=580)
 
 
@@ -104,18 +104,18 @@ def plan(*words: str) -> subprocess.CompletedProcess[str]:
         (["--document-tokens", "-5"], "--document-tokens -5"),
     ],
 )
-def test_bad_input_is_refused_on_one_screen(words, says):
-    done = plan("--trace", *QUICK, *words)
+def test_bad_input_is_refused_on_one_screen(words, says, cuda_python):
+    done = plan(cuda_python, "--trace", *QUICK, *words)
     assert done.returncode != 0
     assert says in done.stderr
     assert len(done.stderr.splitlines()) < 12
 
 
 @pytest.mark.slow
-def test_json_has_every_kind_of_rank(tmp_path):
+def test_json_has_every_kind_of_rank(tmp_path, cuda_python):
     hostfile = tmp_path / "hostfile"
     hostfile.write_text("a slots=2\nb slots=2\n")
-    done = plan("--trace", *QUICK, "--parallel.context", "4", "--run.hostfile", str(hostfile), "--json")
+    done = plan(cuda_python, "--trace", *QUICK, "--parallel.context", "4", "--run.hostfile", str(hostfile), "--json")
     assert done.returncode == 0, done.stderr
     told = json.loads(done.stdout)
     assert told["world"] == {"ranks": 4, "ranks_per_node": 2}
@@ -127,8 +127,8 @@ def test_json_has_every_kind_of_rank(tmp_path):
 
 
 @pytest.mark.slow
-def test_the_table_fits_a_screen_and_says_what_is_arithmetic():
-    done = plan("--trace", *QUICK)
+def test_the_table_fits_a_screen_and_says_what_is_arithmetic(cuda_python):
+    done = plan(cuda_python, "--trace", *QUICK)
     assert done.returncode == 0, done.stderr
     assert "host waits" in done.stdout
     assert "arithmetic" in done.stdout

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from functools import cache
 from typing import Any
 
 import pytest
@@ -91,28 +90,33 @@ MENDED = {
 }
 
 
-def traces() -> dict[str, dict[str, Any]]:
+@pytest.fixture(scope="module")
+def traces(cuda_python) -> dict[str, dict[str, Any]]:
     """Every case, traced once by one process under the CUDA build."""
-    return traced(tuple(CASES))
+    return traced(cuda_python, CASES)
 
 
-@cache
-def traced(names: tuple[str, ...]) -> dict[str, dict[str, Any]]:
+@pytest.fixture(scope="module")
+def mended(cuda_python) -> dict[str, dict[str, Any]]:
+    return traced(cuda_python, MENDED)
+
+
+def traced(python: str, cases: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
     """These cases, each in a process that the first one forks."""
-    cases = [(CASES | MENDED)[name] for name in names]
-    return dict(zip(names, under_cuda_build("tests.launcher.trace.traces", json.dumps(cases)), strict=True))
+    found = under_cuda_build(python, "tests.launcher.trace.traces", json.dumps(list(cases.values())))
+    return dict(zip(cases, found, strict=True))
 
 
-@cache
-def programs() -> dict[str, Any]:
-    return under_cuda_build("tests.launcher.trace.programs")
+@pytest.fixture(scope="module")
+def programs(cuda_python) -> dict[str, Any]:
+    return under_cuda_build(cuda_python, "tests.launcher.trace.programs")
 
 
 KIB = 1024
 
 
-def test_live_bytes_of_a_known_program():
-    assert programs()["live_bytes"] == {
+def test_live_bytes_of_a_known_program(programs):
+    assert programs["live_bytes"] == {
         "before": 2 * KIB,
         "view holds": 3 * KIB,
         "view gone": 2 * KIB,
@@ -123,33 +127,33 @@ def test_live_bytes_of_a_known_program():
     }
 
 
-def test_every_way_to_wait_is_found_and_nothing_else():
-    for name, found in programs()["waits"].items():
+def test_every_way_to_wait_is_found_and_nothing_else(programs):
+    for name, found in programs["waits"].items():
         assert len(found) == (not name.startswith("none")), f"{name}: {found}"
 
 
-def test_a_layer_keeps_what_recomputation_needs_and_nothing_else():
-    two, three = traces()["2 layers"], traces()["3 layers"]
+def test_a_layer_keeps_what_recomputation_needs_and_nothing_else(traces):
+    two, three = traces["2 layers"], traces["3 layers"]
     # Its input and attention's output in bfloat16, and a float64 log-sum-exp for each head.
     assert three["bytes"]["kept"] - two["bytes"]["kept"] == T * (2 * M + 2 * HEADS * HEAD + 8 * HEADS)
     assert three["bytes"]["passing"] == two["bytes"]["passing"], "one layer is recomputed at a time"
 
 
 @pytest.mark.parametrize("name", ["2 layers", "3 layers", "experts"])
-def test_weights_gradients_and_optimizer_are_those_of_the_parameters(name):
+def test_weights_gradients_and_optimizer_are_those_of_the_parameters(name, traces):
     count = sum(count_parameters(load_run_config(CASES[name]["flags"]).model.config()).values())
-    held = traces()[name]["bytes"]
+    held = traces[name]["bytes"]
     assert (held["weights"], held["gradients"], held["optimizer"]) == (2 * count, 4 * count, 12 * count)
 
 
-def test_inputs_alone_are_kept_without_attentions_result():
-    inputs, attention = (traces()[name]["bytes"] for name in ("inputs", "3 layers"))
+def test_inputs_alone_are_kept_without_attentions_result(traces):
+    inputs, attention = (traces[name]["bytes"] for name in ("inputs", "3 layers"))
     assert attention["kept"] - inputs["kept"] == 3 * T * (2 * HEADS * HEAD + 8 * HEADS)
 
 
 @pytest.mark.parametrize("name", ["on host", "experts on host"])
-def test_what_is_kept_on_the_host_goes_there_and_comes_back_without_a_wait(name):
-    trace = traces()[name]
+def test_what_is_kept_on_the_host_goes_there_and_comes_back_without_a_wait(name, traces):
+    trace = traces[name]
     kept, back = trace["bytes"]["kept_on_host"], trace["copied_to_host_bytes"]
     if name == "on host":  # of all layers but the last: input, attention's output, a float64 log-sum-exp a head
         assert kept == 2 * T * (2 * M + 2 * HEADS * HEAD + 8 * HEADS)
@@ -160,20 +164,20 @@ def test_what_is_kept_on_the_host_goes_there_and_comes_back_without_a_wait(name)
 
 
 @pytest.mark.parametrize("name", ["2 layers", "p2p", "two_level", "experts"])
-def test_a_step_waits_for_nothing(name):
-    assert traces()[name]["host_waits"] == []
-    assert traces()[name]["is_whole"]
+def test_a_step_waits_for_nothing(name, traces):
+    assert traces[name]["host_waits"] == []
+    assert traces[name]["is_whole"]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", MENDED)
-def test_nor_do_parts_that_once_waited(name):
-    trace = traced(tuple(MENDED))[name]
+def test_nor_do_parts_that_once_waited(name, mended):
+    trace = mended[name]
     assert (trace["host_waits"], trace["is_whole"]) == ([], True)
 
 
-def test_a_planted_item_is_named_by_file_and_line():
-    planted = traces()["planted"]
+def test_a_planted_item_is_named_by_file_and_line(traces):
+    planted = traces["planted"]
     (wait,) = planted["host_waits"]
     assert wait["operator"] == "aten::_local_scalar_dense"
     file, line = wait["place"].split(":")
@@ -192,28 +196,28 @@ ROW = KV_HEADS * HEAD * 2
 SHAPE = AttentionShape(HEADS, KV_HEADS, HEAD, bytes_per_value=2)
 
 
-def received(name: str, link: str) -> int:
-    (found,) = [x for x in traces()[name]["links"] if (x["what"], x["link"]) == ("ring hop", link)]
+def received(traces: dict[str, dict[str, Any]], name: str, link: str) -> int:
+    (found,) = [x for x in traces[name]["links"] if (x["what"], x["link"]) == ("ring hop", link)]
     return found["received_bytes"]
 
 
-def test_a_ring_receives_what_its_schedule_says():
+def test_a_ring_receives_what_its_schedule_says(traces):
     plan = schedule()
     for transport in ("p2p", "two_level"):
         # Keys and values come in forward and again in backward, and gradients of this rank's rows in float32.
         keys = 2 * plan.bytes_received(1, SHAPE, transport, 2)
         gradients = {"p2p": p2p_gradient_rows(plan), "two_level": two_level_gradient_rows(plan)}[transport]
         expected = 2 * (keys + 4 * ROW * sum(gradients))
-        assert received(transport, WITHIN) + received(transport, BETWEEN) == expected, transport
+        assert received(traces, transport, WITHIN) + received(traces, transport, BETWEEN) == expected, transport
 
 
-def test_two_levels_cross_between_nodes_once():
+def test_two_levels_cross_between_nodes_once(traces):
     plan = schedule()
     within, between = plan.rows_by_link(1, 2)
     gradients_within, gradients_between = two_level_gradient_rows(plan)
-    assert received("two_level", WITHIN) == 2 * ROW * (2 * 2 * within + 4 * gradients_within)
-    assert received("two_level", BETWEEN) == 2 * ROW * (2 * 2 * between + 4 * gradients_between)
-    assert received("two_level", BETWEEN) < received("p2p", BETWEEN)
+    assert received(traces, "two_level", WITHIN) == 2 * ROW * (2 * 2 * within + 4 * gradients_within)
+    assert received(traces, "two_level", BETWEEN) == 2 * ROW * (2 * 2 * between + 4 * gradients_between)
+    assert received(traces, "two_level", BETWEEN) < received(traces, "p2p", BETWEEN)
 
 
 def p2p_gradient_rows(plan: Schedule) -> tuple[int, int]:
@@ -228,16 +232,16 @@ def two_level_gradient_rows(plan: Schedule) -> tuple[int, int]:
     return within, plan.rows_to_node(1, range(2, 4)).num_rows
 
 
-def test_the_only_wait_of_experts_across_ranks_is_for_the_sizes_of_messages():
-    trace = traces()["experts of 4"]
+def test_the_only_wait_of_experts_across_ranks_is_for_the_sizes_of_messages(traces):
+    trace = traces["experts of 4"]
     (wait,) = trace["host_waits"]
     assert wait["place"].startswith("parallel/experts/dispatcher.py:")
     assert wait["times"] == 2, "once a layer: backward has the sizes of forward"
     assert trace["is_whole"]
 
 
-def test_experts_send_as_much_as_they_receive_to_both_nodes():
-    links = {x["link"]: x for x in traces()["experts of 4"]["links"] if x["what"].startswith("all-to-all")}
+def test_experts_send_as_much_as_they_receive_to_both_nodes(traces):
+    links = {x["link"]: x for x in traces["experts of 4"]["links"] if x["what"].startswith("all-to-all")}
     assert links[WITHIN]["sent_bytes"] == links[WITHIN]["received_bytes"] > 0
     # One peer is in the rank's node, two are in the other.
     assert links[BETWEEN]["sent_bytes"] == 2 * links[WITHIN]["sent_bytes"]

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -97,13 +96,8 @@ def test_the_operator_is_that_kernel_on_cuda(monkeypatch):
 # Where Triton is installed
 
 
-def run_with_triton(*arguments: str, **environment: str) -> None:
-    """Run the cases in a Python that has Triton; skips the test where there is none."""
-    python = os.environ.get("LONGCTX_CUDA_PYTHON")
-    if python is None:
-        if find_spec("triton") is None:
-            pytest.skip("Triton is not installed and LONGCTX_CUDA_PYTHON is not set: the merge kernel is NOT tested")
-        python = sys.executable
+def run_with_triton(python: str, *arguments: str, **environment: str) -> None:
+    """Run the cases in a Python that has Triton: PyTorch's builds for CUDA bring it."""
     command = [python, "-W", "ignore", "-m", "tests.longctx.kernels.merge_cases", *arguments]
     variables = os.environ | environment | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     ended = subprocess.run(command, cwd=ROOT, env=variables, capture_output=True, text=True, timeout=400, check=False)
@@ -111,12 +105,12 @@ def run_with_triton(*arguments: str, **environment: str) -> None:
 
 
 @pytest.mark.timeout(420)
-def test_the_interpreted_kernel_merges_like_the_definition():
-    run_with_triton("values", TRITON_INTERPRET="1")
+def test_the_interpreted_kernel_merges_like_the_definition(cuda_python):
+    run_with_triton(cuda_python, "values", TRITON_INTERPRET="1")
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(420)
 @pytest.mark.parametrize("capability", ["90", "100"])
-def test_the_kernel_compiles_for_gpus_without_one(capability, tmp_path):
-    run_with_triton("compile", capability, TRITON_CACHE_DIR=str(tmp_path))
+def test_the_kernel_compiles_for_gpus_without_one(capability, tmp_path, cuda_python):
+    run_with_triton(cuda_python, "compile", capability, TRITON_CACHE_DIR=str(tmp_path))

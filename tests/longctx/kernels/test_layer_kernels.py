@@ -114,6 +114,18 @@ def test_norm_of_generated_tokens(rows):
         assert torch.equal(rms_norm(x, weight, 1e-6)[:, :1], rms_norm(x[:, :1], weight, 1e-6))
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_compiled_norm_has_the_same_gradients(dtype):
+    x, weight = (torch.randn(s).to(dtype).requires_grad_() for s in ((5, 64), (64,)))
+
+    def gradients(norm):
+        # Multiplied first: a graph's own input would not be overwritten.
+        return torch.autograd.grad(norm(x * 2, weight, 1e-6).float().sin().sum(), (x, weight))
+
+    compiled = torch.compile(rms_norm, backend="eager", fullgraph=True)
+    torch.testing.assert_close(gradients(compiled), gradients(rms_norm))
+
+
 def test_norm_keeps_its_input_and_one_number_a_row():
     kept = []
     norm = RMSNorm(64, eps=1e-6).bfloat16()

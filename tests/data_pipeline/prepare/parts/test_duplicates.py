@@ -8,6 +8,7 @@ import shutil
 import subprocess
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 
@@ -136,9 +137,10 @@ def test_the_report_counts_what_is_listed(repeated: Path, expected: dict[str, by
         names = [entry["name"] for entry in listed(expected_folder) if entry["kind"] == kind]
         assert found[f"{kind}_documents"] == len(names) > 10
         assert found[f"{kind}_bytes"] == sum(sizes[name] for name in names)
-    # Two of the texts are similar to begin with. A text, its line, an edited line, and the copies of some.
-    assert found["groups"] == 23
-    assert found["largest_group"] == 6
+    # Each is listed with the one of its group that stays. How many are alike depends on the Python whose library it is.
+    sizes_of_groups = Counter(entry["of"] for entry in listed(expected_folder))
+    assert found["groups"] == len(sizes_of_groups) > 20
+    assert found["largest_group"] == 1 + max(sizes_of_groups.values())
     assert describe(expected_folder / VALIDATION_FOLDER).duplicates == {}
 
 
