@@ -1,4 +1,4 @@
-"""The steps of the GPU programme on a CPU: each branch of the first contact fails its check where its result is wrong."""
+"""The GPU programme's steps on a CPU: each branch of the first contact fails its check when its result is wrong."""
 
 from __future__ import annotations
 
