@@ -11,7 +11,7 @@ from launcher.config.sections import RunConfig
 from launcher.plan.loss_bytes import loss_bytes
 from launcher.plan.parameters import num_layer_parameters
 from launcher.plan.token_bytes import TokenBytes
-from launcher.plan.workspace import BackwardCall, backward_workspace, expected_kernel
+from launcher.plan.workspace import within_kernel
 
 _FLOAT32 = 4
 
@@ -148,32 +148,13 @@ class _Layers(TokenBytes):
             if self.width < _FLOAT32:
                 grads += self.q + keys
             return self.q + keys + self.out + grads + padded
-        within = self._within_kernel() + padded
+        within = within_kernel(self, self.tokens, ring=self.ring, num_documents=self.num_documents) + padded
         if self.ring == 1:
             return max(5 * heads // 2 + 4 * keys + padded, within)
         if self.config.parallel.transport == "all_gather":
             # All keys and values at once, and their gradients in float32.
             keys += self.kv * (self.ring - 1) * (1 + 2 * _FLOAT32 // self.width) // 8
         return max(max(11 * heads // 4 + 12 * keys, 7 * heads // 2 + 17 * keys // 2) + padded, within)
-
-    def _within_kernel(self) -> int:
-        """The same while a kernel's backward runs: gradients lie beside their inputs, and its workspace comes on top."""
-        model = self.model
-        held = 2 * (self.q + self.kv) + self.out + self.lse // 2
-        if self.ring > 1:
-            # Sums over hops in float32, and the keys and values of the next hop.
-            held += (self.q + self.kv) * _FLOAT32 // self.width + 2 * self.kv
-        call = BackwardCall(
-            num_queries=self.tokens,
-            num_keys=self.tokens,
-            num_sequences=self.num_documents,
-            num_heads=model.num_heads,
-            num_kv_heads=model.num_kv_heads,
-            head_dim=model.head_dim,
-            value_dim=model.value_dim,
-            itemsize=self.width,
-        )
-        return held + backward_workspace(expected_kernel(self.config), call) // self.tokens
 
     def _ffn_of_chunk(self, layer: int) -> int:
         chunk = min(self.config.chunk_tokens, self.tokens)

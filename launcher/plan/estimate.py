@@ -183,9 +183,7 @@ def fits_rows(
     return fits(longer, world, hardware, share=share)
 
 
-def fits(
-    config: RunConfig, world: World, hardware: Hardware, *, share: float = 1.0, document_tokens: int = 0
-) -> bool:
+def fits(config: RunConfig, world: World, hardware: Hardware, *, share: float = 1.0, document_tokens: int = 0) -> bool:
     """Whether a settled run fits into a share of the device's memory, and into the host's."""
     passing = _activations(config, hardware.device_type, len(documents_of(config, document_tokens).lengths))
     if _host_bytes(config, world, passing, hardware.device_type) > hardware.host_memory_bytes:
