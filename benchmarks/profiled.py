@@ -4,7 +4,7 @@
 
 Rank 0 writes a Chrome trace (chrome://tracing, Perfetto) of that step, and beside it the operations that took longest.
 The run ends there, without a checkpoint; without ``--profile`` it ends before that step. A name that ends in .gz is
-compressed, to about a fifteenth. Shapes and allocations are recorded with ``--shapes`` alone: they make the file several
+compressed, to about a fifteenth. Shapes and allocations are recorded with ``--shapes`` alone: they make the file some
 times larger. A step of few layers says as much as one of all, and its file stays small: ``--model.num_layers 2``.
 """
 

@@ -32,7 +32,7 @@ from longctx.kernels.grouped import grouped_outer, grouped_rows, sum_by_expert
 from longctx.kernels.merge import merge_, merge_eager_
 from longctx.kernels.regions import missing_for_compiling, run_with
 from longctx.kernels.rms_norm import rms_norm
-from longctx.model.kept import Copies
+from longctx.model.copies import Copies, HostTensor, Leaving
 from longctx.model.training_pass import Execution
 from parallel.runtime.messages.sums import bit_sum, grid_sum
 
@@ -240,16 +240,15 @@ def unpacked(job: Job, sheet: Sheet) -> None:
 
 
 def copies(job: Job, sheet: Sheet) -> None:
-    """Copies to the host and back on their own stream, while what they read and write is computed."""
+    """Copies to the host and back on a stream a direction, while what they read and write is computed."""
     device, wrong = torch.device(job.device), 0
     moving = Copies(device)
+    leaving, tokens = Leaving(moving), job.pick(1 << 24, 1 << 12)
     for number in range(8):
-        x = torch.full((job.pick(1 << 24, 1 << 12),), float(number), device=device) * 2
-        host = moving.to_host(x)
-        back = moving.to_device(host)
-        moving.wait(moving.mark())
-        wrong += int((back != 2 * number).sum())
-        moving.hold(x)
+        x = torch.full((1, tokens), float(number), device=device) * 2
+        host = HostTensor(moving, x.shape, x.dtype)
+        leaving.hold(x, host.write(slice(0, tokens), x))
+        wrong += int((host.whole().wait() != 2 * number).sum())
     sheet.add("copies", float(wrong), unit="values wrong", bound=0.0)
 
 
