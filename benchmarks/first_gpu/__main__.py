@@ -86,13 +86,17 @@ def run_part(part: str, parser: argparse.ArgumentParser) -> int:
 
 
 def card_name() -> str:
-    """Return the first GPU's name as its driver says it; empty without one."""
-    try:
-        command = ["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=30, check=True)
-    except (OSError, subprocess.SubprocessError):
-        return ""
-    return done.stdout.partition("\n")[0].strip()
+    """Return the first GPU's name as its driver says it, or else PyTorch; empty without one."""
+    driver = ["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"]
+    # In a process of its own: this one must take no memory of the GPU.
+    torch = [sys.executable, "-c", "import torch; print(torch.cuda.get_device_name())"]
+    for command in (driver, torch):
+        try:
+            done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
+        except (OSError, subprocess.SubprocessError):
+            continue
+        return done.stdout.partition("\n")[0].strip()
+    return ""
 
 
 if __name__ == "__main__":

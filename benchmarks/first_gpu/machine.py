@@ -69,7 +69,10 @@ def _doctor(job: Job) -> str:
 
 
 def _first_line(*words: str) -> str:
-    done = subprocess.run(words, capture_output=True, text=True, timeout=30)
+    try:
+        done = subprocess.run(words, capture_output=True, text=True, timeout=30)
+    except OSError:
+        return f"no {words[0]}"
     return done.stdout.partition("\n")[0]
 
 

@@ -83,20 +83,20 @@ class Run:
 
     def all_steps(self) -> list[Outcome]:
         """Run all steps, print a line for each, and return what became of them in their order."""
-        try:
-            with signals_end():
+        with signals_end():
+            try:
                 while self.pending or self.running:
                     self._start()
                     self._collect()
                     time.sleep(_TICK_SECONDS)
-        except Ended:
-            for one in list(self.running):
-                self._end(one, "ended by a signal")
-            for step in self.pending:
-                self._add(skipped_outcome(step, "ended by a signal"))
-        finally:
-            for one in self.running:
-                kill_session(one.process)
+            except Ended:
+                for one in list(self.running):
+                    self._end(one, "ended by a signal")
+                for step in self.pending:
+                    self._add(skipped_outcome(step, "ended by a signal"))
+            finally:
+                for one in self.running:
+                    kill_session(one.process)
         return self._in_order()
 
     def _start(self) -> None:
@@ -157,18 +157,22 @@ class Run:
 
 @contextmanager
 def signals_end() -> Iterator[None]:
-    """Raise ``Ended`` within the block when this process is asked to end."""
+    """Raise ``Ended`` within the block when this process is first asked to end."""
 
     def end(number: int, frame: Any) -> None:
+        # A second signal would cut off the archive that the first one asks for.
+        for other in before:
+            signal.signal(other, signal.SIG_IGN)
         raise Ended
 
-    before = {number: signal.signal(number, end) for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)}
+    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)}
     try:
+        for number in before:
+            signal.signal(number, end)
         yield
     finally:
-        # A second signal would cut off the archive that the first one asks for.
-        for number in before:
-            signal.signal(number, signal.SIG_IGN)
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def kill_session(process: subprocess.Popen[bytes]) -> None:

@@ -61,7 +61,7 @@ def fake_steps(monkeypatch):
 
 @pytest.mark.usefixtures("fake_steps")
 def test_no_step_stops_another(tmp_path, capsys):
-    steps = [a_step(name) for name in CODE]
+    steps, before = [a_step(name) for name in CODE], signal.getsignal(signal.SIGTERM)
     steps[3] = replace(steps[3], seconds=2.0)
     outcomes = build_run([*steps, a_step("last", module="good", alone=True)], tmp_path).all_steps()
     assert [outcome.verdict for outcome in outcomes] == [OK, FAIL, FAIL, FAIL, OK, FAIL, FAIL, OK]
@@ -74,6 +74,7 @@ def test_no_step_stops_another(tmp_path, capsys):
     assert [step["verdict"] for step in report["steps"]] == [outcome.verdict for outcome in outcomes]
     assert b"no driver" in archive.read_member(tmp_path / "r.tgz", "crashes.log")
     assert len(capsys.readouterr().out.splitlines()) == len(outcomes)
+    assert signal.getsignal(signal.SIGTERM) == before
     # What a step leaves running ends with it.
     time.sleep(3.2)
     assert not (tmp_path / "scratch" / "alive").exists()
@@ -350,6 +351,15 @@ def test_without_a_gpu_it_measures_nothing_and_says_so(monkeypatch, capsys):
     monkeypatch.delenv("DRY", raising=False)
     assert main(["1"]) == 1
     assert "DRY=1" in capsys.readouterr().err
+
+
+def test_the_list_has_every_step_and_expectation(capsys):
+    assert main(["--list"]) == 0
+    told = capsys.readouterr().out
+    for steps in PARTS.values():
+        for step in steps:
+            assert f"  {step.name}" in told
+            assert all(expected.source in told for expected in step.expected.values())
 
 
 @pytest.mark.parametrize("words", [[], ["3"]])
