@@ -11,6 +11,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
+from longctx.kernels.devices import on_cpu
 from longctx.kernels.dtypes import accumulate_dtype
 from longctx.kernels.grouped_blocks import outer_by_blocks, rows_by_blocks
 from longctx.kernels.matmul import multiplies_in_float32
@@ -43,7 +44,7 @@ def grouped_rows(x_RI: Tensor, weight_EIO: Tensor, ends_E: Tensor, *, products: 
     """
     if takes_grouped_mm(x_RI, weight_EIO, products=products):
         return nn.functional.grouped_mm(aligned(x_RI), aligned(weight_EIO), offs=ends_E)
-    if x_RI.is_cuda:
+    if not on_cpu(x_RI):
         return rows_by_blocks(x_RI, weight_EIO, ends_E)
     out_RO, start = x_RI.new_zeros(x_RI.shape[0], weight_EIO.shape[-1]), 0
     for stop, weight in zip(ends_E.tolist(), weight_EIO.unbind(), strict=True):
@@ -56,11 +57,11 @@ def grouped_outer(dy_RO: Tensor, x_RI: Tensor, ends_E: Tensor, *, products: Prod
     """Each expert's weight gradient, [E, O, I]; exact zeros for an expert without assignments."""
     if takes_grouped_mm(dy_RO, x_RI, products=products):
         grad_EOI = nn.functional.grouped_mm(aligned(dy_RO).T, aligned(x_RI), offs=ends_E)
-        if grad_EOI.is_cuda:  # CUDA kernels have left groups without assignments unwritten
+        if not on_cpu(grad_EOI):  # CUDA kernels have left groups without assignments unwritten
             empty_E = ends_E == torch.cat((ends_E.new_zeros(1), ends_E[:-1]))
             grad_EOI.masked_fill_(empty_E[:, None, None], 0)
         return grad_EOI
-    if dy_RO.is_cuda:
+    if not on_cpu(dy_RO):
         return outer_by_blocks(dy_RO, x_RI, ends_E)
     grads, start = [], 0
     for stop in ends_E.tolist():
@@ -88,7 +89,7 @@ def takes_grouped_mm(a: Tensor, b: Tensor, *, products: Products) -> bool:
 
 def _has_grouped_mm(x: Tensor) -> bool:
     dtypes = (torch.float32, torch.bfloat16)
-    if x.is_cuda:
+    if not on_cpu(x):
         dtypes = (torch.bfloat16,)
     return x.dtype in dtypes and x.shape[-1] * x.element_size() % _WORD_BYTES == 0
 
@@ -99,7 +100,7 @@ def aligned(x: Tensor) -> Tensor:
     DeepSpeed lays parameters end to end in flat buffers, so one parameter with a size that is no multiple of 8 shifts
     all experts that come after it. CPUs take any address.
     """
-    if x.device.type == "cpu" or is_aligned(x):
+    if on_cpu(x) or is_aligned(x):
         return x
     # experts' matrices keep their order in memory, so the copy reads and writes rows that are neighbours
     return x.clone()
