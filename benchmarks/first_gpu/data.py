@@ -49,6 +49,8 @@ def run(job: Job, sheet: Sheet) -> None:
             train = [*LAUNCHER, "tokenizer", "train", *source, *vocabulary, "--output", str(tokenizer)]
             run_command(train, seconds=job.pick(40, 300))
             build = [*LAUNCHER, "data", "build", *source, "--tokenizer", str(tokenizer)]
+            # Of a few documents, enough that some are held out, whichever they are.
+            build += ["--validation-fraction", str(job.pick(0.05, 0.3))]
             run_command([*build, "--output", str(corpus_folder(job))], seconds=job.pick(40, 300))
             sheet.add("corpus", unit=str(vocabulary[1]) + " words")
 
