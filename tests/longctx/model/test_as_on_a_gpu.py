@@ -100,11 +100,6 @@ def test_losses_and_gradients(name, dtype):
     check(name, execution_of("attention", 13, 2), dtype)
 
 
-def test_compiled_losses_and_gradients():
-    torch.compiler.reset()
-    check("experts, jitter", execution_of("attention", 13, 1, compiler="aot_eager"), torch.float64)
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize(("chunk_tokens", "head_groups"), [(0, 1), (7, 1), (13, 2)])
 @pytest.mark.parametrize("keep", ["all", "attention", "inputs"])
