@@ -16,8 +16,9 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
-import torch
 from torch import Tensor
+
+from longctx.tensor_bytes import as_bytes
 
 ALIGNMENT = 4096
 """Direct I/O wants addresses, offsets and lengths in multiples of a disk's sector; no disk has larger ones."""
@@ -79,9 +80,8 @@ class SwapFile:
         """Hand the tensors to the workers, block by block."""
         futures = []
         for tensor in parts:
-            assert tensor.is_contiguous(), "its bytes must lie end to end"
             assert offset % ALIGNMENT == 0, "direct I/O would refuse the place of a part in the file"
-            content = tensor.detach().view(-1).view(torch.uint8).numpy().data
+            content = as_bytes(tensor).numpy().data
             is_aligned = tensor.data_ptr() % ALIGNMENT == 0
             for start in range(0, len(content), BLOCK_BYTES):
                 block = content[start : start + BLOCK_BYTES]

@@ -27,6 +27,7 @@ from longctx.errors import ConfigError, DataError
 from longctx.files import replaced_file
 from longctx.model.experts.replay import RoutingReplay
 from longctx.model.experts.router import NO_EXPERT
+from longctx.tensor_bytes import rows_as_bytes
 from longctx.untrusted.reading import parse_json
 from parallel.runtime.process import on_every_rank
 
@@ -174,7 +175,7 @@ def _gather(own: Tensor) -> list[Tensor] | None:
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return [own]
     # As bytes: gloo has no 16-bit integers.
-    own_bytes = own.contiguous().view(torch.uint8)
+    own_bytes = rows_as_bytes(own)
     if dist.get_rank() != 0:
         dist.gather(own_bytes, None, dst=0)
         return None

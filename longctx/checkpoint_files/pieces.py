@@ -14,6 +14,7 @@ from longctx.checkpoint_files.blocks import BlockReader
 from longctx.checkpoint_manifest import VALUE_BYTES, Piece
 from longctx.errors import CheckpointError
 from longctx.files import check_link
+from longctx.tensor_bytes import as_bytes
 from longctx.untrusted.reading import parse_json
 from longctx.untrusted.tensor_header import Entry, header_entries
 
@@ -59,12 +60,12 @@ class PieceFiles:
         ``place`` has opened it. CheckpointError where the bytes are not those that were written: none of them is used.
         """
         if out.device.type == "cpu" and out.dtype == torch.float32 and out.is_contiguous():
-            self._blocks.read_into(file, start, out.detach().view(torch.uint8))
+            self._blocks.read_into(file, start, as_bytes(out))
             return
         scratch = torch.empty(min(_SCRATCH_VALUES, len(out)))
         for at in range(0, len(out), len(scratch)):
             values = scratch[: len(out) - at]
-            self._blocks.read_into(file, start + VALUE_BYTES * at, values.view(torch.uint8))
+            self._blocks.read_into(file, start + VALUE_BYTES * at, as_bytes(values))
             out[at : at + len(values)].copy_(values)
 
     def close(self) -> None:

@@ -24,6 +24,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from longctx.tensor_bytes import as_bytes
+
 PAGE_BYTES = 64 << 20
 """The largest page. A copy of that size keeps a link busy for milliseconds, and starting it takes microseconds."""
 LEAST_PAGE_BYTES = 1 << 20
@@ -162,7 +164,7 @@ class HostTensor:
         rows, token_bytes = x.detach(), self._row_bytes // max(1, self._shape[1])
         # Rows of tokens lie apart on the host.
         for row, values in enumerate([rows] if whole else rows):
-            values, start = values.view(-1).view(torch.uint8), row * self._row_bytes + tokens.start * token_bytes
+            values, start = as_bytes(values), row * self._row_bytes + tokens.start * token_bytes
             done = 0
             for page in self._parts(start, start + len(values)):
                 yield page, values.narrow(0, done, len(page))

@@ -10,6 +10,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from longctx.tensor_bytes import as_bytes
+
 _WORDS = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
 _MANTISSA_BITS = {torch.float64: 52, torch.float32: 23, torch.bfloat16: 7, torch.float16: 10}
 
@@ -80,7 +82,7 @@ def digest(tensors: Sequence[Tensor]) -> str:
 
 
 def _words(x: Tensor) -> np.ndarray:
-    return x.detach().cpu().contiguous().view(torch.uint8).numpy().view(_WORDS[x.dtype.itemsize])
+    return as_bytes(x.cpu().contiguous()).numpy().view(_WORDS[x.dtype.itemsize])
 
 
 def _value(x: Tensor, place: int) -> float:

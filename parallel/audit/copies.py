@@ -12,6 +12,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from longctx.tensor_bytes import as_bytes
+
 _LINE_BYTES = 64
 """A cache line, and the widest vector: what a kernel may ask of an address."""
 
@@ -121,16 +123,13 @@ def put_together(values: Any, tensors: Sequence[Tensor]) -> Any:
     return values
 
 
-def as_bytes(tensors: Sequence[Tensor]) -> Tensor:
-    """Flat tensors end to end as bytes in the machine's memory."""
-    parts = [x.detach().cpu().view(torch.uint8) for x in tensors if x.numel()]
-    if not parts:
-        return torch.empty(0, dtype=torch.uint8)
-    return torch.cat(parts)
+def joined_bytes(tensors: Sequence[Tensor]) -> Tensor:
+    """Return flat tensors end to end as bytes in the machine's memory."""
+    return torch.cat([torch.empty(0, dtype=torch.uint8)] + [as_bytes(x.cpu()) for x in tensors])
 
 
 def from_bytes(data: Tensor, kinds: Sequence[tuple[int, torch.dtype]]) -> list[Tensor]:
-    """The tensors of ``as_bytes``, from how many values each has and their dtype."""
+    """The tensors of ``joined_bytes``, from how many values each has and their dtype."""
     found, start = [], 0
     for count, dtype in kinds:
         stop = start + count * dtype.itemsize

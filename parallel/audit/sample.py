@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from parallel.audit.bits import Difference
-from parallel.audit.copies import Copied, Layout, as_bytes, from_bytes, put_together
+from parallel.audit.copies import Copied, Layout, from_bytes, joined_bytes, put_together
 
 Kind = Literal["product", "attention", "update"]
 """What of a step is looked at: a matrix product, a call of an attention kernel, or AdamW's update of some weights."""
@@ -86,7 +86,7 @@ class Sample:
 
     def bytes(self) -> Tensor:
         """Inputs and outputs."""
-        return as_bytes([x.values for x in self.inputs] + list(self.outputs))
+        return joined_bytes([x.values for x in self.inputs] + list(self.outputs))
 
     def call(self, device: torch.device) -> tuple[Any, Any]:
         """The arguments and keyword arguments, laid out as they were."""

@@ -21,6 +21,7 @@ from torch import Tensor
 from longctx.errors import ConfigError
 from longctx.kernels.dtypes import accumulate_dtype
 from longctx.model.experts.dispatch import DispatchHandle, DispatchSizes, LocalDispatcher, Pending, TokenDispatcher
+from longctx.tensor_bytes import rows_as_bytes
 from parallel.experts.replicated import ReplicatedTokens
 from parallel.mesh import Mesh, expert_peers, others_in_context
 from parallel.runtime.communicate import named_collective
@@ -132,7 +133,7 @@ class AllToAllDispatcher:
     ) -> PendingExchange:
         """Start to send tokens of a layer to the ranks of the group and to receive theirs."""
         # As bytes, so that any dtype can be sent.
-        outgoing = outgoing_UX.contiguous().view(torch.uint8)
+        outgoing = rows_as_bytes(outgoing_UX)
         arriving = outgoing.new_empty(sum(recv_counts), *outgoing.shape[1:])
         described = f"{self._who} {_DOING[kind]}"
         work = named_collective(
@@ -192,7 +193,7 @@ class _Handle:
         is_there = (ids_Uk >= 0) & (ids_Uk < experts_per_rank)
         ids_Uk = ids_Uk.where(is_there, -1).to(_IDS)
         # Side by side in bytes: one message instead of two.
-        both = torch.cat((gates_Uk.view(torch.uint8), ids_Uk.view(torch.uint8)), dim=1)
+        both = torch.cat((rows_as_bytes(gates_Uk), rows_as_bytes(ids_Uk)), dim=1)
         exchange = self._send_out(both, Kind.CHOICES)
         return _PendingRouting(exchange, both.shape[1] - _IDS.itemsize * ids_Uk.shape[1], gates_nk.dtype)
 

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from longctx.kernels.attention.contract import merge_
 from longctx.kernels.dtypes import accumulate_dtype
+from longctx.tensor_bytes import as_bytes
 from parallel.mesh import Mesh, others_in_context
 from parallel.runtime.communicate import named_collective
 from parallel.runtime.messages.kinds import Kind
@@ -62,7 +63,7 @@ def merge_gathered(mesh: Mesh, part: PartialResult) -> PartialResult:
         return part
     out, lse = part
     # As bytes, the larger numbers first: one collective for both.
-    packed = torch.cat([x.contiguous().view(-1).view(torch.uint8) for x in (lse, out)])
+    packed = torch.cat([as_bytes(x.contiguous()) for x in (lse, out)])
     gathered = packed.new_empty(mesh.context, len(packed))
     named_collective(
         lambda: dist.all_gather_into_tensor(gathered.view(-1), packed, group=mesh.context_group),

@@ -17,6 +17,7 @@ import xxhash
 from torch import Tensor
 
 from longctx.errors import CheckpointError
+from longctx.tensor_bytes import as_bytes
 from longctx.untrusted.reading import parse_json
 from longctx.untrusted.tensor_header import Entry, header_entries
 
@@ -173,4 +174,4 @@ def _entry_bytes(name: str) -> int:
 
 def content_of(tensor: Tensor) -> memoryview:
     """The bytes of a CPU tensor; a copy only where it is not contiguous."""
-    return tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy().data
+    return as_bytes(tensor.contiguous()).numpy().data

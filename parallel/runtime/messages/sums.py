@@ -22,6 +22,7 @@ from torch import Tensor
 from xxhash import xxh3_64
 
 from longctx.kernels.devices import on_cpu
+from longctx.tensor_bytes import as_bytes
 
 _COLUMNS = 1024
 """Words of a row: rows and columns of a message of megabytes are then about equally many."""
@@ -57,11 +58,6 @@ def stacked(sums: Sequence[Sum], device: torch.device) -> Tensor:
         return torch.stack(on_device).to(device)
     numbers = np.array([int(x) % (1 << 64) for x in sums], dtype=np.uint64)
     return torch.from_numpy(numbers.view(np.int64)).to(device, non_blocking=True)
-
-
-def as_bytes(x: Tensor) -> Tensor:
-    """The memory of a contiguous tensor, [bytes], not copied."""
-    return x.detach().view(-1).view(torch.uint8)
 
 
 def grid_sum(x: Tensor) -> Tensor:

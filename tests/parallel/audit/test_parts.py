@@ -13,7 +13,7 @@ from parallel.audit.adamw import is_elementwise
 from parallel.audit.alike import Likeness, assign
 from parallel.audit.bits import Difference, difference
 from parallel.audit.bound import outside, outside_update
-from parallel.audit.copies import Copied, Layout, as_bytes, from_bytes, put_together, take_apart
+from parallel.audit.copies import Copied, Layout, from_bytes, joined_bytes, put_together, take_apart
 from parallel.audit.sample import Place
 from parallel.audit.tiles import tile_side
 from parallel.audit.verdict import Answer, Case, judge
@@ -35,7 +35,7 @@ def test_a_copy_lies_as_the_original_did():
         torch.tensor(3),
         torch.empty(0, 5),
     ]
-    data = as_bytes([Copied.of(x).values for x in views])
+    data = joined_bytes([Copied.of(x).values for x in views])
     layouts = [Layout.of(x) for x in views]
     assert len(data) == sum(layout.num_bytes for layout in layouts)
     values = from_bytes(data, [(layout.num_values, layout.dtype) for layout in layouts])

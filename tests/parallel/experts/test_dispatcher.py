@@ -37,26 +37,31 @@ def whole_experts(dtype=torch.float64, **changes) -> Experts:
     return module.to(dtype)
 
 
-def tokens_of(ranks: int, case: str, dtype=torch.float64):
+def tokens_of(ranks: int, case: str, dtype=torch.float64, choices: int = K):
     """Tokens, gates, choices and the results' gradients of every rank, the same on all of them."""
     g = torch.Generator().manual_seed(ranks)
     x, dout = (torch.randn(ranks, N, 32, generator=g, dtype=torch.float64).to(dtype) for _ in range(2))
-    gates = torch.rand(ranks, N, K, generator=g, dtype=torch.float64)
-    ids = torch.rand(ranks, N, E, generator=g).topk(K, dim=-1).indices
+    gates = torch.rand(ranks, N, choices, generator=g, dtype=torch.float64)
+    ids = torch.rand(ranks, N, E, generator=g).topk(choices, dim=-1).indices
     if case == "a rank gets none":
         ids = ids % (E - E // ranks) if ranks > 1 else ids
     if case == "one expert gets all":
-        ids[..., 0], ids[..., 1] = 5, -1
+        ids[..., 0], ids[..., 1:] = 5, -1
     if case == "some lead nowhere":
         ids = ids.where(torch.rand(ids.shape, generator=g) < 0.6, -1)
     if case == "a rank sends none":
         ids[-1] = -1
+    if case == "tiles send none":
+        ids[0, 12:], ids[-1, :12] = -1, -1
     if case == "nobody sends":
         ids[:] = -1
     return x, gates.to(torch.float64 if dtype == torch.float64 else torch.float32), ids, dout
 
 
-CASES = ("plain", "a rank gets none", "one expert gets all", "some lead nowhere", "a rank sends none", "nobody sends")
+CASES = (
+    *("plain", "a rank gets none", "one expert gets all", "some lead nowhere"),
+    *("a rank sends none", "tiles send none", "nobody sends"),
+)
 
 
 def grads_of(module, x, gates, ids, dout, run=None, *, layer_again=False):
@@ -77,10 +82,10 @@ def local_part(whole: Experts, dispatcher: AllToAllDispatcher, **changes) -> Exp
     return module
 
 
-def check(mesh: Mesh, case: str, tolerance=EXACT, dtype=torch.float64, *, layer_again=False, **run):
+def check(mesh: Mesh, case: str, tolerance=EXACT, dtype=torch.float64, *, choices=K, layer_again=False, **run):
     """This rank's results and gradients are those of one process that holds every expert and the group's tokens."""
     whole = whole_experts()
-    x, gates, ids, dout = tokens_of(dist.get_world_size(), case, dtype)
+    x, gates, ids, dout = tokens_of(dist.get_world_size(), case, dtype, choices)
     first = mesh.rank - mesh.expert_rank
     group = slice(first, first + mesh.expert)
     wide = [of[group].flatten(0, 1).double() for of in (x, gates)]
@@ -109,6 +114,8 @@ def check_all():
             check(mesh, case, tile_tokens=12, recompute=recompute)  # of 25 tokens: two tiles, and one of a single token
         check(mesh, case)
         check(mesh, case, tile_tokens=7, recompute="all")
+        for choices in (1, 3):
+            check(mesh, case, tile_tokens=12, choices=choices)
 
 
 def test_two_groups_of_two_ranks():

@@ -61,6 +61,39 @@ def check_ways() -> None:
         check(replace(CONFIG, balance_scope=scope), layout, context, expert, keep="attention" if number else "all")
 
 
+@pytest.mark.parametrize("experts_per_token", [1, 2, 3])
+def test_ranks_and_chunks_of_padding_alone(experts_per_token):
+    """They send nobody a token, and enter every exchange."""
+    run_distributed(check_padding, 2, experts_per_token)
+
+
+def check_padding(experts_per_token: int) -> None:
+    config = replace(CONFIG, experts_per_token=experts_per_token)
+    mesh = Mesh.build(context=2, expert=2)
+    batch = micro_batch(0).padded(3 * ROWS * LENGTH)
+    layout = SequenceLayout.build("contiguous", 3 * ROWS * LENGTH, 2, batch.documents)
+    shard = batch.map_tokens(lambda x: layout.split(x, mesh.context_rank, 1))
+    alone = CausalLM(Decoder(config)).double()
+    wanted = differentiate(alone, batch, 0)
+    for execution in (Execution(), Execution("attention", chunk_tokens=16), Execution(expert_tile_tokens=16)):
+        spread = build_parallel_model(config, mesh, layout="contiguous", execution=execution).double()
+        found = differentiate(spread, replace(shard, placement=layout), 0)
+        for number, (tensor, right) in enumerate(zip(found.tensors(), wanted.tensors(), strict=True)):
+            total = tensor.detach().clone()
+            dist.all_reduce(total)
+            same(total, right, f"{execution}, tensor {number} of LossSum")
+        own = spread.decoder.dispatcher.local_experts
+        for name, p in spread.decoder.named_parameters():
+            exact = dict(alone.decoder.named_parameters())[name].grad
+            assert p.grad is not None
+            assert exact is not None
+            if is_expert_weight(name):
+                same(p.grad, exact[own], name)
+                continue
+            dist.all_reduce(p.grad)
+            same(p.grad, exact, name)
+
+
 def micro_batch(data_rank: int) -> Batch:
     return packed_batch(rows=ROWS, seq_len=LENGTH, vocab_size=64, seed=3 + data_rank)
 

@@ -12,7 +12,7 @@ from unittest import mock
 import torch.distributed as dist
 from torch import Tensor
 
-from parallel.runtime.messages.sums import as_bytes
+from longctx.tensor_bytes import as_bytes
 
 Change = Callable[[list[Any], int], list[Any]]
 """From the operations of an exchange, and its number, to those that take place."""

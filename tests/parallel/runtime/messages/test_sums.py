@@ -9,7 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from parallel.runtime.messages.sums import as_bytes, bit_sum, grid_sum, mixed
+from longctx.tensor_bytes import as_bytes
+from parallel.runtime.messages.sums import bit_sum, grid_sum, mixed
 
 SUMS: dict[str, Callable[[Tensor], int]] = {
     "as on a CPU": lambda x: int(bit_sum([x])),

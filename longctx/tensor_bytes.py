@@ -1,0 +1,19 @@
+"""``as_bytes``: the memory of a tensor, for what sends, stores or compares bits whatever the dtype."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def as_bytes(x: Tensor) -> Tensor:
+    """Return the bytes of a contiguous tensor, uint8 [bytes], in the same memory."""
+    assert x.is_contiguous(), "its values must lie end to end"
+    # Not ``x.view(torch.uint8)``, which wants a last stride of 1: an empty tensor and a single value may have any.
+    return x.detach().as_strided((x.numel(),), (1,)).view(torch.uint8)
+
+
+def rows_as_bytes(x: Tensor) -> Tensor:
+    """Return the bytes of each row, uint8 [rows, bytes], of a tensor [rows, …] of any strides."""
+    num_rows, row_bytes = x.shape[0], x.shape[1:].numel() * x.itemsize
+    return as_bytes(x.contiguous()).view(num_rows, row_bytes)
