@@ -16,7 +16,7 @@ from longctx.errors import ConfigError
 from longctx.generation.beams import Beams
 from longctx.generation.continuation import Continuation, Request
 from longctx.generation.penalties import Penalties
-from longctx.generation.reading import CHUNK_TOKENS, check_chunk_tokens, read_each
+from longctx.generation.reading import CHUNK_TOKENS, check_chunk_tokens, read_each, starts_over
 from longctx.generation.sampling import Greedy, Sample
 from longctx.generation.search import search
 from longctx.generation.stop_strings import StopStrings
@@ -95,9 +95,19 @@ def _continued(
         yield from ended
         # A first token may be the last: then the next prompt enters before the others go on.
         if under_way and not ended:
-            new_ids = [[sequence.continuation.ids[-1]] for sequence in under_way]
-            _add_tokens(request, under_way, read_each(model, new_ids, [sequence.cache for sequence in under_way]))
+            new_ids = [_unread(model, sequence, prompts) for sequence in under_way]
+            caches = [sequence.cache for sequence in under_way]
+            _add_tokens(request, under_way, read_each(model, new_ids, caches, chunk_tokens))
             yield from _ended(under_way)
+
+
+def _unread(model: Decoder, sequence: _Sequence, prompts: Sequence[Sequence[int]]) -> list[int]:
+    """The ids that the sequence's cache lacks: its newest token, or all where the cached ones have to be read again."""
+    ids = sequence.continuation.ids
+    if not starts_over(model, sequence.cache, 1):
+        return ids[-1:]
+    sequence.cache.free()
+    return list(prompts[sequence.index]) + ids
 
 
 def _enter(

@@ -10,7 +10,7 @@ from longctx.errors import ConfigError
 from longctx.generation.beams import Beams
 from longctx.generation.continuation import Continuation, Request
 from longctx.generation.penalties import Penalties
-from longctx.generation.reading import CHUNK_TOKENS, check_chunk_tokens, last_logits, read
+from longctx.generation.reading import CHUNK_TOKENS, check_chunk_tokens, last_logits, read, starts_over
 from longctx.generation.sampling import Greedy, Sample
 from longctx.generation.search import search
 from longctx.generation.stop_strings import StopStrings
@@ -105,6 +105,9 @@ def _tokens(
     """Yield token after token; each is read when the next is asked for."""
     new_ids = prompt_ids
     while not continuation.has_ended:
+        if starts_over(model, cache, len(new_ids)):
+            cache.free()
+            new_ids = prompt_ids + continuation.ids
         logits_V = last_logits(model, read(model, new_ids, cache, chunk_tokens))[0]
         # Chosen once and told to all: processes that rounded otherwise would each continue another text.
         new_ids = cache.once(lambda logits_V=logits_V: [continuation.choose(logits_V)], 1)

@@ -30,6 +30,19 @@ def check_chunk_tokens(chunk_tokens: int) -> None:
         raise ConfigError(f"chunk_tokens={chunk_tokens} must be at least 1. The default is {CHUNK_TOKENS}.")
 
 
+def starts_over(model: Decoder, cache: KVCache, num_new: int) -> bool:
+    """Return True if ``num_new`` tokens behind the cached ones change how the cached keys are rotated.
+
+    LongRoPE has one table for sequences of up to ``original_max_positions`` tokens and another for longer ones: at the
+    switch all tokens have to be read again, as transformers' Phi-3 does. Keys of a dynamic rope, whose frequencies
+    change with every token, keep those that they were read with, as in transformers.
+    """
+    config = model.config
+    if config.position != "rope" or config.rope.kind != "longrope":
+        return False
+    return 0 < cache.num_tokens <= config.rope.original_max_positions < cache.num_tokens + num_new
+
+
 @torch.no_grad()
 def read(model: Decoder, ids: Sequence[int], cache: KVCache, chunk_tokens: int = CHUNK_TOKENS) -> Tensor:
     """Read tokens behind those of the cache; hidden states [1, t, M] of the last few, the last token's at the end."""

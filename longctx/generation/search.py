@@ -12,7 +12,7 @@ from torch import Tensor
 
 from longctx.generation.beams import Beam, Beams, BeamSearch
 from longctx.generation.continuation import Request
-from longctx.generation.reading import last_logits, read, read_each
+from longctx.generation.reading import last_logits, read, read_each, starts_over
 from longctx.model.attention.core import KVCache
 from longctx.model.decoder import Decoder
 
@@ -45,13 +45,21 @@ def search(
     # Every beam is the prompt, read once: what follows it is the same for all, and only one is continued.
     logits_NV = last_logits(model, read(model, prompt_ids, cache, chunk_tokens)).expand(beams.num_beams, -1)
     caches: list[KVCache] = [cache] * beams.num_beams
+    # Of the beams as all processes were told them.
+    running: list[list[int]] = [[]] * beams.num_beams
     while True:
         told = cache.once(lambda logits_NV=logits_NV: next_beams(logits_NV), 2 * beams.num_beams)
         if told[0] == _NONE:
             break
         chosen = [Beam(parent, token) for parent, token in zip(told[::2], told[1::2], strict=True)]
         caches = continued(caches, chosen)
-        logits_NV = read_each(model, [[beam.token] for beam in chosen], caches)
+        running = [running[beam.parent] + [beam.token] for beam in chosen]
+        unread = [[beam.token] for beam in chosen]
+        if starts_over(model, caches[0], 1):
+            for of_one in caches:
+                of_one.free()
+            unread = [prompt_ids + ids for ids in running]
+        logits_NV = read_each(model, unread, caches, chunk_tokens)
     # The other processes know no lengths: they are told as many integers as there may be tokens.
     padding = [_NONE] * request.max_new_tokens
     best = cache.once(lambda: (state.best() + padding)[: request.max_new_tokens], request.max_new_tokens)

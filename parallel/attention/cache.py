@@ -57,7 +57,8 @@ class ShardedKVCache:
         return other
 
     def free(self) -> None:
-        """Do nothing: the memory is this cache's own."""
+        """Forget all tokens."""
+        self._tokens, self._layers = CachedLayout(), {}
 
     def chunk(self, num_tokens: int) -> TokenChunk:
         """The next tokens as a chunk that every rank is given whole."""

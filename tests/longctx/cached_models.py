@@ -35,6 +35,9 @@ MODELS: dict[str, dict] = {
     "relative": {"position": "relative"},
     "learned": {"position": "learned", "max_positions": 64},
     "dynamic": {"rope": Rope(kind="dynamic", **_STRETCHED)},
+    "longrope": {
+        "rope": Rope(kind="longrope", **_STRETCHED, short_factor=(1.0, 1.1, 1.3, 2.0), long_factor=(1.0, 2.0, 5.0, 9.0))
+    },
     "experts": {**_EXPERTS, "layers": ("window", "full"), "window": 6},
 }
 

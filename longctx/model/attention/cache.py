@@ -144,7 +144,7 @@ class LocalKVCache:
         return other
 
     def free(self) -> None:
-        """Let another sequence have the slot."""
+        """Forget all tokens, and let another sequence have the slot."""
         if self._slot is not None:
             self._slot.pool.give_back(self._slot)
         self._slot, self._layers = None, {}

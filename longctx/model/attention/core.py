@@ -196,7 +196,7 @@ class KVCache(PassCache, Protocol):
         ...
 
     def free(self) -> None:
-        """Give the memory back: the cache is not used again."""
+        """Forget all tokens and give their memory back: what is read next begins a sequence."""
         ...
 
     def chunks(self, num_tokens: int, chunk_tokens: int) -> Iterator[TokenChunk]:

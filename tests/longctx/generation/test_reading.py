@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import ExitStack
 from itertools import pairwise
 from unittest.mock import patch
 
@@ -11,6 +12,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from longctx.errors import ConfigError
+from longctx.generation.batch import generate_batch
+from longctx.generation.beams import Beams
 from longctx.generation.loop import generate
 from longctx.generation.reading import read, read_each, token_nll
 from longctx.generation.scoring import score_behind
@@ -152,3 +155,44 @@ def test_refusals():
     generate(decoder, [1, 2], 2, cache=cache)
     with pytest.raises(ConfigError, match="holds 3 tokens"):
         generate(decoder, [1, 2], 1, cache=cache)
+
+
+# --- LongRoPE: one table up to 8 tokens, another beyond -------------------------------------------------------------
+
+ACROSS = (5, 8, 1, 7, 13)
+"""Lengths of prompts that answers of 12 tokens lead across the switch, at it, and behind it."""
+
+
+def answers(decoder: Decoder) -> list[list[int]]:
+    """Of each prompt alone, of all together, and the best of three beams."""
+    prompts = [ids_of(length) for length in ACROSS]
+    alone = [generate(decoder, prompt, 12) for prompt in prompts]
+    together = dict(generate_batch(decoder, prompts, 12, max_sequences=3, chunk_tokens=3))
+    beams = [generate(decoder, prompt, 12, Beams(num_beams=3)) for prompt in prompts]
+    return [*alone, *(together[n] for n in range(len(prompts))), *beams]
+
+
+def test_answers_across_the_switch_of_longrope_are_those_of_reading_all_again():
+    decoder = build("longrope")
+    found = answers(decoder)
+    names = [f"longctx.generation.{module}.starts_over" for module in ("loop", "batch", "search")]
+    with ExitStack() as patched:
+        for name in names:
+            patched.enter_context(patch(name, lambda model, cache, num_new: cache.num_tokens > 0))
+        assert answers(decoder) == found
+    with ExitStack() as patched:
+        for name in names:
+            patched.enter_context(patch(name, lambda *_: False))
+        assert answers(decoder) != found, "the tables differ too little to tell"
+    for prompt, answer in zip(map(ids_of, ACROSS), found, strict=False):
+        assert generate(decoder, prompt, 12, use_cache=False) == answer
+
+
+def test_an_answer_across_the_switch_has_the_likelihood_that_it_was_given():
+    """Once it is known how long the text is, evaluation reads it as generation did."""
+    decoder, prompt = build("longrope"), ids_of(5)
+    answer = generate(decoder, prompt, 12)
+    for count in (1, 4, 5, 12):
+        # The last token's likelihood, by the text up to it.
+        score = score_behind(decoder, prompt + answer[: count - 1], [answer[count - 1 : count]])[0]
+        assert score.is_greedy, count
