@@ -26,7 +26,7 @@ from dataclasses import asdict, dataclass
 
 import numpy as np
 
-from benchmarks.machine import save
+from benchmarks.machine import offer_save, save
 from data_pipeline.loader import build_loader
 from longctx.batch import PADDING_DOCUMENT, Batch
 from parallel.layout.sequence import SequenceLayout
@@ -85,15 +85,14 @@ class Figures:
 
 def place(batch: Batch, ranks: int, tokens_per_rank: int) -> Placed:
     """A micro-batch's rows side by side on so many ranks."""
-    documents = batch.documents.num_documents
     given = batch.documents.num_tokens
     padded = batch.padded(tokens_on_ranks(given, ranks, ulysses=1, tokens_per_rank=tokens_per_rank))
-    bounds = padded.documents.bounds
     layout = SequenceLayout.build("balanced", padded.documents.num_tokens, ranks, padded.documents)
-    schedule, degrees = Schedule.build(layout, padded.documents), degrees_of(layout, bounds, documents)
+    schedule, degrees = Schedule.build(layout, padded.documents), degrees_of(layout, padded.documents)
     work = [schedule.work(rank) for rank in range(ranks)]
     shards = [layout.split(padded.document_ids, rank, 1) for rank in range(ranks)]
-    lengths = np.array([n for n in batch.documents.lengths if n])
+    padding = batch.documents.padding or ()
+    lengths = np.array([n for number, n in enumerate(batch.documents.lengths) if n and number not in padding])
     even = np.ceil(lengths * (lengths + 1) / 2 / (LIMIT * sum(work) / ranks))
     return Placed(
         work=work,
@@ -195,13 +194,14 @@ def line(f: Figures) -> str:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Print the table and save it."""
+    """Print the table; 1 if attention is uneven."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--data", default="runs/data", help="a shard folder")
     parser.add_argument("--seq-lens", type=int, nargs="+", default=[2048, 8192, 32_768])
     parser.add_argument("--contexts", type=int, nargs="+", default=[2, 3, 4, 5, 7, 8, 16])
     parser.add_argument("--tokens-per-rank", type=int, default=8192)
     parser.add_argument("--micro-batches", type=int, default=20, help="of each number of ranks, at most an epoch")
+    offer_save(parser)
     wanted = parser.parse_args(arguments)
     print(
         "seq_len ranks  tokens  rows    n    padding  tokens  attention: mean, worst  ranks, fewest, even "
@@ -212,7 +212,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         for context in wanted.contexts:
             found.append(measure(wanted.data, seq_len, context, wanted.tokens_per_rank, wanted.micro_batches))
             print(line(found[-1]), flush=True)
-    print(f"saved in {save('degrees', {'limit': LIMIT, 'rows': [asdict(f) for f in found]})}")
+    if wanted.save:
+        print(f"saved in {save('degrees', {'limit': LIMIT, 'rows': [asdict(f) for f in found]})}")
     return int(any(f.attention_worst > LIMIT for f in found))
 
 

@@ -36,6 +36,9 @@ class PackedDocuments:
 
     bounds: tuple[int, ...]
     """``cu_seqlens``: document n has the tokens from entry n to entry n + 1. Two equal entries hold an empty one."""
+    padding: tuple[int, ...] | None = field(default=None, compare=False)
+    """Numbers of the documents that are padding, ascending; None if nobody said. Not compared: layouts, schedules and
+    masks are the same."""
 
     # Fields rather than properties: a compiled graph that counted the bounds would serve one number of documents.
     num_tokens: int = field(init=False, compare=False, repr=False)
@@ -43,28 +46,35 @@ class PackedDocuments:
     num_documents: int = field(init=False, compare=False, repr=False)
     """Documents of the sequence, empty ones too."""
     longest: int = field(init=False, compare=False, repr=False)
-    """Tokens of the longest document."""
+    """Tokens of the longest document that is not padding; 0 if all are."""
     lengths: tuple[int, ...] = field(init=False, compare=False, repr=False)
     """Tokens of each document."""
 
     def __post_init__(self) -> None:
-        self._set(self.bounds, tuple(map(operator.sub, self.bounds[1:], self.bounds)))
+        self._set(self.bounds, tuple(map(operator.sub, self.bounds[1:], self.bounds)), self.padding)
 
-    def _set(self, bounds: tuple[int, ...], lengths: tuple[int, ...]) -> None:
+    def _set(self, bounds: tuple[int, ...], lengths: tuple[int, ...], padding: tuple[int, ...] | None) -> None:
+        counted = lengths
+        if padding:
+            # Frequencies that stretch with the length must not stretch with what fills a row.
+            counted = list(lengths)
+            for number in padding:
+                counted[number] = 0
         # All in one stroke: a micro-batch of short rows is read in the time of a few dozen assignments.
         vars(self).update(
             bounds=bounds,
             num_tokens=bounds[-1],
             num_documents=len(lengths),
-            longest=max(lengths, default=0),
+            longest=max(counted, default=0),
             lengths=lengths,
+            padding=padding,
         )
 
     @classmethod
-    def of_lengths(cls, lengths: Sequence[int]) -> PackedDocuments:
-        """Documents of these lengths, all whole numbers of at least 0."""
+    def of_lengths(cls, lengths: Sequence[int], padding: tuple[int, ...] | None = None) -> PackedDocuments:
+        """Documents of these lengths, all whole numbers of at least 0; ``padding`` as the field says."""
         documents = cls.__new__(cls)
-        documents._set(tuple(accumulate(lengths, initial=0)), tuple(lengths))
+        documents._set(tuple(accumulate(lengths, initial=0)), tuple(lengths), padding)
         return documents
 
     @classmethod
@@ -98,13 +108,27 @@ class PackedDocuments:
         return cls(tuple(row_tokens * row for row in range(num_rows + 1)))
 
     def padded(self, num_tokens: int) -> PackedDocuments:
-        """The same documents, and further ones of what is missing to so many tokens, none longer than the longest."""
-        if num_tokens == self.num_tokens:
+        """The same documents, and padding up to so many tokens, in documents none longer than the longest."""
+        missing = num_tokens - self.num_tokens
+        if not missing:
             return self
-        assert num_tokens > self.num_tokens, f"{self.num_tokens} tokens are more than {num_tokens}"
-        # Tables of positions, and rotary frequencies that stretch with the length, go by the longest document.
-        starts = range(self.num_tokens + self.longest, num_tokens, self.longest)
-        return PackedDocuments((*self.bounds, *starts, num_tokens))
+        assert missing > 0, f"{self.num_tokens} tokens are more than {num_tokens}"
+        # In short documents padding costs no more attention than what it stands behind.
+        starts = range(self.num_tokens, num_tokens, self.longest or missing)
+        added = range(self.num_documents, self.num_documents + len(starts))
+        return PackedDocuments((*self.bounds, *starts[1:], num_tokens), (*(self.padding or ()), *added))
+
+    def marked(self, document_ids: Tensor) -> PackedDocuments:
+        """The same documents, with those known as padding whose tokens have a negative id in ``document_ids`` [B, T].
+
+        As they are if that was said before, or if these are not the tokens of the whole sequence.
+        """
+        if self.padding is not None or document_ids.numel() != self.num_tokens:
+            return self
+        some = [number for number, length in enumerate(self.lengths) if length]
+        is_padding = document_ids.flatten()[[self.bounds[number] for number in some]] < 0
+        padding = tuple(number for number, is_one in zip(some, is_padding.tolist(), strict=True) if is_one)
+        return PackedDocuments(self.bounds, padding)
 
     def within(self, start: int, stop: int) -> list[tuple[int, int, int]]:
         """What each document has of tokens [start, stop): its number, its first token there, the one behind the last.
@@ -162,6 +186,10 @@ class Batch:
     """Where the tokens of all ranks live (``parallel.layout.SequenceLayout``), of a batch that was split between them;
     None of a whole one."""
 
+    def __post_init__(self) -> None:
+        # Once a batch, of its tokens as a whole: after a split no rank could tell.
+        object.__setattr__(self, "documents", self.documents.marked(self.document_ids))
+
     @property
     def cu_seqlens(self) -> Tensor:
         """The boundaries of ``documents``: int64 [num_documents + 1] on the CPU, ascending from 0 to B·T."""
@@ -187,7 +215,7 @@ class Batch:
         padding = {
             "tokens": torch.zeros(1, missing, dtype=torch.int64),
             "targets": torch.full((1, missing), IGNORED_TARGET),
-            "positions": torch.arange(missing)[None] % self.documents.longest,
+            "positions": torch.arange(missing)[None] % documents.lengths[self.documents.num_documents],
             "document_ids": torch.full((1, missing), PADDING_DOCUMENT),
         }
         longer = {name: torch.cat((getattr(flat, name), part), dim=1) for name, part in padding.items()}

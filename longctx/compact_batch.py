@@ -135,7 +135,7 @@ class CompactBatch:
         found = {name: torch.empty(num_local, dtype=torch.int64) for name in names}
         tokens, targets, positions, document_ids = found.values()
         bounds, ends = self.documents.bounds, self.ends.tolist()
-        counting = torch.arange(self.documents.longest)
+        counting = torch.arange(max(self.documents.lengths, default=0))
         local = 0
         for span in map(Span._make, self.spans.tolist()):
             start, count, step, at = span

@@ -113,8 +113,11 @@ class _Layout:
     rows: Sequence[Row]
     firsts: list[int]
     """The number of each row's first piece, and behind them how many the rows have together."""
-    padding: list[int]
-    """Which are padding."""
+
+    @property
+    def padding(self) -> tuple[int, ...]:
+        """The numbers of the pieces that are padding."""
+        return self.documents.padding or ()
 
     @classmethod
     def of(cls, rows: Sequence[Row], seq_len: int) -> _Layout:
@@ -128,14 +131,14 @@ class _Layout:
                 padding.append(len(lengths))
                 lengths.append(missing)
             firsts.append(len(lengths))
-        return cls(PackedDocuments.of_lengths(lengths), rows, firsts, padding)
+        return cls(PackedDocuments.of_lengths(lengths, tuple(padding)), rows, firsts)
 
     def padded(self, documents: PackedDocuments) -> _Layout:
         """The same with padding behind the rows, ``documents`` of its own."""
-        behind = range(self.firsts[-1], documents.num_documents)
-        if not behind:
-            return self
-        return _Layout(documents, self.rows, self.firsts, [*self.padding, *behind])
+        if documents.padding is None:
+            behind = range(self.firsts[-1], documents.num_documents)
+            documents = PackedDocuments(documents.bounds, (*self.padding, *behind))
+        return _Layout(documents, self.rows, self.firsts)
 
     def wanted(self, runs: Iterable[list[Held]]) -> list[Piece]:
         """What has to be read, run by run: the pieces of documents, and one token behind each."""
@@ -258,7 +261,7 @@ def _sources(shards: Documents, layout: _Layout) -> torch.Tensor | None:
     sources = np.full(layout.documents.num_documents, -1)
     documents = [document for row in layout.rows for document in row.documents]
     is_document = np.ones(len(sources), bool)
-    is_document[layout.padding] = False
+    is_document[list(layout.padding)] = False
     sources[is_document] = np.searchsorted(shards.first_documents, documents, side="right") - 1
     return torch.from_numpy(sources)
 

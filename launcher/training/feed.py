@@ -190,7 +190,7 @@ class StepFeed:
             lengths.append(taken.documents.lengths)
             rows.append(taken.rows)
             if self._measure:
-                degrees.append(degrees_of(shard.placement, shard.documents.bounds, taken.documents.num_documents))
+                degrees.append(degrees_of(shard.placement, shard.documents))
             shards.append(shard)
         return StepData(
             order=order,

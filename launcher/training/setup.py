@@ -280,7 +280,7 @@ def first_degrees(config: RunConfig, mesh: Mesh, loader: Loader) -> list[Degrees
     found = []
     for documents in loader.next_documents():
         padded = padded_documents(config, documents)
-        found.append(degrees_of(build_layout(config, mesh, padded), padded.bounds, documents.num_documents))
+        found.append(degrees_of(build_layout(config, mesh, padded), padded))
     return found
 
 

@@ -255,11 +255,10 @@ class Decoder(nn.Module):
 
         ``cu_seqlens`` are the global document boundaries; None makes every row one document. ``document_ids`` [B, t]
         tells which segment of them each token belongs to, negative for padding; it may be left out when these tokens
-        are the whole of ``cu_seqlens``. ``row_tokens`` is the length of the rows that were laid end to end in these (an
-        expert's capacity is one of a row); 0 if none were. ``placement`` tells cores where the sequence's tokens live
-        (``Batch.placement``). Without a ``training_pass`` nothing is random, as in evaluation. With a ``cache`` the
-        tokens continue its sequence or sequences: those of ``chunk``, by default one that every process has whole. With
-        a ``stream`` (``new_stream``) what stands for the hidden states is its handle, for ``loss_sums``.
+        are the whole of ``cu_seqlens``. ``row_tokens`` is the length of rows laid end to end in these (an expert's
+        capacity is one of a row); 0 if none were. ``placement`` tells where the sequence's tokens live. Without a
+        ``training_pass`` nothing is random. With a ``cache`` the tokens continue its sequences: those of ``chunk``, by
+        default one that every process has whole. A ``stream``'s handle stands for the hidden states.
         """
         if training_pass is None:
             training_pass = EVALUATION
@@ -276,7 +275,8 @@ class Decoder(nn.Module):
         documents, plans = plan_layers(
             self.config, cores, cu_seqlens, tokens_Bt, dtype, placement=placement, chunk=new_tokens, head_groups=groups
         )
-        length = _longest_document(self.config, documents, positions_Bt, cache, chunk)
+        positions_Bt = _with_places_for_padding(self.config, positions_Bt, document_ids)
+        length = _longest_document(self.config, documents, positions_Bt, document_ids, cache, chunk)
         _check_pass(self.config, training_pass, positions_Bt, length)
         token_Bt, stats_documents_Bt = _tokens_and_documents(
             is_random(self.config, training_pass), return_stats, documents, tokens_Bt, positions_Bt, document_ids
@@ -433,18 +433,34 @@ def _longest_document(
     config: ModelConfig,
     documents: PackedDocuments,
     positions_Bt: Tensor,
+    document_ids: Tensor | None,
     cache: PassCache | None,
     chunk: TokenChunk | None,
 ) -> int:
-    """Tokens of the longest document, on whatever ranks it lies; 0 where nothing depends on it."""
+    """Tokens of the longest document that is not padding, on whatever ranks it lies; 0 if nothing depends on it."""
     stretches = config.position == "rope" and config.rope.depends_on_length
     if not stretches and config.position != "learned":
         return 0
     if cache is None:
-        return documents.longest
+        return _marked(documents, document_ids).longest
     if chunk is None:
         return int(positions_Bt.max()) + 1  # documents know the newest tokens alone
     return chunk.sequence_tokens
+
+
+def _with_places_for_padding(config: ModelConfig, positions_Bt: Tensor, document_ids: Tensor | None) -> Tensor:
+    """The positions, of which none of padding is behind a learned table: rows may be longer than their documents."""
+    if config.position != "learned" or document_ids is None:
+        return positions_Bt
+    return positions_Bt.masked_fill(document_ids < 0, 0)
+
+
+@outside_graphs  # ids are data: a graph that read them would serve one batch
+def _marked(documents: PackedDocuments, document_ids: Tensor | None) -> PackedDocuments:
+    """The documents with those known that are padding."""
+    if document_ids is None:
+        return documents
+    return documents.marked(document_ids)
 
 
 def _check_pass(config: ModelConfig, training_pass: TrainingPass, positions_Bt: Tensor, length: int) -> None:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 from numpy import ndarray
 
+from longctx.batch import PackedDocuments
 from parallel.layout.sequence import SequenceLayout
 from parallel.schedule.segments import cut_segments
 
@@ -24,12 +24,9 @@ class Degrees:
     """Causal attention of the busiest rank over the mean."""
 
 
-def degrees_of(layout: SequenceLayout, bounds: Sequence[int], num_documents: int) -> Degrees:
-    """The degrees of the first ``num_documents`` documents between these boundaries, of those that are not empty.
-
-    What lies behind them pads the micro-batch; its work counts.
-    """
-    starts = np.asarray(bounds, dtype=np.int64)
+def degrees_of(layout: SequenceLayout, documents: PackedDocuments) -> Degrees:
+    """Return the degrees of the documents that are neither empty nor padding. The work of padding counts."""
+    starts = np.asarray(documents.bounds, dtype=np.int64)
     held = np.zeros((layout.ring_degree, len(starts) - 1), dtype=bool)
     work = np.zeros(layout.ring_degree, dtype=np.int64)
     for ring_rank, runs in enumerate(layout.runs):
@@ -40,7 +37,9 @@ def degrees_of(layout: SequenceLayout, bounds: Sequence[int], num_documents: int
     lengths = np.diff(starts)
     ring_tokens = layout.num_ring(0)
     fewest = -(-lengths // ring_tokens)
-    some = np.flatnonzero(lengths[:num_documents])
+    counts = lengths > 0
+    counts[list(documents.padding or ())] = False
+    some = np.flatnonzero(counts)
     return Degrees(
         # The ranks that split heads hold a document together.
         ranks=tuple((held.sum(0)[some] * layout.ulysses).tolist()),

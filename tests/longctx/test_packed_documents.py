@@ -10,7 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from longctx.batch import IGNORED_TARGET, PADDING_DOCUMENT, PackedDocuments
+from longctx.batch import IGNORED_TARGET, PADDING_DOCUMENT, Batch, PackedDocuments
 from longctx.errors import ConfigError
 from tests.oracles import packed_batch
 
@@ -119,6 +119,29 @@ def test_the_hash_of_many_documents_is_computed_once(monkeypatch):
     assert known[documents] == "here"
 
 
+def is_document(batch: Batch) -> list[bool]:
+    """For each document whether its first token says that it is one: none is empty here."""
+    starts = torch.tensor(batch.documents.bounds[:-1])
+    return (batch.document_ids.flatten()[starts] != PADDING_DOCUMENT).tolist()
+
+
+@given(st.lists(st.tuples(st.integers(0, 50), st.booleans()), max_size=20), st.integers(0, 70))
+def test_padding_is_no_document_when_the_longest_is_looked_for(kinds, more):
+    lengths, is_padding = [n for n, _ in kinds], [padding for _, padding in kinds]
+    longest = max((n for n, padding in kinds if not padding), default=0)
+    numbers = tuple(number for number, padding in enumerate(is_padding) if padding)
+    given = PackedDocuments.of_lengths(lengths, numbers)
+    assert (given.longest, given.padding) == (longest, numbers)
+    ids = torch.cat([torch.full((n,), -1 if padding else 3) for n, padding in kinds] or [torch.zeros(0)])
+    found = PackedDocuments.of(bounds_of(lengths)).marked(ids[None])
+    assert (found.longest, found.lengths) == (longest, given.lengths)
+    assert found.padding == tuple(number for number in numbers if lengths[number]), "no token says so of an empty one"
+    assert PackedDocuments.of(bounds_of(lengths)).marked(torch.ones(1, sum(lengths) + 1)).padding is None
+    padded = given.padded(given.num_tokens + more)
+    assert (padded.longest, padded.num_tokens) == (longest, given.num_tokens + more)
+    assert padded.padding == (*numbers, *range(given.num_documents, padded.num_documents))
+
+
 def test_padding_is_a_document_without_targets_behind_the_last_row():
     batch = packed_batch(rows=2, seq_len=12, vocab_size=9, seed=1)
     padded = batch.padded(29)
@@ -131,6 +154,7 @@ def test_padding_is_a_document_without_targets_behind_the_last_row():
     assert padded.document_ids[0, 24:].tolist() == [PADDING_DOCUMENT] * 5
     assert padded.num_targets == batch.num_targets
     longest = batch.documents.longest
+    assert longest == max(n for n, own in zip(batch.documents.lengths, is_document(batch), strict=True) if own)
     much = batch.padded(24 + 2 * longest + 1)
     assert much.documents.longest == longest, "what goes by the longest document goes on as it was"
     assert much.documents.lengths[-3:] == (longest, longest, 1)

@@ -111,6 +111,10 @@ def test_a_share_is_its_tokens_of_that(odd, case, data):
     assert list(zip(*(x.flatten().tolist() for x in columns), strict=True)) == own
     assert compact.num_targets == batch.num_targets
     assert compact.num_tokens == sum(document >= 0 for _, _, _, document in own)
+    documents = {document for _, _, _, document in wanted} - {-1}
+    lengths = compact.documents.lengths
+    assert set(range(len(lengths))) - set(compact.documents.padding or ()) >= documents
+    assert compact.documents.longest == max((lengths[number] for number in documents), default=0)
     check_both_ways(compact)
 
 

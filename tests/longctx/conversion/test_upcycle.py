@@ -23,7 +23,7 @@ from tests.longctx.samples import dense_config, gradients, packed_batch, randomi
 
 WAYS = {
     "copy": Upcycling(num_experts=4),
-    "copy, one expert a token": Upcycling(num_experts=5, experts_per_token=1),
+    "copy, three experts a token": Upcycling(num_experts=5, experts_per_token=3),
     "copy, all experts": Upcycling(num_experts=3, experts_per_token=3),
     "granular": Upcycling(num_experts=8, granularity=2),
     "granular, the dense compute": Upcycling(num_experts=12, experts_per_token=4, granularity=4),
@@ -139,7 +139,7 @@ def test_the_command_lines_spelling(text, wanted):
     [
         ("", "EXPERTS"), ("a", "EXPERTS"), ("1,2,3,4", "EXPERTS"), ("8,2,0", "granularity=0 must be at least 1"),
         ("9,2,2", "Try 8 or 10"), ("0", "0 experts"), ("8,3,2", "3 experts a token .* Try 2 or 4"),
-        ("8,-1", "-1 experts a token"),
+        ("8,-1", "-1 experts a token"), ("8,1", "router would learn nothing .* Try 2"),
     ],
 )  # fmt: skip
 def test_what_is_no_upcycling_is_refused(text, said):

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from longctx.architecture.rope import Rope
+from longctx.batch import PackedDocuments
 from longctx.config import ModelConfig
 from longctx.errors import ConfigError
 from longctx.kernels.attention.bias import alibi_slopes, buckets
@@ -124,6 +125,28 @@ def test_packed_documents_equal_documents_alone(name):
     else:
         alone = [decoder(part.tokens, part.positions) for part in documents_of(batch)]
     torch.testing.assert_close(torch.cat(alone, 1)[0], whole, **EXACT)
+
+
+@pytest.mark.parametrize("name", POSITIONS)
+@pytest.mark.parametrize("num_padding", [1, 23, 88])
+def test_padding_changes_nothing(name, num_padding):
+    """More padding than there are rows in a learned table, and than any document has tokens."""
+    decoder, alone = build(name), packed_batch([[5, 7, 1]], vocab_size=31)
+    wanted = decoder(alone.tokens, alone.positions, alone.documents)
+    padded = packed_batch([[5, 7, 1]], padding=num_padding, vocab_size=31)
+    padded = replace(padded, tokens=torch.cat((alone.tokens, padded.tokens[:, 13:]), 1))
+    much = alone.padded(13 + num_padding)
+    unknown = PackedDocuments(padded.documents.bounds)
+    for batch, documents in ((padded, padded.documents), (much, much.documents), (padded, unknown.cu_seqlens)):
+        found = decoder(batch.tokens, batch.positions, documents, document_ids=batch.document_ids)
+        torch.testing.assert_close(found[:, :13], wanted, **EXACT)
+    nothing = decoder(
+        padded.tokens[:, 13:],
+        padded.positions[:, 13:],
+        PackedDocuments((0, num_padding), (0,)),
+        document_ids=padded.document_ids[:, 13:],
+    )
+    assert nothing.isfinite().all(), "a batch may be all padding"
 
 
 def test_kinds_of_positions_differ():
