@@ -195,8 +195,14 @@ def settle_model(config: RunConfig, base: ModelConfig | None, named: Set[str]) -
     if base is not None:
         _check_changes(config, base)
         _check_rate(config, named)
-    elif config.model.preset == NO_PRESET:
-        return dataclasses.replace(config, model=_complete(config.model, named))
+        return config
+    if config.model.preset == NO_PRESET:
+        config = dataclasses.replace(config, model=_complete(config.model, named))
+    if config.model.config().has_constant_gates:
+        raise ConfigError(
+            "model.experts_per_token=1 with model.normalize_gates=true makes every gate 1: the routers of a new model "
+            "would learn nothing from its loss.\nTry --model.normalize_gates false, or --model.experts_per_token 2."
+        )
     return config
 
 

@@ -240,6 +240,7 @@ def warnings(start: Start) -> list[str]:
         *start.excluded,
         _tight_memory(start),
         _beyond_positions(start),
+        _constant_gates(start),
         _all_warm_up(start),
         _repeated_rows(start),
         _used_up(start),
@@ -263,6 +264,15 @@ def _tight_memory(start: Start) -> str:
     return (
         f"Memory is tight: while it starts and steps, DeepSpeed has taken up to {_PEAK} times what it holds, which is "
         f"{gib(peak)} for this machine's {plural(ranks, 'rank')}, and {gib(start.free_bytes)} are free."
+    )
+
+
+def _constant_gates(start: Start) -> str:
+    if not start.model.has_constant_gates:
+        return ""
+    return (
+        "model.experts_per_token=1 with model.normalize_gates=true makes every gate 1: the routers learn from "
+        "model.balance_loss_weight and model.router_z_loss_weight alone."
     )
 
 

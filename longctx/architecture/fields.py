@@ -228,6 +228,14 @@ class ModelFields(
         return self.kv_lora_rank > 0
 
     @property
+    def has_constant_gates(self) -> bool:
+        """True if a token has one expert and gates that sum to one: its gate is 1 whatever the router says.
+
+        The router then has no gradient of the model's loss, only those of its own losses.
+        """
+        return self.num_experts > 1 and self.experts_per_token == 1 and self.normalize_gates
+
+    @property
     def rotary_size(self) -> int:
         """Rotary channels of a head."""
         if self.is_latent:

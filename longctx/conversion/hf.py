@@ -70,6 +70,11 @@ class HfReader:
         self._specs = {spec.name: spec for spec in tensor_specs(self.config, model_type=self.model_type)}
         self._layouts = {name: _choose_layout(spec, on_disk) for name, spec in self._specs.items()}
         self._check_names(on_disk)
+        if self.config.has_constant_gates:
+            log.warning(
+                "%s: experts_per_token=1 with normalised gates. Each gate is 1: routers learn nothing from the loss.",
+                self.folder,
+            )
 
     @property
     def dtype(self) -> torch.dtype:

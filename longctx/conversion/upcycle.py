@@ -72,6 +72,12 @@ class Upcycling:
                 f"Try {' or '.join(str(n) for n in (below, below + self.granularity) if n > 0)}."
             )
 
+        if self.experts_per_token == 1 and self.num_experts > 1:
+            raise ConfigError(
+                "1 expert a token: for the output to stay the dense FFN's, its gate is 1 whatever the router says, and "
+                "the router would learn nothing from the loss. Try 2."
+            )
+
     @classmethod
     def parse(cls, text: str) -> Self:
         """From ``EXPERTS[,TOP_K[,GRANULARITY]]``, as the command line has it."""

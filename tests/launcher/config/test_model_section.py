@@ -180,6 +180,16 @@ def test_sizes_that_are_missing_are_asked_for(tmp_path, text, missing):
     assert "llama-3.1-8b" in str(caught.value)
 
 
+@pytest.mark.parametrize("advice", ["normalize_gates = false", "experts_per_token = 2"])
+def test_routers_that_would_learn_nothing_are_refused(tmp_path, advice):
+    text = "[model]\nvocab_size=9\nhidden_size=8\nnum_layers=1\nnum_heads=2\nexpert_ffn_size=8\nnum_experts=4\n"
+    with pytest.raises(ConfigError, match="every gate 1") as caught:
+        load_run_config(toml(tmp_path, f"{text}experts_per_token=1\n"))
+    assert f"--model.{advice.replace(' =', '')}" in str(caught.value)
+    load_run_config(toml(tmp_path, text + f"{'experts_per_token=1' * ('gates' in advice)}\n{advice}\n"))
+    load_run_config(toml(tmp_path, f"{text.replace('num_experts=4', 'num_experts=1')}experts_per_token=1\n"))
+
+
 def test_a_preset_stands_as_it_did():
     for name, config in PRESETS.items():
         assert from_values({"model": {"preset": name}}).model.config() == config
