@@ -63,13 +63,10 @@ class Trainer:
         Returns what the user is to read where the run was asked to stop before its end, and has saved; else None.
         """
         run, config, last = self.run, self.run.config, self.run.config.last_step
-        self._open_folder()
         self.progress = self._stopping.settle(self.progress)
         if self.progress.step >= last and not self.progress.validation_due:
-            log.info(
-                "Nothing to do: the run is at step %d of %d. Raise train.steps to go on.", self.progress.step, last
-            )
-            return None
+            return _leave_as_it_is(run, self.progress.step)
+        self._open_folder()
         run.stop.begin_steps()
         lines = Lines(
             total_steps=config.train.steps,
@@ -210,6 +207,13 @@ def _training_state(run: Run, progress: Progress, validation_losses: Mapping[int
         VALIDATION_LOSS: validation_losses.get(progress.step),
         "config": dataclasses.asdict(run.config),
     }
+
+
+def _leave_as_it_is(run: Run, step: int) -> None:
+    """Say that nothing is to be done, and write nothing. The run's store may lack what was saved last."""
+    log.info("Nothing to do: the run is at step %d of %d. Raise train.steps to go on.", step, run.config.last_step)
+    run.saver.kept.begin()
+    run.saver.kept.leave()
 
 
 def _finish(run: Run, step: int) -> None:
