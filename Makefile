@@ -3,7 +3,7 @@
 # make test    set up, then the tests
 # make test TARGET=torch2.11   the same under Python 3.12 and PyTorch 2.11, in an environment of its own (docs/versions.md)
 # make setup   the virtual environment alone; seconds when there is nothing to do; DS_ACCELERATOR=cuda where no GPU is at hand yet
-# make bench   ratios against named limits and peers, all in one run
+# make bench   ratios against named limits and peers, all in one run; SAVE=1 keeps the figures for docs/
 # make faults  the slow proofs: the fault suite, whole matrices, 20 steps of parity, recall, whole corpora; PART=2/3 runs the second third
 # make lint    what CI runs after the tests
 
@@ -72,7 +72,7 @@ faults: setup
 	@DS_ACCELERATOR=cpu $(BIN)/python -m pytest -m "slow and not gpu and not multigpu" --timeout 1800 --part $(PART)
 
 bench: setup
-	@$(BIN)/python -m benchmarks
+	@$(BIN)/python -m benchmarks $(if $(SAVE),--save)
 
 lint: setup
 	@$(BIN)/ruff format --check . && $(BIN)/ruff check . && $(BIN)/pyright && $(BIN)/lint-imports && $(BIN)/codespell && $(BIN)/python -m tests.lint.style

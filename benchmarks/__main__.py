@@ -26,7 +26,7 @@ from typing import Any, NamedTuple
 
 from benchmarks.bounds import Bound
 from benchmarks.first_gpu.figures import last_on_gpu
-from benchmarks.machine import RESULTS, processor_kind
+from benchmarks.machine import RESULTS, offer_save, processor_kind
 
 NAMES = (
     "attention",
@@ -96,12 +96,12 @@ class Row(NamedTuple):
     seconds: str
 
 
-def run_benchmark(name: str, *, quick: bool = False, timeout: float = TIMEOUT_SECONDS) -> Outcome:
+def run_benchmark(name: str, *, quick: bool = False, keep: bool = False, timeout: float = TIMEOUT_SECONDS) -> Outcome:
     """Run ``benchmarks.NAME``, whose output goes where ours goes, and read its bounds."""
     print(f"\n==> {name}", flush=True)
     begun = time.monotonic()
     arguments = ["--quick"] if quick else []
-    bounds, problem = measure(name, arguments, timeout)
+    bounds, problem = measure(name, [*arguments, *["--save"] * keep], timeout)
     if any(not bound.held for bound in bounds):
         problem = ""  # the exit code says what the bounds say
     elif not bounds and not problem:
@@ -128,7 +128,7 @@ def measure_again(name: str, arguments: Sequence[str], bounds: Sequence[Bound], 
     second: dict[str, float] = {}
     for again in asked:
         print(f"\n==> {name} again, for a missed limit", flush=True)
-        found, _ = measure(name, [*arguments, "--unsaved", *again], timeout)
+        found, _ = measure(name, [*arguments, *again], timeout)
         second |= {bound.text: bound.figure for bound in found}
     measured = []
     for bound in bounds:
@@ -225,11 +225,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     shown = f"which to run (default: all of {', '.join(NAMES)}); {', '.join(SEPARATE)} run when they are named"
     parser.add_argument("names", nargs="*", metavar="NAME", help=shown)
     parser.add_argument("--quick", action="store_true", help="less of each; nothing is saved")
+    offer_save(parser)
     options = parser.parse_args(arguments)
     unknown = [name for name in options.names if name not in known]
     if unknown:
         parser.error(f"there is no benchmark {unknown[0]!r}. Try one of {', '.join(known)}.")
-    outcomes = [run_benchmark(name, quick=options.quick) for name in options.names or NAMES]
+    outcomes = [run_benchmark(name, quick=options.quick, keep=options.save) for name in options.names or NAMES]
     failed = [outcome.name for outcome in outcomes if not outcome.passed]
     print(f"\n{summary(outcomes)}\n")
     if not options.names:

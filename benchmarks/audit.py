@@ -5,7 +5,7 @@
 A real run on four ranks, tiny, with every step audited. First steps without a fault, for false alarms. Then one bit of
 one product of a random rank is flipped in a step: in products that the audit looks at, for every position of a bit,
 then in any products, for the share that is found overall. A finding is kept here in place of ending the run. Then
-audited steps take turns with plain ones on two ranks, for CPU seconds and memory. Saved in
+audited steps take turns with plain ones on two ranks, for CPU seconds and memory. ``--save`` writes
 ``benchmarks/results/KIND/audit.json``; exit code 1 when a figure is outside its bound.
 """
 

@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks.machine import machine, processor_kind, save
+from benchmarks.machine import machine, offer_save, processor_kind, save
 
 
 @dataclass(frozen=True)
@@ -74,7 +74,7 @@ def of_kind(*, plain: float, bf16: float, amx: float | None = None) -> float:
 def parse(parser: argparse.ArgumentParser, quick: str) -> argparse.Namespace:
     """The command line with what all benchmarks share; ``quick`` says what that option leaves out."""
     parser.add_argument("--quick", action="store_true", help=f"{quick}; nothing is saved")
-    parser.add_argument("--unsaved", action="store_true", help="leave the file of results as it is")
+    offer_save(parser)
     parser.add_argument("--record", type=Path, help="write the bounds to this JSON file, for python -m benchmarks")
     options = parser.parse_args()
     print(machine(), flush=True)
@@ -84,12 +84,12 @@ def parse(parser: argparse.ArgumentParser, quick: str) -> argparse.Namespace:
 def conclude(
     name: str, content: dict[str, Any], bounds: Sequence[Bound], options: argparse.Namespace, *, whole: bool = True
 ) -> int:
-    """Save a benchmark's figures and bounds, print the bounds that do not hold, and return its exit code.
+    """Print the bounds that do not hold, save figures and bounds if asked to, and return the benchmark's exit code.
 
-    Figures are saved when the ``whole`` benchmark was run, and not with ``--quick`` or ``--unsaved``.
+    Figures are saved with ``--save`` when the ``whole`` benchmark was run, and not with ``--quick``.
     """
     kept = [asdict(bound) | {"held": bound.held} for bound in bounds]
-    if whole and not options.quick and not options.unsaved:
+    if options.save and whole and not options.quick:
         print(f"saved {save(name, content | {'bounds': kept})}")
     if options.record:
         options.record.write_text(json.dumps(kept))

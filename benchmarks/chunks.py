@@ -11,8 +11,8 @@ see everything, or both, stored on a disk: an hour each. Results of both kinds a
 
 Layers by chunks may take 5 % more CPU seconds than whole ones. The bound on memory is 35 KiB a token of width 4,096 in
 bfloat16 (x, q, k, v, o and their gradients where attention takes a group of heads at a time), for this width and
-float32, times 1.5, and 200 MB. Saved in ``benchmarks/results/KIND/chunks.json``; exit code 1 when a figure is outside
-its bound.
+float32, times 1.5, and 200 MB. ``--save`` writes ``benchmarks/results/KIND/chunks.json``; exit code 1 when a figure is
+outside its bound.
 """
 
 from __future__ import annotations

@@ -2,11 +2,11 @@
 
     python -m benchmarks.data_plan [--quick]
 
-Corpora of 1, 10 and 100 million documents are made as shard folders whose tokens are holes in sparse files: they take
-8 bytes a document on disk, and every length is there. A process of its own opens one and gives its first batch: its
-time, and the most memory that it had beyond its imports, pages of files included; one that begins in the middle of an
-epoch does the same. The time to the plan alone is also measured with the files dropped from the page cache. Then come
-blocks: documents planned a second of CPU, and padding by row length. Saved in
+Corpora of 1, 10 and 100 million documents are made as shard folders whose tokens are holes in sparse files: they take 8
+bytes a document on disk, and every length is there. A process of its own opens one and gives its first batch: its time,
+and the most memory that it had beyond its imports, pages of files included; one that begins in the middle of an epoch
+does the same. The time to the plan alone is also measured with the files dropped from the page cache. Then come blocks:
+documents planned a second of CPU, and padding by row length. ``--save`` writes
 ``benchmarks/results/KIND/data_plan.json``; exit code 1 when a figure is outside its bound.
 """
 

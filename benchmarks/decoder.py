@@ -4,9 +4,9 @@
 
 One process, two threads, bfloat16, one row of 2048 tokens, width 512, 8 layers, a vocabulary of 32,000, no
 recomputation and no optimiser. transformers runs ``sdpa`` and ``grouped_mm``. The same weights are in both, and their
-losses are compared. The floor (``benchmarks/floor.py``) is the step's products and its attention alone. CPU seconds
-are the smallest of rounds in which all take turns in one process, whose threads sleep while they wait; memory, from
-fresh processes, is the peak over what was resident with weights and gradients in place. Saved in
+losses are compared. The floor (``benchmarks/floor.py``) is the step's products and its attention alone. CPU seconds are
+the smallest of rounds in which all take turns in one process, whose threads sleep while they wait; memory, from fresh
+processes, is the peak over what was resident with weights and gradients in place. ``--save`` writes
 ``benchmarks/results/KIND/decoder.json``; exit code 1 when a figure is outside its bound.
 """
 

@@ -18,7 +18,7 @@ packages, and who is not installed is shown as such. To install them, with no pa
     .venv-peers/bin/pip install boto3 obstore tifffile lightning-utilities requests
     .venv-peers/bin/pip install --no-deps litdata==0.2.76 mosaicml-streaming==0.13.0
 
-Saved in ``benchmarks/results/KIND/delivery.json``; exit code 1 when a figure is outside its bound.
+``--save`` writes ``benchmarks/results/KIND/delivery.json``; exit code 1 when a figure is outside its bound.
 """
 
 from __future__ import annotations

@@ -4,10 +4,10 @@
 
 Two ranks take 20,000 steps of a tiny model, with validation, checkpoints of which two stay, and metrics of every step.
 Every two seconds the memory of each rank's own (``RssAnon`` and ``RssShmem`` of /proc), its descriptors, threads and
-sockets are looked at, and the size of its log. A line is laid through the looks from step 500 on, by Theil and Sen:
-the median slope between looks, which single peaks do not move. What it rises in 10,000 steps over its median is the
-figure. The log has a line a step, as metrics.jsonl has; there the bytes of a step are compared, late ones with early
-ones. Saved in ``benchmarks/results/KIND/endurance.json``; exit code 1 when a figure is outside its bound.
+sockets are looked at, and the size of its log. A line is laid through the looks from step 500 on, by Theil and Sen: the
+median slope between looks, which single peaks do not move. What it rises in 10,000 steps over its median is the figure.
+The log has a line a step, as metrics.jsonl has; there the bytes of a step are compared, late ones with early ones.
+``--save`` writes ``benchmarks/results/KIND/endurance.json``; exit code 1 when a figure is outside its bound.
 """
 
 from __future__ import annotations

@@ -20,7 +20,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from benchmarks.machine import RESULTS, processor_kind, save
+from benchmarks.machine import RESULTS, offer_save, processor_kind, save
 from tests.faults import GROUPS, FaultRow, read_rows
 
 NAME = "faults"
@@ -71,10 +71,11 @@ def _line(row: dict[str, Any]) -> list[str]:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the suite, save its rows, say how many there are."""
+    """Run the suite, and say how many rows it has."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.faults", description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--only", default="", metavar="EXPRESSION", help="the tests to run, as pytest's -k takes them")
     parser.add_argument("--rows", type=Path, metavar="FILE", help="keep the rows in this file, and begin with its rows")
+    offer_save(parser)
     options = parser.parse_args(arguments)
     with tempfile.TemporaryDirectory() as folder:
         path = options.rows or Path(folder) / "rows.jsonl"
@@ -83,7 +84,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     # Only a whole suite may forget a row: of a test that is there no more.
     before = measured_before() if options.only or options.rows else []
     rows = merged(before, [row for row in found if row.equal])
-    print(f"{len(rows)} kinds of faults: {save(NAME, {'rows': rows})}")
+    print(f"{len(rows)} kinds of faults")
+    if options.save:
+        print(f"saved in {save(NAME, {'rows': rows})}")
     return int(code != 0)
 
 

@@ -5,7 +5,7 @@
 One process, two threads, one prompt of 512 tokens and 128 new ones, on ``benchmarks.decoder``'s Llama and Qwen3-MoE
 shapes in float32 and in bfloat16. transformers runs ``sdpa``, ``grouped_mm`` and its own cache. The same weights are in
 both. CPU seconds are the smallest of rounds in which both take turns in one process, whose threads sleep while they
-wait. Those of the new tokens alone are the difference to a run that adds one token. Saved in
+wait. Those of the new tokens alone are the difference to a run that adds one token. ``--save`` writes
 ``benchmarks/results/KIND/generation.json``; exit code 1 when a figure is outside its bound.
 """
 

@@ -8,7 +8,7 @@ and a vocabulary of 8,192. The others are ``benchmarks.decoder``'s, with width 5
 at 154 MB of weights a token, and more, memory decides, and both read the same. transformers runs ``sdpa`` and
 ``grouped_mm``, with its dynamic and with its static cache; the faster one counts. We run ``generate_batch``. CPU
 seconds are the smallest of rounds in which all take turns in one process, whose threads sleep while they wait.
-Saved in ``benchmarks/results/KIND/generation_batch.json``; exit code 1 when a figure is outside its bound.
+``--save`` writes ``benchmarks/results/KIND/generation_batch.json``; exit code 1 when a figure is outside its bound.
 """
 
 from __future__ import annotations

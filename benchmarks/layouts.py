@@ -28,7 +28,7 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.machine import save
+from benchmarks.machine import offer_save, save
 from data_pipeline.loader import build_loader
 from parallel.layout.balanced import Chunks, WorkCost, chunk_pieces, cut_chunks
 from parallel.layout.sequence import KINDS, Run, SequenceLayout
@@ -229,12 +229,13 @@ def print_masks(found: Sequence[MaskFigures]) -> None:
 
 
 def main() -> None:
-    """Print the table and save it."""
+    """Print the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--data", default="runs/data", help="a shard folder")
     parser.add_argument("--seq-len", type=int, default=65_536)
     parser.add_argument("--degrees", type=int, nargs="+", default=[8, 16])
     parser.add_argument("--rows", type=int, default=100, help="packed rows, at most one epoch")
+    offer_save(parser)
     wanted = parser.parse_args()
     loader = build_loader(wanted.data, seq_len=wanted.seq_len, rows_per_step=1)
     count = min(wanted.rows, loader.pack_report().rows)
@@ -254,8 +255,8 @@ def main() -> None:
     masks = [found for degree in wanted.degrees for found in measure_masks(degree, packed[:10])]
     print_masks(masks)
     result = {"seq_len": wanted.seq_len, "packed_rows": count, "layouts": [asdict(f) for f in lines]}
-    path = save("layouts", {**result, "masks": [asdict(f) for f in masks]})
-    print(f"saved in {path}")
+    if wanted.save:
+        print(f"saved in {save('layouts', {**result, 'masks': [asdict(f) for f in masks]})}")
 
 
 if __name__ == "__main__":

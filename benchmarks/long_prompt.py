@@ -8,7 +8,7 @@ resident with the model loaded; CPU seconds are each process's own. One process 
 rounds: of each the least CPU seconds count, and the most memory. Then two ranks read prompts of 16,384 to 131,072
 tokens of a narrower model, and add 32: the peak beside the cache must stay, and a new token may cost at most as many
 times more as there are keys. With windows alone, whose keys are freed, it may cost no more at all. There glibc is told
-to give freed memory back at once: what it holds back by chance would be a fifth of so small a peak. Saved in
+to give freed memory back at once: what it holds back by chance would be a fifth of so small a peak. ``--save`` writes
 ``benchmarks/results/KIND/long_prompt.json``; exit code 1 when a figure is outside its bound.
 """
 

@@ -6,8 +6,8 @@ One process, one thread: hidden states and the head's weight in bfloat16, gradie
 multiplied out in float32, and in bfloat16 where the processor has instructions for it, and become float32 for
 ``cross_entropy``; autograd goes back. CPU seconds are the smallest of rounds in which the ways take turns in one
 process; memory, from fresh processes, is the peak over what was resident with the inputs in place; errors are relative
-(Frobenius), against float64 on the first tokens. Saved in ``benchmarks/results/KIND/loss.json``; exit code 1 when ours
-is outside its bounds.
+(Frobenius), against float64 on the first tokens. ``--save`` writes ``benchmarks/results/KIND/loss.json``; exit code 1
+when ours is outside its bounds.
 """
 
 from __future__ import annotations

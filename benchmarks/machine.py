@@ -7,6 +7,7 @@ products take a sixth of the time, so that everything else weighs more).
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import platform
@@ -54,6 +55,11 @@ def _version(library: str) -> str:
         return version(library)
     except PackageNotFoundError:
         return "not installed"
+
+
+def offer_save(parser: argparse.ArgumentParser) -> None:
+    """Add ``--save``: without it a benchmark leaves the files of results, and with them the pages of docs/, alone."""
+    parser.add_argument("--save", action="store_true", help="keep the figures in benchmarks/results, for docs/")
 
 
 def save(name: str, content: dict[str, Any]) -> Path:

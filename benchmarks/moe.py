@@ -13,7 +13,7 @@
   other rank that has one of its experts, and once back, both ways again in backward. ``naive`` is a row for every
   choice over the same.
 
-CPU seconds are the smallest of rounds in which all take turns in the same processes. Saved in
+CPU seconds are the smallest of rounds in which all take turns in the same processes. ``--save`` writes
 ``benchmarks/results/KIND/moe.json``; exit code 1 when a row is outside its bounds.
 """
 

@@ -5,7 +5,7 @@
 One causal document of 8192 tokens, forward and backward, gloo, 2 ranks × 1 thread. All methods get the same inputs;
 DeepSpeed's call PyTorch's ``scaled_dot_product_attention`` on their share of the heads. CPU seconds are the smallest of
 rounds in which all methods and the single process take turns in the same processes; memory and errors come from fresh
-processes, one pair for each row. Saved in ``benchmarks/results/KIND/peers.json``.
+processes, one pair for each row. ``--save`` writes ``benchmarks/results/KIND/peers.json``.
 """
 
 from __future__ import annotations

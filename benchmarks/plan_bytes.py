@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks.machine import KINDS, RESULTS, machine, processor_kind
+from benchmarks.machine import KINDS, RESULTS, machine, offer_save, processor_kind
 from launcher.config.load import load_run_config
 from launcher.plan.estimate import RunEstimate, estimate_run
 from launcher.plan.figures import StepBytes
@@ -135,10 +135,11 @@ def save(row: dict[str, Any]) -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Trace, compare, save; exit code 1 where a row is outside its bounds."""
+    """Trace and compare; exit code 1 where a row is outside its bounds."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--few", action="store_true", help="few layers of each model")
     parser.add_argument("names", nargs="*", help="these runs alone")
+    offer_save(parser)
     options = parser.parse_args(argv)
     missed = 0
     print("run | kept + passing, GiB | planned | traced peak, GiB | planned | error of peak | of activations")
@@ -150,7 +151,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         missed += not all(LEAST <= error <= MOST for error in (of_peak, of_activations))
         of_bytes = largest(run)
         planned_bytes = {name: getattr(of_bytes, name) for name in traced}
-        save({"name": case.name, "few_layers": options.few, **traced, "planned": planned_bytes})
+        if options.save:
+            save({"name": case.name, "few_layers": options.few, **traced, "planned": planned_bytes})
         figures = (traced["kept"] + traced["passing"], of_bytes.kept + of_bytes.passing, traced["peak"], of_bytes.peak)
         cells = [f"{figure / 2**30:.1f}" for figure in figures]
         print(" | ".join([case.name, *cells, f"{of_peak:+.1%}", f"{of_activations:+.1%}"]), flush=True)

@@ -8,8 +8,9 @@ from its config, the lengths of documents and one measured figure, ``process_byt
 it has a model worth the name, measured on as many ranks. It may be 10 % off either way.
 
 ``MALLOC_MMAP_THRESHOLD_=4194304`` is in the environment of every run: without it glibc keeps freed tensors below 32 MiB
-for itself, as many as chance has it. Saved in ``benchmarks/results/KIND/plan_memory.json``; exit code 1 when a figure
-there is outside its bound. Rows of ``--only`` take their places among those that were measured before, with their day.
+for itself, as many as chance has it. ``--save`` writes ``benchmarks/results/KIND/plan_memory.json``; exit code 1 when a
+figure there is outside its bound. Rows of ``--only`` take their places among those that were measured before, with
+their day.
 """
 
 from __future__ import annotations
@@ -153,7 +154,7 @@ def merged(before: dict[str, Any], rows: Sequence[dict[str, Any]], now: dict[str
     if before["machine"]["processor"] != now["processor"]:
         raise ValueError(
             f"the other rows are those of {before['machine']['processor']}, this is {now['processor']}. "
-            "Measure all of them, or take --unsaved."
+            "Measure all of them, or leave --save out."
         )
     found = {row["name"]: row for row in before["rows"]} | {row["name"]: {**row, "date": now["date"]} for row in rows}
     return {**before, "rows": [found[case.name] for case in CASES if case.name in found]}
@@ -165,7 +166,7 @@ def bounds_of(rows: Sequence[dict[str, Any]]) -> list[Bound]:
 
 
 def main() -> int:
-    """Measure, run, compare, save."""
+    """Measure, run, compare."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", nargs="+", metavar="NAME", help="runs whose names begin so; other rows stay")
     options = parse(parser, "two steps of a run in place of three")
@@ -182,7 +183,7 @@ def main() -> int:
     content = {"steps": STEPS, "environment": ENVIRONMENT, "rows": rows}
     path = RESULTS / processor_kind() / "plan_memory.json"
     # Without the other rows these are no result, and a quick row is not among them.
-    can_merge = options.only is not None and path.exists() and not options.quick and not options.unsaved
+    can_merge = options.only is not None and path.exists() and options.save and not options.quick
     if can_merge:
         content = merged(json.loads(path.read_text()), rows, machine())
     bounds = bounds_of(content["rows"])

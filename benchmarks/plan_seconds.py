@@ -8,7 +8,7 @@ five. The plan knows the config, the lengths of documents and that profile; noth
 of them (``held out``) were first planned when it stood. A step of the slowest rank may be 15 % off the plan.
 
 Time is what passes. ``--cpu-time`` counts CPU seconds of the busiest rank instead, as often as ranks share a core, in
-profile and runs alike: for a machine on which other programs run. Saved in
+profile and runs alike: for a machine on which other programs run. ``--save`` writes
 ``benchmarks/results/KIND/plan_seconds.json``; exit code 1 when a figure is outside its bound.
 """
 

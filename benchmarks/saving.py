@@ -4,11 +4,11 @@
 
 First a run of 83 million parameters on two ranks: how long a save blocks beside one that is waited for, CPU seconds of
 the main thread in the slower of the two steps after it beside steps without any; then the memory that saves take: the
-highest peak of as many steps with saves and without, in ranks that give memory back when it is freed.
-Then one process writes and reads 1 GiB of float32: every contender syncs files and folder, and fills existing tensors
-from files that are not in the page cache; ours hashes what it writes, and every block before a value of it is used.
-Figures are the smallest of rounds that take turns. Saved in ``benchmarks/results/KIND/saving.json``; exit code 1 when a
-figure is outside its bound.
+highest peak of as many steps with saves and without, in ranks that give memory back when it is freed. Then one process
+writes and reads 1 GiB of float32: every contender syncs files and folder, and fills existing tensors from files that
+are not in the page cache; ours hashes what it writes, and every block before a value of it is used. Figures are the
+smallest of rounds that take turns. ``--save`` writes ``benchmarks/results/KIND/saving.json``; exit code 1 when a figure
+is outside its bound.
 """
 
 from __future__ import annotations
@@ -323,7 +323,7 @@ def measure_files(rounds: int, num_tensors: int) -> dict[str, Any]:
 
 def bounds_of(run: dict[str, Any], files: dict[str, Any]) -> list[Bound]:
     """What the figures may be."""
-    again = ("--unsaved",)
+    again = ()
     bounds = [
         Bound("seconds that a save blocks over one that is waited for", run["blocked_share"], BLOCKS, again=again),
         Bound("CPU seconds of a step beside a save over one alone", run["cpu_ratio"], CPU, again=again),

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import argparse
 
-from benchmarks.machine import save
+from benchmarks.machine import offer_save, save
 from benchmarks.scaling import attention, files, groups
 from benchmarks.scaling.figures import Figure, Figures, as_json
 
@@ -42,10 +42,11 @@ def measure(
 
 
 def main() -> None:
-    """Print the figures and save them."""
+    """Print the figures."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ranks", type=int, nargs="+", default=list(RANKS))
     parser.add_argument("--tokens", type=int, default=TOKENS)
+    offer_save(parser)
     wanted = parser.parse_args()
     found = measure(tuple(wanted.ranks), wanted.tokens)
     for figure in found:
@@ -54,8 +55,9 @@ def main() -> None:
         if figure.is_too_fast:
             mark = f"  FASTER THAN {figure.needed}: {figure.why}"
         print(f"{figure.part:36} {figure.case:62} {values}  ^{figure.growth}{mark}")
-    path = save("scale", {"tokens": wanted.tokens, "figures": [as_json(figure) for figure in found]})
-    print(f"saved in {path}")
+    if wanted.save:
+        path = save("scale", {"tokens": wanted.tokens, "figures": [as_json(figure) for figure in found]})
+        print(f"saved in {path}")
 
 
 if __name__ == "__main__":

@@ -5,8 +5,8 @@
 Two ranks take steps of a small decoder with ``parallel.check_rows = "on"`` and ``run.replicas_every = 1``. The CPU
 seconds of the main thread are taken around the step, around all that looks at messages, and around each comparison of
 what ranks hold; figures are the medians of the slower rank. Seconds are predicted from the bytes and the rate at which
-one process sums 64 MiB. Times of processes that share cores differ, shares of one thread's seconds hardly do. Saved in
-``benchmarks/results/KIND/silent_errors.json``; exit code 1 when a share is outside its bound.
+one process sums 64 MiB. Times of processes that share cores differ, shares of one thread's seconds hardly do.
+``--save`` writes ``benchmarks/results/KIND/silent_errors.json``; exit code 1 when a share is outside its bound.
 """
 
 from __future__ import annotations

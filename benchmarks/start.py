@@ -4,8 +4,8 @@
 
 A small model on two ranks, by ``deepspeed`` and by ``torchrun``; the time ends when the first step's line is printed.
 DeepSpeed's command imports both in two processes, one after the other, before a rank begins; torchrun imports PyTorch
-once before. Each figure is the smallest of rounds that take turns. Saved in ``benchmarks/results/KIND/start.json``;
-exit code 1 when a figure is outside its bound.
+once before. Each figure is the smallest of rounds that take turns. ``--save`` writes
+``benchmarks/results/KIND/start.json``; exit code 1 when a figure is outside its bound.
 """
 
 from __future__ import annotations
@@ -104,9 +104,7 @@ def main() -> int:
     for name, ratio in content["over_imports"].items():
         print(f"first step by {name}: {content['seconds'][name]} s, {ratio} × the imports", flush=True)
     what = "seconds to the first step over those of the imports"
-    bounds = [
-        Bound(what, content["over_imports"][name], limit, name, again=("--unsaved",)) for name, limit in LIMITS.items()
-    ]
+    bounds = [Bound(what, content["over_imports"][name], limit, name, again=()) for name, limit in LIMITS.items()]
     return conclude("start", content, bounds, options)
 
 

@@ -6,8 +6,8 @@ Each rank is a process that runs what a training run does before its first step.
 (``RssAnon`` of /proc, without pages of files, which the system takes back when it likes), read every few milliseconds,
 beyond what the imports had taken. A rank's share is what it holds when training goes on: weights in the dtype of the
 run, masters and both moments; gradients do not count. A new run makes its moments in the first step, so it peaks below.
-Saved in ``benchmarks/results/KIND/start_memory.json``; exit code 1 when a peak is beyond twice the share and 1 GiB.
-``--before`` keeps the rows of a file that another version wrote with ``--rows``, for the table.
+``--save`` writes ``benchmarks/results/KIND/start_memory.json``; exit code 1 when a peak is beyond twice the share and 1
+GiB. ``--before`` keeps the rows of a file that another version wrote with ``--rows``, for the table.
 """
 
 from __future__ import annotations

@@ -63,14 +63,14 @@ def test_a_row_that_was_measured_alone_takes_its_place_with_its_day():
         merged(before, [], {"processor": "two", "date": "2026-01-02"})
 
 
-@pytest.mark.parametrize("arguments", [[], ["--quick"], ["--unsaved"]])
+@pytest.mark.parametrize("arguments", [["--save"], ["--save", "--quick"], []])
 def test_only_what_was_measured_whole_is_added_to_the_others(monkeypatch, tmp_path, arguments):
-    """Saved where there is a result, and neither with --quick nor with --unsaved."""
+    """Saved if asked, if there is a result, and not with --quick."""
     path = tmp_path / processor_kind() / "plan_memory.json"
     path.parent.mkdir()
     others = [{"name": case.name, "error": 0.01} for case in CASES if not case.name.startswith("saves")]
     before = {"machine": machine(), "steps": 3, "rows": others, "bounds": []}
-    if arguments:
+    if arguments != ["--save"]:
         # Nothing is added, so it does not matter who measured the others.
         before["machine"]["processor"] = "another"
     path.write_text(json.dumps(before))
@@ -85,7 +85,7 @@ def test_only_what_was_measured_whole_is_added_to_the_others(monkeypatch, tmp_pa
     monkeypatch.setattr("sys.argv", ["plan_memory", "--only", "saves", *arguments])
     assert plan_memory.main() == 0
     result = json.loads(path.read_text())
-    if arguments:
+    if arguments != ["--save"]:
         assert result == before
         return
     assert [row["name"] for row in result["rows"]] == [case.name for case in CASES]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import sys
 from dataclasses import replace
@@ -10,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks import __main__ as runner
-from benchmarks.bounds import Bound
+from benchmarks.bounds import Bound, conclude, parse
 
 
 def outcome(name: str, *bounds: Bound, problem: str = "") -> runner.Outcome:
@@ -52,8 +53,9 @@ def test_the_summary_has_every_miss_and_the_closest_of_what_holds():
 def test_all_run_whatever_becomes_of_one(monkeypatch, capsys, misses):
     ran = []
 
-    def run_benchmark(name: str, *, quick: bool) -> runner.Outcome:
+    def run_benchmark(name: str, *, quick: bool, keep: bool) -> runner.Outcome:
         assert quick
+        assert not keep
         ran.append(name)
         return outcome(name, Bound("time", 1.0 if misses and name == "peers" else 0.5, 0.9))
 
@@ -70,7 +72,7 @@ def test_all_run_whatever_becomes_of_one(monkeypatch, capsys, misses):
 def test_a_separate_one_runs_when_it_is_named_and_alone(monkeypatch, capsys):
     ran = []
 
-    def run_benchmark(name: str, *, quick: bool) -> runner.Outcome:
+    def run_benchmark(name: str, *, quick: bool, keep: bool) -> runner.Outcome:
         ran.append(name)
         return outcome(name, Bound("time", 0.5, 0.9))
 
@@ -114,13 +116,13 @@ def test_a_missed_limit_on_time_is_measured_by_a_second_process(monkeypatch):
         ran.append(arguments)
         ring = ("--only", "ring")
         found = [Bound("time", 1.2, 1.0, case, again=ring) for case in ("even", "Zipf")]
-        if "--unsaved" in arguments:
+        if len(ran) > 1:
             found = [replace(found[0], figure=0.9), replace(found[1], figure=1.1)]
         return [*found, Bound("error", 1.2, 1.0), Bound("rate", 0.9, 1.0, again=(), at_least=True)], "exit code 1"
 
     monkeypatch.setattr(runner, "measure", measure)
-    found = runner.run_benchmark("attention", quick=True)
-    assert ran == [["--quick"], ["--quick", "--unsaved", "--only", "ring"], ["--quick", "--unsaved"]]
+    found = runner.run_benchmark("attention", quick=True, keep=True)
+    assert ran == [["--quick", "--save"], ["--quick", "--only", "ring"], ["--quick"]]
     assert [(bound.figures, bound.held) for bound in found.bounds] == [
         ("1.2, then 0.9", True),
         ("1.2, then 1.1", False),
@@ -175,3 +177,12 @@ def test_every_script_runs_with_all_or_says_why_not():
     for name in listed:
         keeps_bounds = f'conclude("{name}"' in texts[name] and "parse(parser" in texts[name]
         assert keeps_bounds == (name not in (*runner.SCRIPTS, *runner.GPU)), name
+
+
+@pytest.mark.parametrize(("asked", "kept"), [([], False), (["--save"], True), (["--save", "--quick"], False)])
+def test_results_are_written_only_when_asked(monkeypatch, tmp_path, asked, kept):
+    monkeypatch.setattr("benchmarks.machine.RESULTS", tmp_path)
+    monkeypatch.setattr("sys.argv", ["decoder", *asked])
+    options = parse(argparse.ArgumentParser(), quick="less")
+    assert conclude("decoder", {"rows": []}, [], options) == 0
+    assert [path.name for path in tmp_path.rglob("*.json")] == ["decoder.json"] * kept
