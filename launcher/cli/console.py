@@ -5,6 +5,7 @@ This file imports nothing heavy, because ``--help`` waits for it.
 
 from __future__ import annotations
 
+import ctypes
 import itertools
 import json
 import logging
@@ -241,10 +242,12 @@ class _Lines:
 def interruptible(action: Callable[[], Result]) -> Result:
     """Run ``action`` in a thread, so that Ctrl-C is heard at once while it computes outside of Python.
 
-    After Ctrl-C the thread is left to itself; ``main`` then ends the process without waiting for it.
+    Ctrl-C ends the thread as well if it runs Python, which removes what it has half written. If it computes elsewhere
+    it is left to itself: nothing is written there, and ``main`` ends the process without waiting for it.
     """
     results: list[Result] = []
     errors: list[BaseException] = []
+    has_ended = threading.Event()
 
     def work() -> None:
         try:
@@ -252,19 +255,30 @@ def interruptible(action: Callable[[], Result]) -> Result:
         except BaseException as error:
             # Raised again in the caller's thread.
             errors.append(error)
+        finally:
+            threading.current_thread().name = "longctx-ended"
+            has_ended.set()
 
     worker = threading.Thread(target=work, name=ABANDONED, daemon=True)
     worker.start()
-    # join() without a time-out would not hear Ctrl-C either.
-    while worker.is_alive():
-        worker.join(0.1)
+    # Without a time-out Ctrl-C would not be heard. Not join(): interrupted, it takes the thread for ended (3.11).
+    try:
+        while not has_ended.wait(0.1):
+            pass
+    except KeyboardInterrupt:
+        assert worker.ident is not None, "it was started"
+        ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(worker.ident), ctypes.py_object(KeyboardInterrupt))
+        has_ended.wait(_CLEANING_SECONDS)
+        raise
     if errors:
         raise errors[0]
     return results[0]
 
 
+_CLEANING_SECONDS = 1.0
+"""How long Ctrl-C waits for a thread that may be outside of Python."""
 ABANDONED = "longctx-worker"
-"""Name of ``interruptible``'s threads."""
+"""Name of ``interruptible``'s threads while they run."""
 
 
 def has_abandoned_work() -> bool:

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import signal
+import subprocess
+import sys
 import time
 
 import pytest
 
 from launcher.cli import console as cli_console
+from tests.helpers import REPOSITORY
 
 
 def test_progress_is_a_bar_on_a_terminal_and_lines_elsewhere(capsys, monkeypatch):
@@ -77,3 +81,43 @@ def test_suggested_commands_begin_as_the_one_that_was_typed(argv, orig_argv, pat
     monkeypatch.setenv("PATH", path.replace("BIN", str(tmp_path)))
     wanted = name or ".venv/bin/python -m launcher"
     assert cli_console.program() == here([wanted])[0]
+
+
+@pytest.mark.parametrize("outside", [False, True])
+def test_an_interrupted_thread_removes_what_it_has_half_written(tmp_path, outside):
+    """One that computes outside of Python is left behind, and has nothing half written."""
+    script = f"""
+import sys, time
+from pathlib import Path
+from launcher.cli.console import has_abandoned_work, interruptible
+from longctx.files import replaced_file
+
+def write():
+    if {outside}:
+        print("begun", flush=True)
+        time.sleep(60)
+    with replaced_file(Path({str(tmp_path)!r}, "file")) as temporary, temporary.open("wb") as out:
+        out.write(b"half")
+        print("begun", flush=True)
+        while True:
+            out.write(b"more")
+            time.sleep(0.001)
+
+try:
+    interruptible(write)
+except KeyboardInterrupt:
+    print("left behind" if has_abandoned_work() else "ended")
+"""
+    command = [sys.executable, "-c", script]
+    process = subprocess.Popen(command, cwd=REPOSITORY, stdout=subprocess.PIPE, text=True, preexec_fn=hear_interrupts)
+    assert process.stdout is not None
+    assert process.stdout.readline() == "begun\n"
+    process.send_signal(signal.SIGINT)
+    told, _ = process.communicate(timeout=30)
+    # The signal may come before the thread has left Python.
+    assert told in (["ended\n", "left behind\n"] if outside else ["ended\n"])
+    assert list(tmp_path.iterdir()) == []
+
+
+def hear_interrupts() -> None:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
