@@ -132,13 +132,13 @@ VERBS = {
     "report": Verb(report.report, ("runs/first", "runs/first runs/second --output comparison.html")),
 }
 
-UNBUILT = {
+ELSEWHERE = {
     "verify": (
-        "Start `deepspeed --hostfile hostfile launcher/verify.py --config run.toml`, which compares a run with one "
-        "process. For files use `data verify DIR` and `checkpoint verify DIR`."
+        "A run is verified over its ranks: `deepspeed --hostfile hostfile launcher/verify.py --config run.toml` "
+        "compares it with one process. For files there are `data verify DIR` and `checkpoint verify DIR`."
     ),
 }
-"""Names that are promised but not built, and what to use until they are."""
+"""Names that are no verbs of one process, and what to start in their place."""
 
 _OVERVIEW = """\
 usage: {program} VERB [OPTIONS]
@@ -221,8 +221,8 @@ def parse(arguments: Sequence[str]) -> Callable[[], int | None]:
     # Two words before one: `data verify` is not the verb `data`.
     for length in (2, 1):
         name = " ".join(arguments[:length])
-        if name in UNBUILT:
-            note(f"As a verb `{program()} {name}` is not built yet. {UNBUILT[name]}")
+        if name in ELSEWHERE:
+            note(ELSEWHERE[name])
             raise SystemExit(WRONG_USAGE)
         if name in VERBS:
             return _bind(name, arguments[len(name.split()) :])

@@ -58,7 +58,7 @@ class RunTime:
 
     def __init__(self, folder: Path, *, step: int) -> None:
         """The attempt goes on from ``step``."""
-        self._timeline = Timeline(folder, step=step)
+        self._folder, self._timeline = folder, Timeline(folder, step=step)
         goodput = read_goodput(folder)
         # Without attempts the file could not be written, and nobody knows anything.
         self._live = LiveGoodput(goodput) if goodput.attempts else None
@@ -98,11 +98,12 @@ class RunTime:
         """The attempt ends, by an error or else as its records say; returns a line for the log."""
         if failed:
             self.how = "failed"
-        self._take(self._timeline.end(self.how))
+        self._timeline.end(self.how)
         # What ends a run is the last that is said.
         if failed or self._live is None:
             return ""
-        return in_words(self._live.seconds(), self._live.restarts)
+        # Of the file, as the report has it: what lies behind the last step belongs to the account, too.
+        return in_words(read_goodput(self._folder).seconds(), self._live.restarts)
 
     def _take(self, line: Line | None) -> float:
         if line is None or self._live is None:
