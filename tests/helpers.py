@@ -137,3 +137,15 @@ def _lead(folder: str, world_size: int, timeout: float) -> int:
         os.kill(child, signal.SIGKILL)
         os.waitpid(child, 0)
     return int(failed or bool(children))
+
+
+def loop_seconds() -> float:
+    """CPU seconds that 200,000 turns of a Python loop take here and now: a floor for what else is timed in this run."""
+
+    def once() -> float:
+        begin = time.process_time()
+        for number in range(200_000):
+            hash((number, number))
+        return time.process_time() - begin
+
+    return min(once() for _ in range(3))

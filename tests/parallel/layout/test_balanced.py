@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from parallel.layout.balanced import assign, cut_chunks
 from parallel.layout.sequence import SequenceLayout
+from tests.helpers import loop_seconds
 
 # Rows of 65,536 tokens packed from the standard library: documents of many sizes, one long, two long.
 PACKED = {
@@ -123,7 +124,8 @@ def test_a_million_tokens_of_two_thousand_documents_over_64_ranks():
     cu_seqlens = [0, *(np.cumsum(lengths) / lengths.sum() * (1 << 20)).astype(int).tolist()[:-1], 1 << 20]
     begin = time.process_time()
     layout = SequenceLayout.build("balanced", 1 << 20, 64, cu_seqlens)
-    assert time.process_time() - begin < 1.5, "typically 0.2 s; once a batch"
+    # 10 times as much: once a batch, and no loop goes over tokens.
+    assert time.process_time() - begin < 50 * loop_seconds()
     work, _ = work_and_rows(layout, cu_seqlens)
     assert max(work) * 64 / sum(work) <= 1.05
     assert sum(len(runs) for runs in layout.runs) <= 5 * 64

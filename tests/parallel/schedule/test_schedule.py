@@ -16,6 +16,7 @@ from parallel.schedule.heads import AttentionShape
 from parallel.schedule.rows import RowRanges
 from parallel.schedule.schedule import Schedule
 from parallel.schedule.segments import shared_documents
+from tests.helpers import loop_seconds
 
 
 def full_mask(cu_seqlens, causal=True, window=None, sink_tokens=0, stride=0):
@@ -260,4 +261,5 @@ def test_a_million_tokens_of_2000_documents_at_degree_64_are_scheduled_in_time(k
         schedule.hop(17, other)
         schedule.rows_needed(other, 17)
     assert len(schedule.digest) == 32
-    assert time.process_time() - start < 0.2
+    # 1 to 7 times as much, by kind: no loop goes over tokens.
+    assert time.process_time() - start < 25 * loop_seconds()

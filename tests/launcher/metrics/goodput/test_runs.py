@@ -86,7 +86,7 @@ def test_a_rank_is_killed_and_longctx_run_goes_on(shards, tmp_path):
     # The wait, and the time that DeepSpeed takes to start.
     assert first.after is not None
     assert first.after[0] == "stopped"
-    assert 2 < seconds["stopped"] < 60
+    assert 2 < seconds["stopped"] < time.monotonic() - began
     assert 0 < seconds["productive"] <= train_seconds(folder)
     rows = [r for r in read_metrics(folder) if r["kind"] == "train"]
     assert rows[-1]["restarts"] == 1
