@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import itertools
-import lzma
 import re
-import zlib
 from collections.abc import Callable, Iterator
 
 import pyarrow as pa
-import zstandard
 
 from data_pipeline.prepare.documents import DamageError, Document, File, Item, Joined, Piece, Skip, whole
 from data_pipeline.prepare.joining import begin_of
@@ -22,7 +19,7 @@ from data_pipeline.prepare.readers.text import read_text
 from data_pipeline.stores.urls import ObjectPath
 from longctx.errors import DataError
 
-_DAMAGE = (DamageError, OSError, EOFError, zlib.error, lzma.LZMAError, zstandard.ZstdError, pa.ArrowException)
+_DAMAGE = (DamageError, OSError, pa.ArrowException)
 _CHECKED_RECORDS = 64
 _ESCAPED_BYTE = re.compile("[\udc80-\udcff]")
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from data_pipeline.prepare.documents import Document, Item, Skip
+from data_pipeline.prepare.documents import DamageError, Document, Item, Skip
 from data_pipeline.prepare.readers.opened import OpenFile
 from data_pipeline.prepare.readers.records import no_field
 
@@ -88,9 +88,17 @@ def _open_arrow(opened: OpenFile) -> tuple[pa.Schema, Iterator[pa.RecordBatch]]:
         opened.raw.seek(0)
     if not is_file:
         stream = pa.ipc.open_stream(opened.stream)
-        return stream.schema, iter(stream)
+        return stream.schema, _stream_batches(stream, opened)
     table = pa.ipc.open_file(opened.raw)
     return table.schema, _file_batches(table, opened)
+
+
+def _stream_batches(stream: pa.ipc.RecordBatchStreamReader, opened: OpenFile) -> Iterator[pa.RecordBatch]:
+    """Yield the batches of an Arrow IPC stream; DamageError for what stands behind its end."""
+    yield from stream
+    # Arrow stops there, and says nothing of a second stream.
+    if opened.stream.read(1):
+        raise DamageError("there is more behind the end of the stream")
 
 
 def _file_batches(table: pa.ipc.RecordBatchFileReader, opened: OpenFile) -> Iterator[pa.RecordBatch]:
