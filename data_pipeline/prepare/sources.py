@@ -186,6 +186,9 @@ class Source:
         formats = Counter(file.format.ending for file in self._files if file.format.ending not in _FIRST_FORMATS)
         if formats:
             read_as["formats"] = dict(sorted(formats.items()))
+        # Older releases read them as CSV, and so other documents.
+        if any(file.format.kind == "tsv" for file in self._files):
+            read_as["tsv"] = "a line is a row"
         return read_as
 
 
