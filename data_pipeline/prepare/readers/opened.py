@@ -11,6 +11,9 @@ from data_pipeline.prepare.documents import File, Piece
 from data_pipeline.prepare.readers.decompressed import Decompressed
 from longctx.errors import DataError
 
+_HEAD_BYTES = 64
+"""Enough to know a Git LFS pointer by."""
+
 
 class OpenFile:
     """One file, or a piece of it, under a reader."""
@@ -33,6 +36,20 @@ class OpenFile:
     def name(self) -> str:
         """The file's name in its source."""
         return self.file.name
+
+    def head(self) -> bytes:
+        """Return the first bytes as they are read, some 64; they stay to be read."""
+        if isinstance(self.stream, Decompressed):
+            return self.stream.head(_HEAD_BYTES) or self._raw_head()
+        return self._raw_head()
+
+    def _raw_head(self) -> bytes:
+        """Return the first bytes on disk."""
+        at = self.raw.tell()
+        self.raw.seek(0)
+        found = self.raw.read(_HEAD_BYTES)
+        self.raw.seek(at)
+        return found
 
     @property
     def bytes_read(self) -> int:

@@ -81,12 +81,17 @@ def arrow(new: Callable, kind: pa.DataType | None = None) -> bytes:
 
 FORMATS: dict[str, Callable[[], bytes]] = {
     "jsonl": lines,
+    "jsonlines": lines,
     "ndjson": lines,
     "json": lines,
     "jsonl.gz": lambda: gzip.compress(lines()[:700]) + gzip.compress(lines()[700:]),
     "jsonl.bz2": lambda: bz2.compress(lines()),
     "jsonl.xz": lambda: lzma.compress(lines()),
     "jsonl.zst": lambda: zstandard.compress(lines()[:700]) + zstandard.compress(lines()[700:]),
+    "jsonlines.gz": lambda: gzip.compress(lines()),
+    "jsonl.gzip": lambda: gzip.compress(lines()),
+    "jsonlines.zstd": lambda: zstandard.compress(lines()),
+    "csv.gzip": lambda: gzip.compress(separated()),
     "json.gz": lambda: gzip.compress(lines()),
     "json.zst": lambda: zstandard.compress(array()),
     "array.json": array,
@@ -96,6 +101,7 @@ FORMATS: dict[str, Callable[[], bytes]] = {
     "bom.CSV": lambda: b"\xef\xbb\xbf" + separated(),
     "csv.gz": lambda: gzip.compress(separated()),
     "parquet": parquet,
+    "pq": parquet,
     "arrow": lambda: arrow(pa.ipc.new_file),
     "feather": lambda: arrow(pa.ipc.new_file, pa.large_string()),
     "stream.arrow": lambda: arrow(pa.ipc.new_stream, pa.large_binary()),
@@ -122,9 +128,10 @@ def test_every_format_gives_the_same_tokens(name: str, tokenizer, expected: list
     assert report.training.text_bytes == sum(len(text.encode()) for text in TEXTS)
 
 
-@pytest.mark.parametrize("ending", ["", ".gz", ".bz2", ".xz", ".zst"])
+@pytest.mark.parametrize("ending", ["", ".gz", ".gzip", ".bz2", ".xz", ".zst", ".zstd"])
 def test_a_text_file_is_one_document_however_it_is_compressed(ending: str, tmp_path: Path):
     pack = {"": bytes, ".gz": gzip.compress, ".bz2": bz2.compress, ".xz": lzma.compress, ".zst": zstandard.compress}
+    pack |= {".gzip": gzip.compress, ".zstd": zstandard.compress}
     text = "\ufeffa\r\nb\rc\n\n"
     (tmp_path / f"a.txt{ending}").write_bytes(pack[ending](text.encode()))
     assert [document.text for document in open_source(tmp_path)] == [text]
