@@ -25,7 +25,7 @@ from data_pipeline.prepare.listing import list_files
 from data_pipeline.prepare.object_listing import list_source
 from data_pipeline.prepare.readers.cut import CUT_BYTES, hash_and_cut
 from data_pipeline.prepare.readers.formats import READABLE
-from data_pipeline.prepare.readers.read import check
+from data_pipeline.prepare.readers.read import UNREADABLE, check
 from data_pipeline.prepare.readers.records import no_field_reason
 from data_pipeline.prepare.readers.unnamed_json import REASON as UNNAMED_JSON
 from data_pipeline.prepare.reading import ReadAs, Reading, fault
@@ -243,7 +243,9 @@ def open_source(
     unused = selection.unused()
     if unused:
         logger.warning("%s: pattern %s matches no file", spec, ", ".join(map(repr, unused)))
-    files, problems = _check_files(listing.files, text_field)
+    checked = [(file, check(file, text_field)) for file in listing.files]
+    files = [file for file, problem in checked if problem is None]
+    problems = [problem for _, problem in checked if problem is not None]
     left_out = listing.left_out + problems
     faults = [skip for skip in left_out if skip.is_fault]
     if strict and faults:
@@ -255,11 +257,12 @@ def open_source(
     if problems:
         lines = LeftOut(problems).lines()
         logger.warning("%s: left out %s", spec, "; ".join(lines))
+    not_read = [problem for file, problem in checked if problem is not None and not _is_read(file, problem)]
     return Source(
         str(spec),
         kind=kind,
-        files=files,
-        left_out=left_out,
+        files=[file for file, problem in checked if _is_read(file, problem)],
+        left_out=listing.left_out + not_read,
         text_field=text_field,
         selection=selection,
         strict=strict,
@@ -268,17 +271,13 @@ def open_source(
     )
 
 
-def _check_files(files: list[File], text_field: str) -> tuple[list[File], list[Skip]]:
-    """The files of which something can be used, and why the others cannot."""
-    usable: list[File] = []
-    problems: list[Skip] = []
-    for file in files:
-        problem = check(file, text_field)
-        if problem is None:
-            usable.append(file)
-        else:
-            problems.append(problem)
-    return usable, problems
+def _is_read(file: File, problem: Skip | None) -> bool:
+    """Return whether a file is one that the source reads, after ``check``.
+
+    Also a text that is none, which reading leaves out: nobody has looked at those of a store, where each look is a
+    request, and a source is the same wherever it lies.
+    """
+    return problem is None or (file.format.kind == "text" and problem.reason != UNREADABLE)
 
 
 def _check_field(spec: str, text_field: str, *, files: list[File], listed: list[File], problems: list[Skip]) -> None:

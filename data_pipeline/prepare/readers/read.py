@@ -22,6 +22,8 @@ from longctx.untrusted import git_lfs
 
 _DAMAGE = (DamageError, OSError, pa.ArrowException)
 _CHECKED_RECORDS = 64
+UNREADABLE = "cannot be read"
+"""The reason of a file that the system refuses."""
 _ESCAPED_BYTE = re.compile("[\udc80-\udcff]")
 
 
@@ -90,7 +92,7 @@ def check(file: File, text_field: str) -> Skip | None:
             return _CHECKS.get(file.format.kind, _check_records)(source, text_field)
     except _DAMAGE as error:
         if isinstance(error, OSError) and error.errno:
-            return Skip(file.name, "cannot be read", error.strerror or str(error), is_fault=True)
+            return Skip(file.name, UNREADABLE, error.strerror or str(error), is_fault=True)
         return _damaged(file, error, documents=0)
 
 
