@@ -13,7 +13,6 @@ import zlib
 from collections.abc import Callable
 from pathlib import Path
 
-import pyarrow as pa
 import pytest
 import zstandard
 from hypothesis import given, settings
@@ -189,20 +188,6 @@ def test_an_empty_file_is_empty_however_it_is_compressed(tmp_path: Path):
             texts, left_out = read(tmp_path / f"a.jsonl{ending}", content)
             assert (texts, left_out) == ([], {"empty": [f"a.jsonl{ending}"]})
         (tmp_path / f"a.jsonl{ending}").unlink()
-
-
-@pytest.mark.parametrize("ending", ["", ".gz", ".zst"])
-def test_what_follows_a_stream_of_arrow_is_said(ending: str, tmp_path: Path):
-    out, table = io.BytesIO(), pa.table({"text": ["a", "b"]})
-    with pa.ipc.new_stream(out, table.schema) as writer:
-        writer.write_table(table)
-    stream = out.getvalue()
-    pack = PACK.get(ending, bytes)
-    # Frames need not end where batches do.
-    assert read(tmp_path / f"a.arrow{ending}", pack(stream[:200]) + pack(stream[200:])) == (["a", "b"], {})
-    texts, left_out = read(tmp_path / f"a.arrow{ending}", pack(stream) + pack(stream))
-    assert texts == ["a", "b"]
-    assert "more behind the end of the stream; 2 documents before it are used" in left_out["damaged"][0]
 
 
 def test_the_older_lzma_is_one_stream(tmp_path: Path):
