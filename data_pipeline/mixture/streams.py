@@ -19,7 +19,7 @@ from data_pipeline.rows.pack import Packing
 from data_pipeline.rows.stream import Stream
 from data_pipeline.shards.corpus import Corpus
 from data_pipeline.shuffle import key64
-from longctx.errors import DataError
+from longctx.errors import ConfigError, DataError
 
 log = logging.getLogger(__name__)
 
@@ -42,15 +42,17 @@ class SourceStreams:
         self._mixture, self._corpus, self._path = mixture, corpus, path
         self._seq_len, self._seed, self._shuffle, self._packing = seq_len, seed, shuffle, packing
         self._row_lengths = mixture.row_lengths(seq_len)
-        rules = [source.fim_rule(packing.fim) for source in mixture.sources]
-        self._rules = [rule and rule.for_rows(self._row_lengths) for rule in rules]
-        self.streams = [self._stream(number) for number in range(len(mixture.sources))]
+        self._rules = [source.fim_rule(packing.fim) for source in mixture.sources]
+        self._too_short: ConfigError | None = None
+        self.streams = [self._begin(number) for number in range(len(mixture.sources))]
         """One for each source; ``take_segments`` may put another in its place."""
         self.fims = [stream.planner.fim for stream in self.streams]
         """How the documents of each source are filled in in their middle; None where they are read as they are."""
 
     def check_rows(self) -> None:
-        """Raise ConfigError if some rows would cut what is filled in."""
+        """Raise ConfigError if some rows would cut what is filled in, or leave too short segments for it."""
+        if self._too_short is not None:
+            raise self._too_short
         for rule in filter(None, self._rules):
             self._packing.check_fim(rule, self._row_lengths)
 
@@ -77,9 +79,11 @@ class SourceStreams:
         if asked is None or asked.segment_tokens or not isinstance(said, str):
             return
         rule = asked.of_state(said)
-        if rule is None or rule == self._rules[number]:
+        if rule is None:
             return
         self._check_stages(source.name, rule)
+        if rule == self._rules[number]:
+            return
         self._rules[number] = rule
         self.streams[number] = self._stream(number)
         self.fims[number] = self.streams[number].planner.fim
@@ -101,6 +105,21 @@ class SourceStreams:
                 "segments of %d, so some middles stand without their prefix or suffix.",
                 *(self._path, name, shortest, self._seq_len),
             )
+
+    def _begin(self, number: int) -> Stream:
+        """Return the rows of a source by the segments that all rows ask for."""
+        asked = self._rules[number]
+        if asked is None:
+            return self._stream(number)
+        try:
+            self._rules[number] = asked.for_rows(self._row_lengths)
+            return self._stream(number)
+        except ConfigError as error:
+            # No run may begin so. One that an older release began goes on by segments of its rows.
+            self._rules[number] = asked
+            stream = self._stream(number)
+            self._too_short = error
+            return stream
 
     def _stream(self, number: int) -> Stream:
         """Return the rows of a source by its rule."""

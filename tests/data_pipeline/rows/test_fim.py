@@ -270,8 +270,8 @@ def test_segments_that_rows_would_cut_are_refused(folder, tmp_path, length):
         next(build_loader(data, seq_len=SEQ_LEN, rows_per_step=1, packing=packing(1.0)))
     with pytest.raises(ConfigError, match="packing=concatenate cuts documents"):
         next(build_loader(folder, seq_len=SEQ_LEN, rows_per_step=1, packing=Packing("concatenate", fim=FimRule(0.5))))
-    with pytest.raises(ConfigError, match="leaves no room for a text"):
-        open_order(mixture_of(folder, path, [256, 8]), SEQ_LEN, packing=packing(0.0))
+    with pytest.raises(ConfigError, match="A segment of 8 tokens leaves no room for a text"):
+        next(build_loader(mixture_of(folder, path, [256, 8]), seq_len=SEQ_LEN, rows_per_step=1, packing=packing(0.0)))
 
 
 def older_state(state: dict[str, Any]) -> dict[str, Any]:
@@ -281,9 +281,10 @@ def older_state(state: dict[str, Any]) -> dict[str, Any]:
     return state | {"sources": {"code": entry | {"fim": f"{head}{between}0"}}}
 
 
-def test_a_run_goes_on_by_the_segments_that_it_began_with(folder, marked, tmp_path, caplog):
+@pytest.mark.parametrize("shorter", [64, 16])
+def test_a_run_goes_on_by_the_segments_that_it_began_with(folder, marked, tmp_path, caplog, shorter):
     options: dict[str, Any] = {"seq_len": SEQ_LEN, "rows_per_step": 1, "packing": packing(0.0)}
-    path = mixture_of(folder, tmp_path / "m.toml", [256, 64], epochs="")
+    path = mixture_of(folder, tmp_path / "m.toml", [256, shorter], epochs="")
     # An older release cut into segments of the run's rows: as if its rule had named them.
     named = dict(options, packing=Packing(fim=FimRule(0, segment_tokens=SEQ_LEN)))
     old = build_loader(path, **named)
@@ -293,7 +294,7 @@ def test_a_run_goes_on_by_the_segments_that_it_began_with(folder, marked, tmp_pa
     state = older_state(old.state_dict())
     again = build_loader(path, **options)
     again.load_state_dict(state)
-    assert "goes on by the rule of the release that began the run: rows of 64 tokens" in caplog.text
+    assert f"goes on by the rule of the release that began the run: rows of {shorter} tokens" in caplog.text
     assert again.state_dict() == state
     pieces = []
     for _ in range(6):
