@@ -89,7 +89,7 @@ class SourceStreams:
         self.fims[number] = self.streams[number].planner.fim
 
     def _check_stages(self, name: str, rule: FimRule) -> None:
-        """Raise DataError if rows cut the segments of a state's rule; of an older release's rule say it alone."""
+        """Raise DataError if rows cut the segments of a state's rule; only warn if an older release wrote it."""
         length = rule.cut_by(self._row_lengths)
         if length is not None:
             raise DataError(
