@@ -286,6 +286,8 @@ class Loader:
         left of the rest, or begin with the next block.
         """
         self._position = self._order.read(state, when_changed=when_changed)
+        # The state says by which segments middles are to be filled in.
+        self._documents = documents_in(self.folders, self._order.fims)
         # What was read of a step under way is read again, from its first micro-batch.
         self._micro_batch = 0
 

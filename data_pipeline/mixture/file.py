@@ -176,6 +176,10 @@ class Mixture:
             return seq_len
         return self.stages[number].row_tokens or seq_len
 
+    def row_lengths(self, seq_len: int) -> list[int]:
+        """Return all lengths of packed rows, of a run whose rows have ``seq_len`` tokens."""
+        return [self.row_tokens(number, seq_len) for number in range(-1, len(self.stages))]
+
     def check_lengths(self, seq_len: int, where: str | Path) -> None:
         """ConfigError for a stage whose rows do not fill one of ``seq_len`` tokens."""
         for number, stage in enumerate(self.stages):

@@ -7,26 +7,22 @@ may change at any row, in the file and in mid-run, and no source loses or repeat
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
-
-import xxhash
 
 from data_pipeline.mixture.choose import Chooser
 from data_pipeline.mixture.file import Mixture
 from data_pipeline.mixture.forecast import Forecast, forecast
 from data_pipeline.mixture.position import MixedPosition, SourcePosition, read_source, source_state
-from data_pipeline.rows.blocks import PLAN_VERSION, BlockPlanner, PackReport
+from data_pipeline.mixture.streams import SourceStreams
+from data_pipeline.rows.blocks import PLAN_VERSION, PackReport
 from data_pipeline.rows.change import WhenChanged, settled
-from data_pipeline.rows.fim import fim_of, rule_of
 from data_pipeline.rows.pack import BEST_FIT, Packing
 from data_pipeline.rows.position import STATE_FORMAT, check_counters
 from data_pipeline.rows.row import Row
-from data_pipeline.rows.stream import Stream
 from data_pipeline.shards.corpus import Corpus
-from data_pipeline.shuffle import key64
 from longctx.errors import DataError
 from longctx.untrusted.reading import shown
 
@@ -51,9 +47,9 @@ class MixedOrder:
         mixture.check_lengths(seq_len, path)
         self._mixture, self._corpus, self._path = mixture, corpus, path
         self._seq_len, self._seed, self._shuffle, self._packing = seq_len, seed, shuffle, packing
-        planners = _planners(mixture, corpus, seq_len, seed=seed, shuffle=shuffle, packing=packing)
-        self._streams = [Stream(planner) for planner in planners]
-        self.fims = [stream.planner.fim for stream in self._streams]
+        options = {"seed": seed, "shuffle": shuffle, "packing": packing}
+        self._of_sources = SourceStreams(mixture, corpus, seq_len, path=path, **options)
+        self._streams, self.fims = self._of_sources.streams, self._of_sources.fims
         self._chooser = Chooser(mixture, corpus, self._streams, seq_len, path)
         self._resting: dict[str, Any] = {}
         """Positions of sources that the file no longer has: they may come back."""
@@ -63,7 +59,13 @@ class MixedOrder:
         return MixedPosition(tuple(SourcePosition(stream.start()) for stream in self._streams))
 
     def rows(self, at: MixedPosition, count: int) -> tuple[list[Row], MixedPosition]:
-        """The next ``count`` rows; DataError where every source has given all its epochs."""
+        """The next ``count`` rows; DataError where every source has given all its epochs.
+
+        ConfigError for the first rows of a run that would cut what it fills in.
+        """
+        # Here and not when the order is made: a run that an older release began so goes on as it began.
+        if not at.rows_consumed:
+            self._of_sources.check_rows()
         # One at a time: the row before decides which source is furthest behind.
         rows: list[Row] = []
         for _ in range(count):
@@ -93,7 +95,7 @@ class MixedOrder:
             share = None
             if at.shares:
                 share = at.shares[number]
-            sources[source.name] = source_state(position, self._identity(number), share)
+            sources[source.name] = source_state(position, self._of_sources.identity(number), share)
         return {
             "format": STATE_FORMAT,
             "plan_version": PLAN_VERSION,
@@ -162,19 +164,11 @@ class MixedOrder:
             for stream, source in zip(self._streams, at.sources, strict=True)
         ]
 
-    def _identity(self, number: int) -> dict[str, Any]:
-        """What must be the same for a source's position to mean the same rows."""
-        planner = self._streams[number].planner
-        return {
-            "manifest_hash": self._corpus.folders[number].manifest.hash,
-            "num_blocks": planner.num_blocks,
-            "upsample": [[rule.min_tokens, rule.factor] for rule in self._mixture.sources[number].upsample],
-            "fim": rule_of(planner.fim),
-        }
-
     def _read_source(self, number: int, entry: Any, when_changed: WhenChanged) -> tuple[SourcePosition, int | None]:
         name, num_shards = self._mixture.sources[number].name, len(self._corpus.folders[number].manifest.shards)
-        position, share = read_source(entry, self._identity(number), f"source {name!r} of {self._path}", num_shards)
+        self._of_sources.take_segments(number, entry)
+        identity = self._of_sources.identity(number)
+        position, share = read_source(entry, identity, f"source {name!r} of {self._path}", num_shards)
         at = settled(position.stream, self._streams[number].planner, when_changed)
         position = replace(position, stream=at)
         if not self._streams[number].has_row(at):
@@ -183,22 +177,6 @@ class MixedOrder:
                 f"has no row {at.block_row}."
             )
         return position, share
-
-
-def _planners(
-    mixture: Mixture, corpus: Corpus, seq_len: int, *, seed: int, shuffle: bool, packing: Packing
-) -> Iterator[BlockPlanner]:
-    """Yield what plans the rows of each source."""
-    for source, shards in zip(mixture.sources, corpus.folders, strict=True):
-        own = source_seed(seed, source.name)
-        fim = fim_of(source.fim_rule(packing.fim), shards.tokenizer, seed=own, seq_len=seq_len)
-        options = {"seed": own, "shuffle": shuffle, "packing": packing, "upsample": source.upsample, "fim": fim}
-        yield BlockPlanner(shards, seq_len, **options)
-
-
-def source_seed(seed: int, name: str) -> int:
-    """The seed of a source: by its name, so that others may come and go, and two with equal counts differ."""
-    return key64(seed, xxhash.xxh3_64_intdigest(name.encode()))
 
 
 def _percentages(mixture: Mixture, shares: Sequence[int]) -> str:

@@ -43,6 +43,8 @@ class Format:
     """``.gz``, ``.bz2``, ``.xz``, ``.zst`` or nothing."""
     ending: str = ""
     """The ending of the name that says so; empty for plain text."""
+    is_meant: bool = False
+    """Whether the user said so, whatever the file looks like."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from data_pipeline.stores.urls import Location
+from longctx.untrusted.git_lfs import is_pointer
 
 _STATE = "state.json"
 _DESCRIPTIONS = (_STATE, "dataset_info.json", "dataset_dict.json")
@@ -25,7 +26,8 @@ class Dataset:
 
 def find_dataset(folder: Location, names: Sequence[str]) -> Dataset | None:
     """The data set in a folder that holds files of these ``names``; None if it holds none."""
-    described = [name for name in _DESCRIPTIONS if name in names]
+    # A Git LFS pointer describes nothing: it is listed as a file, and left out by that name.
+    described = [name for name in _DESCRIPTIONS if name in names and not is_pointer(_content(folder / name))]
     tables = [name for name in names if name.endswith(".arrow")]
     if not described or not (tables or _lists_splits(folder, described)):
         return None
@@ -60,9 +62,17 @@ def _lists_splits(folder: Location, described: Sequence[str]) -> bool:
 def _read_object(path: Location) -> dict[str, Any]:
     """The JSON object in a file, empty if there is none."""
     try:
-        value = json.loads(path.read_bytes())
-    except (OSError, ValueError):
+        value = json.loads(_content(path))
+    except ValueError:
         return {}
     if isinstance(value, dict):
         return value
     return {}
+
+
+def _content(path: Location) -> bytes:
+    """Return a file's bytes, none if it cannot be read."""
+    try:
+        return path.read_bytes()
+    except OSError:
+        return b""

@@ -90,8 +90,10 @@ class Walk:
         elif not self._selection.includes(name):
             self.leave_out(name, "not included")
         else:
-            format = find_format(name, as_text=self._python_only or self._selection.reads_as_text(name))
-            self.found.files.append(File(path, name, size, format))
+            read_as = self._selection.read_as(name)
+            if self._python_only:
+                read_as = "text"
+            self.found.files.append(File(path, name, size, find_format(name, read_as=read_as)))
 
     def _list(self, folder: Path, prefix: str) -> list[tuple[Path, str]]:
         """Sort the entries of one folder; its real folders are returned."""

@@ -16,6 +16,8 @@ class Selection:
     exclude: Sequence[str] = ()
     as_text: Sequence[str] = ()
     """Files that are read as plain text, whatever their ending says."""
+    as_json: Sequence[str] = ()
+    """Files that are read as JSON: lines, an array or values, unless they are read as text."""
     _used: set[str] = field(default_factory=set, init=False, compare=False)
     _excluded_folders: list[str] = field(default_factory=list, init=False, compare=False)
 
@@ -34,13 +36,17 @@ class Selection:
             self._excluded_folders.append(name)
         return is_excluded
 
-    def reads_as_text(self, name: str) -> bool:
-        """Whether the file's ending counts for nothing."""
-        return self._matches(name, self.as_text)
+    def read_as(self, name: str) -> str:
+        """How the file is read, ``text`` or ``json``; empty if its ending says it."""
+        if self._matches(name, self.as_text):
+            return "text"
+        if self._matches(name, self.as_json):
+            return "json"
+        return ""
 
     def unused(self) -> list[str]:
         """Patterns that matched nothing so far: most often a typing error."""
-        patterns = (*self.include, *self.exclude, *self.as_text)
+        patterns = (*self.include, *self.exclude, *self.as_text, *self.as_json)
         return [pattern for pattern in patterns if pattern not in self._used and not self._lies_below(pattern)]
 
     def _matches(self, name: str, patterns: Sequence[str]) -> bool:

@@ -25,8 +25,9 @@ from data_pipeline.prepare.listing import list_files
 from data_pipeline.prepare.object_listing import list_source
 from data_pipeline.prepare.readers.cut import CUT_BYTES, hash_and_cut
 from data_pipeline.prepare.readers.formats import READABLE
-from data_pipeline.prepare.readers.read import check
+from data_pipeline.prepare.readers.read import UNREADABLE, check
 from data_pipeline.prepare.readers.records import no_field_reason
+from data_pipeline.prepare.readers.unnamed_json import REASON as UNNAMED_JSON
 from data_pipeline.prepare.reading import ReadAs, Reading, fault
 from data_pipeline.prepare.selection import Selection
 from data_pipeline.stores.client import list_names
@@ -176,16 +177,18 @@ class Source:
         else:
             read_as = {"text_field": self.read_as.text_field}
         # Only what differs from the beginnings: folders built then are still up to date.
-        if self._selection.include:
-            read_as["include"] = list(self._selection.include)
-        if self._selection.as_text:
-            read_as["as_text"] = list(self._selection.as_text)
+        for name in ("include", "as_text", "as_json"):
+            if patterns := getattr(self._selection, name):
+                read_as[name] = list(patterns)
         if self._join is not None:
             read_as["join"] = self._join.to_json()
         read_as |= self.read_as.lengths.to_json()
         formats = Counter(file.format.ending for file in self._files if file.format.ending not in _FIRST_FORMATS)
         if formats:
             read_as["formats"] = dict(sorted(formats.items()))
+        # Older releases read them as CSV, and so other documents.
+        if any(file.format.kind == "tsv" for file in self._files):
+            read_as["tsv"] = "a line is a row"
         return read_as
 
 
@@ -210,6 +213,7 @@ def open_source(
     include: Sequence[str] = (),
     exclude: Sequence[str] = (),
     as_text: Sequence[str] = (),
+    as_json: Sequence[str] = (),
     strict: bool = False,
     join: Join | None = None,
     lengths: Lengths = ANY_LENGTH,
@@ -219,9 +223,10 @@ def open_source(
     ``"stdlib"`` is the Python source of the running interpreter's standard library; anything else is a path, or a URL
     of an object store (``s3://``, ``gs://``): a folder
     (read recursively, linked folders once, hidden files left out) or a file: text, JSON, JSON Lines, CSV, Parquet,
-    Arrow, also compressed, with the text in ``text_field``. ``include``, ``exclude`` and ``as_text`` (files to read as
-    plain text whatever their ending) take glob patterns on relative paths, where ``*`` also crosses folders and a
-    folder's own path stands for all below it. What cannot be read is left out and listed; ``strict`` makes it an error.
+    Arrow, also compressed, with the text in ``text_field``. ``include``, ``exclude``, ``as_text`` and ``as_json``
+    (files to read as plain text or as JSON whatever their ending) take glob patterns on relative paths, where ``*``
+    also crosses folders and a folder's own path stands for all below it. What cannot be read is left out and listed;
+    ``strict`` makes it an error.
     A text file is one document, or with ``join`` those of a directory are one together. Documents of other ``lengths``
     are left out and listed.
 
@@ -229,7 +234,7 @@ def open_source(
     text field is in none of the files that should have it and these are most of the source.
     """
     kind, root = _locate(spec)
-    selection = Selection(include=include, exclude=exclude, as_text=as_text)
+    selection = Selection(include=include, exclude=exclude, as_text=as_text, as_json=as_json)
     # A store has no links to follow.
     if isinstance(root, ObjectPath):
         listing = list_source(root, selection)
@@ -238,22 +243,26 @@ def open_source(
     unused = selection.unused()
     if unused:
         logger.warning("%s: pattern %s matches no file", spec, ", ".join(map(repr, unused)))
-    files, problems = _check_files(listing.files, text_field)
+    checked = [(file, check(file, text_field)) for file in listing.files]
+    files = [file for file, problem in checked if problem is None]
+    problems = [problem for _, problem in checked if problem is not None]
     left_out = listing.left_out + problems
     faults = [skip for skip in left_out if skip.is_fault]
     if strict and faults:
         raise DataError(fault(str(spec), faults[0]))
     _check_field(str(spec), text_field, files=files, listed=listing.files, problems=problems)
+    _check_unnamed(str(spec), files=files, listed=listing.files, problems=problems)
     if not files:
         raise DataError(no_text(str(spec), LeftOut(left_out)))
     if problems:
         lines = LeftOut(problems).lines()
         logger.warning("%s: left out %s", spec, "; ".join(lines))
+    not_read = [problem for file, problem in checked if problem is not None and not _is_read(file, problem)]
     return Source(
         str(spec),
         kind=kind,
-        files=files,
-        left_out=left_out,
+        files=[file for file, problem in checked if _is_read(file, problem)],
+        left_out=listing.left_out + not_read,
         text_field=text_field,
         selection=selection,
         strict=strict,
@@ -262,37 +271,47 @@ def open_source(
     )
 
 
-def _check_files(files: list[File], text_field: str) -> tuple[list[File], list[Skip]]:
-    """The files of which something can be used, and why the others cannot."""
-    usable: list[File] = []
-    problems: list[Skip] = []
-    for file in files:
-        problem = check(file, text_field)
-        if problem is None:
-            usable.append(file)
-        else:
-            problems.append(problem)
-    return usable, problems
+def _is_read(file: File, problem: Skip | None) -> bool:
+    """Return whether a file is one that the source reads, after ``check``.
+
+    Also a text that is none, which reading leaves out: nobody has looked at those of a store, where each look is a
+    request, and a source is the same wherever it lies.
+    """
+    return problem is None or (file.format.kind == "text" and problem.reason != UNREADABLE)
 
 
 def _check_field(spec: str, text_field: str, *, files: list[File], listed: list[File], problems: list[Skip]) -> None:
     """Raise ``DataError`` where the text field is most likely another one: it is nowhere, and much would be lost."""
-    without = {skip.name: skip for skip in problems if skip.reason == no_field_reason(text_field)}
-    if not without or any(file.format.kind != "text" for file in files):
-        return
+    lost = _lost_files(no_field_reason(text_field), files=files, listed=listed, problems=problems)
+    if lost and all(file.format.kind == "text" for file in files):
+        raise DataError(
+            f"source={spec} has no text in field {text_field!r}.\n{lost}\n"
+            "Name the right field with --text-field (text_field), leave such files out with --exclude, "
+            "or read them as plain text with --as-text."
+        )
+
+
+def _check_unnamed(spec: str, *, files: list[File], listed: list[File], problems: list[Skip]) -> None:
+    """Raise ``DataError`` where most of the source are records of JSON that are not named so."""
+    lost = _lost_files(UNNAMED_JSON, files=files, listed=listed, problems=problems)
+    if lost:
+        raise DataError(
+            f"source={spec} has JSON in files whose endings do not say so.\n{lost}\n"
+            "Name such files by a pattern, as in --as-json '*', or leave them out with --exclude."
+        )
+
+
+def _lost_files(reason: str, *, files: list[File], listed: list[File], problems: list[Skip]) -> str:
+    """Return the names of the files that are left out for this reason, if they are more than half of the bytes."""
+    without = {skip.name: skip for skip in problems if skip.reason == reason}
     lost = sum(file.size for file in listed if file.name in without)
     # A stray table among the files of a program is no reason to stop.
     if lost <= sum(file.size for file in files):
-        return
+        return ""
     shown = [f"{skip.name}: {skip.detail}" for skip in list(without.values())[:_SHOWN_FILES]]
     if len(without) > _SHOWN_FILES:
         shown.append(f"… and {len(without) - _SHOWN_FILES} more files")
-    lines = "\n".join(shown)
-    raise DataError(
-        f"source={spec} has no text in field {text_field!r}.\n{lines}\n"
-        "Name the right field with --text-field (text_field), leave such files out with --exclude, "
-        "or read them as plain text with --as-text."
-    )
+    return "\n".join(shown)
 
 
 # ----------------------------------------------------------------------------------------------------- where it lies

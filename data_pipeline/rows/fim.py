@@ -7,14 +7,17 @@ is drawn is one of some more tokens for plans and rows alike, so nothing is cut 
     begin <prefix> <suffix> S <middle> P M end              SPM
 
 Where P, M, S are the document's text, cut at two places. A document longer than a row is first cut into segments that
-each fill one, for a gap in one row would be filled from another. Which documents, where, and how are functions of
-(seed, document): the same in every epoch, for any ranks.
+each fill one, for a gap in one row would be filled from another. Rows of several lengths (a mixture's stages) are cut
+at multiples of each, so a segment is the largest number that divides them all. Which documents, where, and how are
+functions of (seed, document): the same in every epoch, for any ranks.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+import math
+import re
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -39,7 +42,7 @@ class FimRule:
     spm_rate: float = 0.5
     """Share of these that are read as SPM."""
     segment_tokens: int = 0
-    """Longer documents are filled in by segments of so many tokens; 0: the run's row."""
+    """Longer documents are filled in by segments of so many tokens; 0: the most that divides all lengths of rows."""
 
     def __post_init__(self) -> None:
         for name, value in (("fim_rate", self.rate), ("fim_spm_rate", self.spm_rate)):
@@ -47,6 +50,34 @@ class FimRule:
                 raise ConfigError(f"data.{name}={value} must be a share from 0 to 1. The paper has 0.5.")
         if self.segment_tokens < 0:
             raise ConfigError(f"data.fim_segment_tokens={self.segment_tokens} must be at least 0, which is a row's.")
+
+    def for_rows(self, row_lengths: Sequence[int]) -> FimRule:
+        """Return the same rule with the segments that it means for rows of these lengths."""
+        return replace(self, segment_tokens=self.segment_tokens or math.gcd(*row_lengths))
+
+    def of_state(self, said: str) -> FimRule | None:
+        """Return the rule that a loader's state has, if it differs from this one in its segments at most."""
+        segments = re.fullmatch(r".* segments of (\d{1,16})", said)
+        if segments is None:
+            return None
+        found = replace(self, segment_tokens=int(segments[1]))
+        if str(found) != said:
+            return None
+        return found
+
+    def cut_by(self, row_lengths: Sequence[int]) -> int | None:
+        """Return the first of these lengths whose rows end within a segment; None if none does."""
+        return next((length for length in row_lengths if length % (self.segment_tokens or length)), None)
+
+    def check_rows(self, row_lengths: Sequence[int]) -> None:
+        """Raise ConfigError if rows of these lengths would tear a segment's middle from its prefix or suffix."""
+        length = self.cut_by(row_lengths)
+        if length is not None:
+            raise ConfigError(
+                f"data.fim_segment_tokens={self.segment_tokens} does not divide rows of {length} tokens: a segment "
+                "that a row's end cuts has its middle in another row than its prefix or suffix.\n"
+                f"Try data.fim_segment_tokens=0, which is {math.gcd(*row_lengths)} here."
+            )
 
     def __str__(self) -> str:
         """As a loader's state has it."""
@@ -84,8 +115,9 @@ class Fim:
         least = MIN_BODY + fim._begins + fim._overhead
         if fim.segment_tokens < least:
             raise ConfigError(
-                f"data.fim_segment_tokens={fim.segment_tokens} leaves no room for a text beside its marks. Try {least} "
-                "or more, or 0 for the row's."
+                f"A segment of {fim.segment_tokens} tokens leaves no room for a text beside its marks: it needs "
+                f"{least}.\nSet data.fim_segment_tokens to so many or more; or to 0, with rows (data.seq_len, "
+                "row_tokens of a mixture's stages) that are multiples of so many."
             )
         return fim
 

@@ -103,7 +103,13 @@ class FolderOrder:
         return Position(stream=self._stream.start())
 
     def rows(self, at: Position, count: int) -> tuple[list[Row], Position]:
-        """The next ``count`` rows, across as many blocks and epochs as they take."""
+        """The next ``count`` rows, across as many blocks and epochs as they take.
+
+        ConfigError for the first rows of a run that would cut what it fills in.
+        """
+        # Here and not when the order is made: a run that an older release began so goes on as it began.
+        if not at.rows_consumed and self._packing.fim is not None:
+            self._packing.check_fim(self._packing.fim, [self._seq_len])
         rows, tokens, stream = self._stream.take(at.stream, count, self._seq_len)
         return rows, Position(at.rows_consumed + count, at.tokens_consumed + tokens, stream)
 

@@ -117,6 +117,18 @@ class Packing:
             said += f", {self.fim}"
         return said
 
+    def check_fim(self, rule: FimRule, row_lengths: Sequence[int]) -> None:
+        """Raise ConfigError if rows of these lengths would cut what the rule fills in."""
+        if not rule.rate:
+            return
+        if self.kind == "concatenate":
+            raise ConfigError(
+                f"data.packing=concatenate cuts documents wherever a row ends; of those that are filled in (a rate of "
+                f"{rule.rate:g}) a middle would stand in another row than its prefix or suffix.\n"
+                "Pack by best_fit or one_document, or set data.fim_rate=0 (fim_rate of a mixture's sources)."
+            )
+        rule.check_rows(row_lengths)
+
 
 BEST_FIT = Packing()
 

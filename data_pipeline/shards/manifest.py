@@ -18,6 +18,7 @@ import xxhash
 from data_pipeline.stores.urls import Location
 from longctx.errors import DataError
 from longctx.files import check_link, write_synced
+from longctx.untrusted import git_lfs
 from longctx.untrusted.reading import MOST_JSON_BYTES, parse_json, read_bounded
 from longctx.untrusted.schema import NAME, Check, anything, listing, mapping, one_of, text, whole
 
@@ -259,8 +260,10 @@ def length_histogram(lengths: Sequence[int] | np.ndarray) -> dict[str, int]:
 
 def read_object(path: Location) -> dict[str, Any]:
     """The JSON object in a file; ``DataError`` says what stands there instead."""
+    content = b""
     try:
-        body = parse_json(read_small(path, MOST_JSON_BYTES))
+        content = read_small(path, MOST_JSON_BYTES)
+        body = parse_json(content)
     except FileNotFoundError as error:
         raise DataError(
             f"{path.parent} is not a shard folder: it has no {path.name}.\n"
@@ -269,6 +272,8 @@ def read_object(path: Location) -> dict[str, Any]:
     except OSError as error:
         raise DataError(f"{path} cannot be read ({error.strerror}).") from error
     except ValueError as error:
+        if git_lfs.is_pointer(content):
+            raise DataError(f"{path} is a Git LFS pointer: {git_lfs.ADVICE}.") from error
         raise DataError(f"{path} is damaged: it is not JSON ({error}). Build the shards again.") from error
     if not isinstance(body, dict):
         raise DataError(f"{path} is damaged: it holds no JSON object. Build the shards again.")

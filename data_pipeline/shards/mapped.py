@@ -19,9 +19,12 @@ from data_pipeline.shards.stamps import FileState, cheapest_state, file_state, o
 from data_pipeline.shards.sums import ADVICE, BLOCK_SHIFT, Blocks, advise, read_sums
 from longctx.errors import DataError
 from longctx.files import check_link
+from longctx.untrusted import git_lfs
+from longctx.untrusted.reading import read_bounded
 
 _OFFSET, _NAME_OFFSET = 8, 4
 """Bytes of an offset: of a document in the tokens, and of a name in the names."""
+_MOST_POINTER_BYTES = 1024
 _MAGIC, _CONTINUES = b"ARROW1", -1
 
 
@@ -197,8 +200,18 @@ def check_size(folder: Path, entry: ShardEntry, state_of: Callable[[Path], FileS
     except OSError as error:
         raise unreadable(path, error) from error
     if state[0] != entry.bytes:
+        if _is_pointer(path):
+            raise DataError(f"{path} is a Git LFS pointer: {git_lfs.ADVICE}.")
         raise DataError(f"{path} has {state[0]} bytes where {MANIFEST_FILE} says {entry.bytes}. {ADVICE}")
     return state
+
+
+def _is_pointer(path: Path) -> bool:
+    """Return whether a few lines of Git LFS stand where the shard should be."""
+    try:
+        return git_lfs.is_pointer(read_bounded(path, _MOST_POINTER_BYTES))
+    except (OSError, ValueError):
+        return False
 
 
 def unreadable(path: Path, error: Exception) -> DataError:

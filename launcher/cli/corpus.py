@@ -34,6 +34,8 @@ class Corpus:
     """Leave out relative paths that match, e.g. 'test/*'; a folder that matches is not looked into."""
     as_text: Annotated[Globs, arg(metavar="GLOB [GLOB ...]")] = field(default_factory=list)
     """Read files that match as plain text, whatever their ending, e.g. '*.json' among the files of a program."""
+    as_json: Annotated[Globs, arg(metavar="GLOB [GLOB ...]")] = field(default_factory=list)
+    """Read files that match as JSON: lines, an array or values, whatever their ending, e.g. 'part-*'."""
     text_field: str = "text"
     """Field or column with the text in JSON, CSV, Parquet and Arrow."""
     strict: bool = False
@@ -63,6 +65,7 @@ class Corpus:
             include=_flat(self.include),
             exclude=_flat(self.exclude),
             as_text=_flat(self.as_text),
+            as_json=_flat(self.as_json),
             strict=self.strict,
             join=self._joining(),
             lengths=Lengths(min_bytes=self.min_bytes, max_bytes=self.max_bytes),
@@ -71,7 +74,13 @@ class Corpus:
     def arguments(self) -> list[str]:
         """The options as the user gave them, for a command line that we suggest."""
         arguments = ["--source", self.source]
-        for option, globs in (("include", self.include), ("exclude", self.exclude), ("as-text", self.as_text)):
+        patterns = {
+            "include": self.include,
+            "exclude": self.exclude,
+            "as-text": self.as_text,
+            "as-json": self.as_json,
+        }
+        for option, globs in patterns.items():
             if globs:
                 arguments.append(f"--{option}")
                 arguments += _flat(globs)

@@ -124,8 +124,8 @@ class DataSection:
     fim_spm_rate: float = 0.5
     """Share of these in which the suffix stands first."""
     fim_segment_tokens: int = 0
-    """A document longer than this is filled in by parts of so many tokens; 0: data.seq_len. With a mixture's stages,
-    the shortest of their rows."""
+    """A document longer than this is filled in by parts of so many tokens, which must divide the tokens of a row; 0:
+    data.seq_len, or with a mixture's stages the most that divides all of their rows."""
     balance: bool = True
     """Whether the rows of a step are dealt out to data ranks by their work, attention within documents counted, in
     place of their order: no rank waits for one with longer documents. The step's loss and gradient stay what they are.

@@ -1,15 +1,18 @@
 """Comma- and tab-separated values: a row is one document, its columns named by the first row.
 
-Python's own reader and not Arrow's, whose rows must fit into a block of fixed size: a cell here may be a whole book.
+Python's own reader and not Arrow's, whose rows must fit into a block of fixed size: a cell here may be a whole book. It
+reads commas alone: a row of TSV is a line, and a quote in it a character like any other. As CSV it would swallow the
+rows up to the next quote, without a word.
 """
 
 from __future__ import annotations
 
 import csv
 import io
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 
-from data_pipeline.prepare.documents import Document, Item, Skip
+from data_pipeline.prepare.documents import DamageError, Document, Item, Skip
 from data_pipeline.prepare.readers.opened import OpenFile
 from data_pipeline.prepare.readers.records import MAX_RECORD_BYTES, check_length, no_field
 
@@ -18,54 +21,98 @@ csv.field_size_limit(MAX_RECORD_BYTES)
 
 
 def read_csv(opened: OpenFile, text_field: str) -> Iterator[Item]:
-    """Yield the cells of column ``text_field``, separated by commas."""
-    return _read(opened, text_field, ",")
+    """Yield the cells of column ``text_field``, separated by commas; a cell may hold newlines in double quotes."""
+    spans = _Spans()
+    try:
+        yield from _read(opened, text_field, _csv_rows(_lines(opened, ""), spans), "CSV")
+    except DamageError:
+        yield from spans.note(opened.name)
+        raise
+    yield from spans.note(opened.name)
 
 
 def read_tsv(opened: OpenFile, text_field: str) -> Iterator[Item]:
-    """Yield the cells of column ``text_field``, separated by tabs."""
-    return _read(opened, text_field, "\t")
+    """Yield the cells of column ``text_field``, separated by tabs; nothing stands for a tab or a newline in a cell."""
+    lines = (line.removesuffix("\n").removesuffix("\r") for line in _lines(opened, "\n"))
+    yield from _read(opened, text_field, (line.split("\t") for line in lines if line), "TSV")
 
 
-def _read(opened: OpenFile, text_field: str, delimiter: str) -> Iterator[Item]:
-    """Yield one document a row, numbered from 0; a cell may hold newlines in double quotes."""
-    # Bytes that are not UTF-8 become lone surrogates, so that they cost their own row alone.
-    text = io.TextIOWrapper(opened.stream, encoding="utf-8-sig", errors="surrogateescape", newline="")
-    # strict: a quote out of its place would otherwise vanish, or swallow rows, without a word.
-    rows = csv.reader(_lines(text), delimiter=delimiter, strict=True)
-    number, header, column = 0, None, 0
-    while True:
-        first_line = rows.line_num + 1
-        name = f"{opened.name}:{number}"
-        try:
-            row = next(rows)
-        except StopIteration:
-            return
-        except csv.Error as error:
-            yield Skip(name, "not CSV", f"lines {first_line} to {rows.line_num}: {error}", is_fault=True)
+def _read(opened: OpenFile, text_field: str, rows: Iterable[list[str] | str], kind: str) -> Iterator[Item]:
+    """Yield one document a row, numbered from 0. A row that is a string is what is wrong with it."""
+    header, column = None, 0
+    # The header has no number.
+    for number, row in enumerate(rows, start=-1):
+        name = f"{opened.name}:{max(number, 0)}"
+        if isinstance(row, str):
+            yield Skip(name, f"not {kind}", row, is_fault=True)
             if header is None:
                 return
-            number += 1
-            continue
-        # A blank line is no row.
-        if not row:
-            continue
-        if header is None:
+        elif header is None:
             header = row
             if text_field not in header:
                 yield no_field(opened.name, text_field, header, header)
                 return
             column = header.index(text_field)
-            continue
-        if len(row) == len(header):
+        elif len(row) == len(header):
             yield Document(name, row[column])
         else:
-            yield Skip(name, "not CSV", f"{len(row)} cells where the header has {len(header)}", is_fault=True)
-        number += 1
+            yield Skip(name, f"not {kind}", f"{len(row)} cells where the header has {len(header)}", is_fault=True)
 
 
-def _lines(text: io.TextIOWrapper) -> Iterator[str]:
+@dataclass
+class _Spans:
+    """Rows that span lines, as they are counted: they may be meant so, or begin with a quote that is never closed."""
+
+    rows: int = -1
+    """All rows below the header."""
+    spanning: int = 0
+    lines: int = 0
+    """Lines of those that span some."""
+    longest: tuple[int, int] = (0, 0)
+    """First and last line of the one with most."""
+
+    def add(self, first: int, last: int) -> None:
+        """Count a row."""
+        self.rows += 1
+        if last > first:
+            self.spanning += 1
+            self.lines += last - first + 1
+            self.longest = max(self.longest, (first, last), key=lambda lines: lines[1] - lines[0])
+
+    def note(self, name: str) -> Iterator[Skip]:
+        """Yield what there is to say of a file; the rows are documents all the same."""
+        if self.spanning:
+            detail = f"{self.spanning:,} of {self.rows:,} rows span {self.lines:,} lines; the longest is lines "
+            yield Skip(name, "used, with rows of several lines", f"{detail}{self.longest[0]:,} to {self.longest[1]:,}")
+
+
+def _csv_rows(lines: Iterator[str], spans: _Spans) -> Iterator[list[str] | str]:
+    """Yield the cells of each row, or what is wrong with it."""
+    # strict: a quote out of its place would otherwise vanish, or swallow rows, without a word.
+    rows = csv.reader(lines, strict=True)
+    while True:
+        first = rows.line_num + 1
+        try:
+            row = next(rows)
+        except StopIteration:
+            return
+        except csv.Error as error:
+            yield f"{rows.line_num - first + 1:,} lines, {first:,} to {rows.line_num:,}: {error}"
+            continue
+        # A blank line is no row.
+        if row:
+            spans.add(first, rows.line_num)
+            yield row
+
+
+def _lines(opened: OpenFile, newline: str) -> Iterator[str]:
     """Yield lines with their ends, none longer than a record may be."""
-    while line := text.readline(MAX_RECORD_BYTES + 1):
-        check_length(len(line))
-        yield line
+    # Bytes that are not UTF-8 become lone surrogates, so that they cost their own row alone.
+    text = io.TextIOWrapper(opened.stream, encoding="utf-8-sig", errors="surrogateescape", newline=newline)
+    try:
+        while line := text.readline(MAX_RECORD_BYTES + 1):
+            check_length(len(line))
+            yield line
+    finally:
+        # Else it closes the file, which is still asked how far it was read.
+        text.detach()

@@ -6,25 +6,38 @@ from data_pipeline.prepare.documents import Format
 
 _KINDS = {
     ".jsonl": "lines",
+    ".jsonlines": "lines",
     ".ndjson": "lines",
     ".json": "json",
     ".csv": "csv",
     ".tsv": "tsv",
     ".parquet": "parquet",
+    ".pq": "parquet",
     ".arrow": "arrow",
     ".feather": "arrow",
 }
-_COMPRESSIONS = {".gz": ".gz", ".bz2": ".bz2", ".xz": ".xz", ".lzma": ".xz", ".zst": ".zst"}
+_COMPRESSIONS = {
+    ".gz": ".gz",
+    ".gzip": ".gz",
+    ".bz2": ".bz2",
+    ".xz": ".xz",
+    ".lzma": ".xz",
+    ".zst": ".zst",
+    ".zstd": ".zst",
+}
 READABLE = f"text, {', '.join(_KINDS)}, each also {', '.join(_COMPRESSIONS)}"
 """What a source may hold, for messages."""
 
 
-def find_format(name: str, *, as_text: bool = False) -> Format:
-    """The format of a file of this name; ``as_text`` reads it as plain text, decompressed if its name says so."""
+def find_format(name: str, *, read_as: str = "") -> Format:
+    """The format of a file of this name, or the one that ``read_as`` says, ``text`` or ``json``.
+
+    Its name says how it is decompressed in any case.
+    """
     lowered = name.lower()
     packed = next((ending for ending in _COMPRESSIONS if lowered.endswith(ending)), "")
     compression = _COMPRESSIONS.get(packed, "")
-    inner = ""
-    if not as_text:
-        inner = next((ending for ending in _KINDS if lowered.removesuffix(packed).endswith(ending)), "")
+    if read_as:
+        return Format(read_as, compression, packed, is_meant=True)
+    inner = next((ending for ending in _KINDS if lowered.removesuffix(packed).endswith(ending)), "")
     return Format(_KINDS.get(inner, "text"), compression, inner + packed)

@@ -44,7 +44,11 @@ def _begin(stream: BinaryIO) -> tuple[bytes, bool]:
         piece = b""
         if not newline:
             check_length(len(begun))
-            piece = stream.read(max(_PIECE_BYTES, len(begun)))
+            try:
+                piece = stream.read(max(_PIECE_BYTES, len(begun)))
+            except DamageError:
+                # Which the next reading meets again: before it there may be whole values in the line.
+                return begun, False
         if not piece:
             # An object that spans lines begins with "{", or with fields that a comma ends.
             return begun, line.rstrip().endswith(b"}")
@@ -108,8 +112,8 @@ class _Buffer:
                 raise DamageError(f"not JSON ({error.msg})") from error
             except (ValueError, RecursionError) as error:
                 raise DamageError(f"not JSON ({error})") from error
-            # A number that ends with the buffer may go on behind it.
-            if end == len(self._text) and self._fill():
+            # A number that ends with the buffer may go on behind it; whatever else has ended is whole.
+            if isinstance(value, int | float) and end == len(self._text) and self._fill():
                 continue
             self._at = end
             return value

@@ -2,22 +2,17 @@
 
 from __future__ import annotations
 
-import bz2
-import gzip
-import io
-import lzma
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import BinaryIO, cast
 
-import zstandard
-
 from data_pipeline.prepare.documents import File, Piece
+from data_pipeline.prepare.readers.decompressed import Decompressed
 from longctx.errors import DataError
 
-_ZSTD_INPUT_BYTES = 2 << 10
-"""Read at a time: they can become 64 MiB, which are in memory at once. Smaller pieces take longer."""
+_HEAD_BYTES = 64
+"""Enough to know a Git LFS pointer by."""
 
 
 class OpenFile:
@@ -42,6 +37,20 @@ class OpenFile:
         """The file's name in its source."""
         return self.file.name
 
+    def head(self) -> bytes:
+        """Return the first bytes as they are read, some 64; they stay to be read."""
+        if isinstance(self.stream, Decompressed):
+            return self.stream.head(_HEAD_BYTES) or self._raw_head()
+        return self._raw_head()
+
+    def _raw_head(self) -> bytes:
+        """Return the first bytes on disk."""
+        at = self.raw.tell()
+        self.raw.seek(0)
+        found = self.raw.read(_HEAD_BYTES)
+        self.raw.seek(at)
+        return found
+
     @property
     def bytes_read(self) -> int:
         """Bytes on disk that were read of the piece so far."""
@@ -65,24 +74,12 @@ def opened(piece: Piece) -> Iterator[OpenFile]:
                 "Start again when nobody writes to it any more."
             )
         if file.format.compression:
-            with _decompressed(raw, file.format.compression) as stream:
-                yield OpenFile(piece, raw, stream)
+            yield OpenFile(piece, raw, cast(BinaryIO, Decompressed(raw, file.format.compression)))
         elif piece.stop is not None and file.format.kind == "lines":
             raw.seek(piece.start)
             yield OpenFile(piece, raw, cast(BinaryIO, _Range(raw, piece.stop - piece.start)))
         else:
             yield OpenFile(piece, raw, raw)
-
-
-def _decompressed(raw: BinaryIO, compression: str) -> BinaryIO:
-    """A stream of the decompressed bytes; reading it raises for a file that was cut off."""
-    if compression == ".gz":
-        return cast(BinaryIO, gzip.GzipFile(fileobj=raw))
-    if compression == ".bz2":
-        return cast(BinaryIO, bz2.BZ2File(raw))
-    if compression == ".xz":
-        return cast(BinaryIO, lzma.LZMAFile(raw))
-    return io.BufferedReader(_ZstdStream(raw), buffer_size=1 << 20)
 
 
 class _Range:
@@ -97,40 +94,3 @@ class _Range:
         piece = self._raw.read(min(count, self._left))
         self._left -= len(piece)
         return piece
-
-
-class _ZstdStream(io.RawIOBase):
-    """Frames of zstd one after the other, of any window; EOFError for a file that was cut off.
-
-    zstandard's own stream ends such a file in silence, and Arrow's refuses windows above 128 MiB (``zstd --long=31``).
-    """
-
-    def __init__(self, raw: BinaryIO) -> None:
-        self._raw = raw
-        self._decompressor = zstandard.ZstdDecompressor(max_window_size=1 << 31)
-        self._frame = self._decompressor.decompressobj()
-        self._is_inside = False
-        self._input = b""
-        self._output = memoryview(b"")
-
-    def readable(self) -> bool:
-        """True: it can be read."""
-        return True
-
-    def readinto(self, buffer) -> int:
-        """Fill ``buffer`` as far as the next bytes go, and return their number; 0 at the end."""
-        while not self._output:
-            piece = self._input or self._raw.read(_ZSTD_INPUT_BYTES)
-            if not piece:
-                if self._is_inside:
-                    raise EOFError("it ends in the middle of a zstd frame")
-                return 0
-            self._output = memoryview(self._frame.decompress(piece))
-            self._input, self._is_inside = b"", True
-            if self._frame.eof:
-                self._input, self._is_inside = self._frame.unused_data, False
-                self._frame = self._decompressor.decompressobj()
-        count = min(len(buffer), len(self._output))
-        buffer[:count] = self._output[:count]
-        self._output = self._output[count:]
-        return count

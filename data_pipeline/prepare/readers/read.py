@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import itertools
-import lzma
 import re
-import zlib
 from collections.abc import Callable, Iterator
 
 import pyarrow as pa
-import zstandard
 
 from data_pipeline.prepare.documents import DamageError, Document, File, Item, Joined, Piece, Skip, whole
 from data_pipeline.prepare.joining import begin_of
@@ -18,12 +15,15 @@ from data_pipeline.prepare.readers.json_lines import read_lines
 from data_pipeline.prepare.readers.json_values import read_json
 from data_pipeline.prepare.readers.opened import OpenFile, opened
 from data_pipeline.prepare.readers.tables import check_arrow, check_parquet, read_arrow, read_parquet
-from data_pipeline.prepare.readers.text import read_text
+from data_pipeline.prepare.readers.text import check_text, read_text
 from data_pipeline.stores.urls import ObjectPath
 from longctx.errors import DataError
+from longctx.untrusted import git_lfs
 
-_DAMAGE = (DamageError, OSError, EOFError, zlib.error, lzma.LZMAError, zstandard.ZstdError, pa.ArrowException)
+_DAMAGE = (DamageError, OSError, pa.ArrowException)
 _CHECKED_RECORDS = 64
+UNREADABLE = "cannot be read"
+"""The reason of a file that the system refuses."""
 _ESCAPED_BYTE = re.compile("[\udc80-\udcff]")
 
 
@@ -41,6 +41,9 @@ def read(piece: Piece, text_field: str) -> Iterator[tuple[Item, int]]:
     documents = items = 0
     try:
         with opened(piece) as source:
+            if git_lfs.is_pointer(source.head()):
+                yield _pointer(file), piece.size
+                return
             for item in reader(source, text_field):
                 checked = _check(item, file.format.kind)
                 documents += isinstance(checked, Document)
@@ -84,11 +87,18 @@ def check(file: File, text_field: str) -> Skip | None:
         return None
     try:
         with opened(whole(file)) as source:
+            if git_lfs.is_pointer(source.head()):
+                return _pointer(file)
             return _CHECKS.get(file.format.kind, _check_records)(source, text_field)
     except _DAMAGE as error:
         if isinstance(error, OSError) and error.errno:
-            return Skip(file.name, "cannot be read", error.strerror or str(error), is_fault=True)
+            return Skip(file.name, UNREADABLE, error.strerror or str(error), is_fault=True)
         return _damaged(file, error, documents=0)
+
+
+def _pointer(file: File) -> Skip:
+    """The skip of a file that Git LFS has not fetched."""
+    return Skip(file.name, "Git LFS pointer", git_lfs.ADVICE, is_fault=True)
 
 
 def _damaged(file: File, error: BaseException, documents: int) -> Skip:
@@ -115,11 +125,6 @@ def _check(item: Item, kind: str) -> Item:
     return item
 
 
-def _check_nothing(source: OpenFile, text_field: str) -> Skip | None:
-    """None: that the file could be opened is all there is to check."""
-    return None
-
-
 def _check_records(source: OpenFile, text_field: str) -> Skip | None:
     """The first record's fault if none of the first records can be used."""
     first_fault = None
@@ -142,7 +147,7 @@ _READERS: dict[str, Callable[[OpenFile, str], Iterator[Item]]] = {
     "arrow": read_arrow,
 }
 _CHECKS: dict[str, Callable[[OpenFile, str], Skip | None]] = {
-    "text": _check_nothing,
+    "text": check_text,
     "parquet": check_parquet,
     "arrow": check_arrow,
 }

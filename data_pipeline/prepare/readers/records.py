@@ -45,9 +45,14 @@ def check_length(count: int) -> None:
 
 def read_bounded(stream: BinaryIO) -> bytes:
     """What follows in a stream; DamageError where that is longer than a record may be, and no more is read then."""
-    rest = stream.read(MAX_RECORD_BYTES + 1)
-    check_length(len(rest))
-    return rest
+    pieces: list[bytes] = []
+    left = MAX_RECORD_BYTES + 1
+    # To its end: before damage a compressed stream gives less than it is asked for.
+    while left and (piece := stream.read(left)):
+        pieces.append(piece)
+        left -= len(piece)
+    check_length(MAX_RECORD_BYTES + 1 - left)
+    return b"".join(pieces)
 
 
 def _listed(names: Iterable[str]) -> str:

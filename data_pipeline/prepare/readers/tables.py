@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
+from typing import BinaryIO
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from data_pipeline.prepare.documents import Document, Item, Skip
+from data_pipeline.prepare.documents import DamageError, Document, Item, Skip
 from data_pipeline.prepare.readers.opened import OpenFile
 from data_pipeline.prepare.readers.records import no_field
 
@@ -15,6 +17,12 @@ _ROWS = 256
 _BATCH_BYTES = 1 << 25
 """Text of a batch of rows, about: rows of megabytes come one by one."""
 _FILE_MAGIC = b"ARROW1"
+_NOT_ARROW = (pa.ArrowInvalid, OSError)
+"""What Arrow raises for bytes that mean nothing, and the system for a disk that fails: ``read`` tells them apart."""
+_FILE_STREAM = 8
+"""Where the stream in an Arrow IPC file begins: behind the magic and two bytes of padding."""
+_FILE_END = 10
+"""Bytes behind its index: the index's length in four, and the magic."""
 
 
 def read_parquet(opened: OpenFile, text_field: str) -> Iterator[Item]:
@@ -86,18 +94,58 @@ def _open_arrow(opened: OpenFile) -> tuple[pa.Schema, Iterator[pa.RecordBatch]]:
     is_file = not opened.file.format.compression and opened.raw.read(len(_FILE_MAGIC)) == _FILE_MAGIC
     if not opened.file.format.compression:
         opened.raw.seek(0)
-    if not is_file:
-        stream = pa.ipc.open_stream(opened.stream)
-        return stream.schema, iter(stream)
-    table = pa.ipc.open_file(opened.raw)
-    return table.schema, _file_batches(table, opened)
+    if is_file:
+        opened.raw.seek(_FILE_STREAM)
+    stream = pa.ipc.open_stream(opened.stream)
+    if is_file:
+        return stream.schema, _file_batches(stream, opened)
+    return stream.schema, _stream_batches(stream, opened)
 
 
-def _file_batches(table: pa.ipc.RecordBatchFileReader, opened: OpenFile) -> Iterator[pa.RecordBatch]:
-    """Yield the batches of an Arrow IPC file."""
-    for index in range(table.num_record_batches):
-        yield table.get_batch(index)
-        opened.share = (index + 1) / table.num_record_batches
+def _stream_batches(stream: pa.ipc.RecordBatchStreamReader, opened: OpenFile) -> Iterator[pa.RecordBatch]:
+    """Yield the batches of an Arrow IPC stream; DamageError for what stands behind its end."""
+    yield from stream
+    # Arrow stops there, and says nothing of a second stream.
+    if opened.stream.read(1):
+        raise DamageError("there is more behind the end of the stream")
+
+
+def _file_batches(stream: pa.ipc.RecordBatchStreamReader, opened: OpenFile) -> Iterator[pa.RecordBatch]:
+    """Yield the batches of an Arrow IPC file, one after the other as in the stream that it holds.
+
+    Its index stands at the end: in a file that was cut off there is none, and of two that were joined the second one's
+    points into the first. DamageError for these behind the batches that are there.
+    """
+    raw, begin = opened.raw, opened.raw.tell()
+    problem, count = None, 0
+    try:
+        count = pa.ipc.open_file(raw).num_record_batches
+    except _NOT_ARROW as error:
+        problem = error
+    raw.seek(begin)
+    done = 0
+    try:
+        for batch in stream:
+            yield batch
+            done += 1
+    except _NOT_ARROW:
+        # Older writers leave out the end of the stream: the index follows, which is none of it.
+        if problem is not None or done < count:
+            raise
+        return
+    if problem is not None:
+        raise problem
+    if raw.tell() != _index_at(raw):
+        raise DamageError("there is more behind its last batch")
+
+
+def _index_at(raw: BinaryIO) -> int:
+    """Return where the index of an Arrow IPC file begins; the position in the file stays what it is."""
+    at = raw.tell()
+    end = raw.seek(-_FILE_END, os.SEEK_END)
+    length = int.from_bytes(raw.read(_FILE_END - len(_FILE_MAGIC)), "little")
+    raw.seek(at)
+    return end - length
 
 
 def _find_problem(name: str, schema: pa.Schema, text_field: str) -> Skip | None:

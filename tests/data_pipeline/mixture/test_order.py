@@ -15,7 +15,8 @@ from hypothesis import strategies as st
 
 from data_pipeline.loader import Loader, build_loader, build_validation_loader, held_out_of, open_order
 from data_pipeline.mixture.file import Mixture
-from data_pipeline.mixture.order import MixedOrder, source_seed
+from data_pipeline.mixture.order import MixedOrder
+from data_pipeline.mixture.streams import source_seed
 from data_pipeline.prepare.sources import open_source
 from data_pipeline.prepare.train_tokenizer import train_tokenizer
 from data_pipeline.rows import blocks

@@ -194,6 +194,142 @@ def test_a_source_of_a_mixture_may_have_its_own_share(folder, marked, tmp_path):
         open_order(path, SEQ_LEN)
 
 
+def mixture_of(folder: Path, path: Path, lengths: list[int], *, epochs: str = "epochs = 1\n") -> Path:
+    """The file of a mixture of one source that is all filled in, with rows of each length for two rows of the run."""
+    text = f'[[sources]]\nname = "code"\npath = "{folder}"\nfim_rate = 1.0\n{epochs}'
+    for number, length in enumerate(lengths):
+        text += f"[[stages]]\nfrom_tokens = {2 * SEQ_LEN * number}\nrow_tokens = {length}\n"
+    path.write_text(text)
+    return path
+
+
+def pieces_of(path: Path, rule: FimRule, count: int = 1 << 30) -> list[list[int]]:
+    """The tokens of each piece of a mixture's rows, until it is used up."""
+    folders, order = open_order(path, SEQ_LEN, packing=Packing(fim=rule))
+    documents, at, found = documents_in(folders, order.fims), order.start(), []
+    try:
+        while at.rows_consumed < count:
+            (row,), at = order.rows(at, 1)
+            found += [documents.slice(*piece).tolist() for piece in row]
+    except DataError:
+        pass
+    return found
+
+
+def torn(pieces: list[list[int]], marked: Tokenizer) -> int:
+    """How many pieces have a middle mark without its prefix and suffix, or those without a middle."""
+    marks = marked.special.fim
+    assert marks is not None
+    return sum(len({piece.count(mark) for mark in marks}) > 1 for piece in pieces)
+
+
+@settings(deadline=None, max_examples=8)
+@given(lengths=st.lists(st.sampled_from([32, 64, 128, 256]), min_size=1, max_size=5))
+def test_no_stages_rows_tear_a_gap_from_its_parts(folder, marked, tmp_path_factory, lengths):
+    path = mixture_of(folder, tmp_path_factory.mktemp("stages") / "m.toml", lengths)
+    pieces = pieces_of(path, FimRule(0), 25)
+    assert torn(pieces, marked) == 0
+    assert sum(piece.count(marked.special.fim.middle) for piece in pieces) > 20  # type: ignore[union-attr]
+
+
+def test_segments_divide_rows_that_do_not_divide_each_other(folder, marked, tmp_path):
+    path = mixture_of(folder, tmp_path / "m.toml", [96, 64])
+    options: dict[str, Any] = {"seq_len": 192, "rows_per_step": 1, "packing": packing(0.0)}
+    loader = build_loader(path, **options)
+    assert loader.state_dict()["sources"]["code"]["fim"].endswith("segments of 32")
+    marks = list(marked.special.fim)
+    for _ in range(9):
+        batch = next(loader)
+        for number in range(int(batch.document_ids.max()) + 1):
+            piece = batch.tokens[batch.document_ids == number].tolist()
+            assert len({piece.count(mark) for mark in marks}) == 1
+
+
+def test_an_epoch_with_shorter_stages_has_every_document_back(folder, marked, tmp_path):
+    shards = ShardSet.open(folder)
+    wanted = Counter(token for number in range(shards.num_documents) for token in shards.document(number).tolist())
+    found = Counter(
+        token
+        for piece in pieces_of(mixture_of(folder, tmp_path / "m.toml", [256, 64, 128]), FimRule(0))
+        for token in piece
+    )
+    for token in (*marked.special.fim, marked.document_end):  # type: ignore[misc]
+        found.pop(token)
+        wanted.pop(token, None)
+    assert found == wanted
+
+
+@pytest.mark.parametrize("length", [96, 512])
+def test_segments_that_rows_would_cut_are_refused(folder, tmp_path, length):
+    rule = packing(1.0, segment_tokens=length)
+    path = mixture_of(folder, tmp_path / "m.toml", [256, 64])
+    for data, most in ((folder, 256), (path, 64)):
+        loader = build_loader(data, seq_len=SEQ_LEN, rows_per_step=1, packing=rule)
+        with pytest.raises(ConfigError, match=rf"fim_segment_tokens={length} does not divide.*\n.*=0, which is {most}"):
+            next(loader)
+        next(build_loader(data, seq_len=SEQ_LEN, rows_per_step=1, packing=packing(1.0)))
+    with pytest.raises(ConfigError, match="packing=concatenate cuts documents"):
+        next(build_loader(folder, seq_len=SEQ_LEN, rows_per_step=1, packing=Packing("concatenate", fim=FimRule(0.5))))
+    with pytest.raises(ConfigError, match="A segment of 8 tokens leaves no room for a text"):
+        next(build_loader(mixture_of(folder, path, [256, 8]), seq_len=SEQ_LEN, rows_per_step=1, packing=packing(0.0)))
+
+
+def older_state(state: dict[str, Any]) -> dict[str, Any]:
+    """The state as releases wrote it whose segments were the run's rows in every stage."""
+    entry = state["sources"]["code"]
+    head, between, _ = entry["fim"].rpartition(" of ")
+    return state | {"sources": {"code": entry | {"fim": f"{head}{between}0"}}}
+
+
+@pytest.mark.parametrize("shorter", [64, 16])
+def test_a_run_goes_on_by_the_segments_that_it_began_with(folder, marked, tmp_path, caplog, shorter):
+    options: dict[str, Any] = {"seq_len": SEQ_LEN, "rows_per_step": 1, "packing": packing(0.0)}
+    path = mixture_of(folder, tmp_path / "m.toml", [256, shorter], epochs="")
+    # An older release cut into segments of the run's rows: as if its rule had named them.
+    named = dict(options, packing=Packing(fim=FimRule(0, segment_tokens=SEQ_LEN)))
+    old = build_loader(path, **named)
+    old.load_state_dict(old.state_dict() | {"rows_consumed": 1})
+    for _ in range(3):
+        next(old)
+    state = older_state(old.state_dict())
+    again = build_loader(path, **options)
+    again.load_state_dict(state)
+    assert f"goes on by the rule of the release that began the run: rows of {shorter} tokens" in caplog.text
+    assert again.state_dict() == state
+    pieces = []
+    for _ in range(6):
+        batch, expected = next(again), next(old)
+        assert torch.equal(batch.tokens, expected.tokens)
+        ids = batch.document_ids[0]
+        pieces += [batch.tokens[0][ids == number].tolist() for number in range(int(ids.max()) + 1)]
+    assert torn(pieces, marked) > 5
+    assert older_state(old.state_dict()) == again.state_dict()
+
+
+def test_stages_may_change_as_long_as_they_cut_no_segment(folder, tmp_path):
+    options: dict[str, Any] = {"seq_len": SEQ_LEN, "rows_per_step": 1, "packing": packing(0.0)}
+    path = mixture_of(folder, tmp_path / "m.toml", [64, 64, 64], epochs="")
+    loader = build_loader(path, **options)
+    for _ in range(3):
+        next(loader)
+    state = loader.state_dict()
+    mixture_of(folder, path, [64, 64, 128], epochs="")
+    again = build_loader(path, **options)
+    again.load_state_dict(state)
+    assert torch.equal(next(again).tokens, next(loader).tokens)
+    mixture_of(folder, path, [256, 256], epochs="")
+    again = build_loader(path, **options)
+    again.load_state_dict(state)
+    assert again.state_dict()["sources"]["code"]["fim"].endswith("segments of 64")
+    mixture_of(folder, path, [64, 64, 32], epochs="")
+    with pytest.raises(DataError, match=r"segments of 64 tokens, which a stage with row_tokens=32 would cut"):
+        build_loader(path, **options).load_state_dict(state)
+    path.write_text(path.read_text().replace('"code"', '"code-32"'))
+    again = build_loader(path, **options)
+    again.load_state_dict(state)
+    assert again.state_dict()["sources"]["code-32"]["fim"].endswith("segments of 32")
+
+
 def test_rows_are_shown_as_they_are_read(folder):
     plain, filled = (
         "".join(sample_rows(folder, seq_len=SEQ_LEN, rows=3, packing=packing(rate))) for rate in (0.0, 1.0)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 from pathlib import Path
 
@@ -14,9 +15,12 @@ from data_pipeline.prepare.parts import deal
 from data_pipeline.prepare.sources import open_source
 from longctx.errors import DataError
 from longctx.tokenizer import Tokenizer
+from longctx.untrusted.git_lfs import POINTER_LINE
 from tests.data_pipeline.prepare.parts.conftest import OPTIONS, PART_BYTES, content
 from tests.data_pipeline.stores.conftest import fill
 from tests.data_pipeline.stores.s3_server import Store
+
+POINTER = POINTER_LINE + b"\noid sha256:" + b"4d7a2146" * 8 + b"\nsize 123456\n"
 
 
 @pytest.mark.parametrize("workers", [1, pytest.param(2, marks=pytest.mark.slow)])
@@ -42,6 +46,12 @@ def test_hidden_excluded_and_foreign_objects_are_left_out_as_files_are(store: St
         "saved/dataset_info.json": b"{}",
         "saved/cached.arrow": b"rubbish",
         "z.bin": b"\0",
+        "book.txt": POINTER,
+        "train.parquet": POINTER,
+        "part-0": b'{"text": "one"}\n{"text": "two"}\n',
+        "cut.txt.gz": gzip.compress(b"cut" * 100)[:5],
+        "cut.jsonl.gz": gzip.compress(b"cut" * 100)[:5],
+        "many.txt": b"word " * 300,
     }
     for name, raw in tree.items():
         (tmp_path / "tree" / name).parent.mkdir(parents=True, exist_ok=True)
@@ -55,7 +65,8 @@ def test_hidden_excluded_and_foreign_objects_are_left_out_as_files_are(store: St
         texts = {document.name: document.text for document in source}
         found.append((texts, source.skipped, source.fingerprint()))
     assert found[0] == found[1]
-    assert found[0][0] == {"a/x.txt": "x"}
+    assert set(found[0][0]) == {"a/x.txt", "many.txt"}
+    assert found[0][1].items() > {"Git LFS pointer": 2, "JSON, not named so": 1, "damaged": 2}.items()
 
 
 def test_one_object_is_a_source_too(store: Store):

@@ -1,0 +1,135 @@
+"""The rows of each source of a mixture by itself: a stream of packed rows, and by which rule its middles are filled in.
+
+Stages have rows of other lengths, and every row must end between the segments that documents are filled in by
+(``rows.fim``). So the segments follow from all stages, and a run that goes on keeps those that it began with.
+"""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import Any
+
+import xxhash
+
+from data_pipeline.mixture.file import Mixture
+from data_pipeline.rows.blocks import BlockPlanner
+from data_pipeline.rows.fim import FimRule, fim_of, rule_of
+from data_pipeline.rows.pack import Packing
+from data_pipeline.rows.stream import Stream
+from data_pipeline.shards.corpus import Corpus
+from data_pipeline.shuffle import key64
+from longctx.errors import ConfigError, DataError
+
+log = logging.getLogger(__name__)
+
+
+class SourceStreams:
+    """The streams of a mixture's sources, in their order."""
+
+    def __init__(
+        self,
+        mixture: Mixture,
+        corpus: Corpus,
+        seq_len: int,
+        *,
+        path: Path,
+        seed: int,
+        shuffle: bool,
+        packing: Packing,
+    ) -> None:
+        """``path`` is for messages."""
+        self._mixture, self._corpus, self._path = mixture, corpus, path
+        self._seq_len, self._seed, self._shuffle, self._packing = seq_len, seed, shuffle, packing
+        self._row_lengths = mixture.row_lengths(seq_len)
+        self._rules = [source.fim_rule(packing.fim) for source in mixture.sources]
+        self._too_short: ConfigError | None = None
+        self.streams = [self._begin(number) for number in range(len(mixture.sources))]
+        """One for each source; ``take_segments`` may put another in its place."""
+        self.fims = [stream.planner.fim for stream in self.streams]
+        """How the documents of each source are filled in in their middle; None where they are read as they are."""
+
+    def check_rows(self) -> None:
+        """Raise ConfigError if some rows would cut what is filled in, or leave too short segments for it."""
+        if self._too_short is not None:
+            raise self._too_short
+        for rule in filter(None, self._rules):
+            self._packing.check_fim(rule, self._row_lengths)
+
+    def identity(self, number: int) -> dict[str, Any]:
+        """Return what must be the same for a source's position to mean the same rows."""
+        planner = self.streams[number].planner
+        return {
+            "manifest_hash": self._corpus.folders[number].manifest.hash,
+            "num_blocks": planner.num_blocks,
+            "upsample": [[rule.min_tokens, rule.factor] for rule in self._mixture.sources[number].upsample],
+            "fim": rule_of(planner.fim),
+        }
+
+    def take_segments(self, number: int, entry: Any) -> None:
+        """Fill in a source's documents by the segments of its state: others would make other rows of the same place.
+
+        DataError for segments that rows of a later stage would cut.
+        """
+        source = self._mixture.sources[number]
+        asked, said = source.fim_rule(self._packing.fim), None
+        if isinstance(entry, dict):
+            said = entry.get("fim")
+        # Segments that the run names itself must be those of the state, as all else that makes its rows.
+        if asked is None or asked.segment_tokens or not isinstance(said, str):
+            return
+        rule = asked.of_state(said)
+        if rule is None:
+            return
+        self._check_stages(source.name, rule)
+        if rule == self._rules[number]:
+            return
+        self._rules[number] = rule
+        self.streams[number] = self._stream(number)
+        self.fims[number] = self.streams[number].planner.fim
+
+    def _check_stages(self, name: str, rule: FimRule) -> None:
+        """Raise DataError if rows cut the segments of a state's rule; only warn if an older release wrote it."""
+        length = rule.cut_by(self._row_lengths)
+        if length is not None:
+            raise DataError(
+                f"{self._path}: the run fills in the documents of {name!r} by segments of {rule.segment_tokens} "
+                f"tokens, which a stage with row_tokens={length} would cut: middles without their prefix or suffix.\n"
+                f"Give its stages a row_tokens that is a multiple of {rule.segment_tokens}, or give the source another "
+                "name: it then begins anew."
+            )
+        shortest = min(self._row_lengths)
+        if not rule.segment_tokens and shortest < self._seq_len:
+            log.warning(
+                "%s: source %r goes on by the rule of the release that began the run: rows of %d tokens cut its "
+                "segments of %d, so some middles stand without their prefix or suffix.",
+                *(self._path, name, shortest, self._seq_len),
+            )
+
+    def _begin(self, number: int) -> Stream:
+        """Return the rows of a source by the segments that all rows ask for."""
+        asked = self._rules[number]
+        if asked is None:
+            return self._stream(number)
+        try:
+            self._rules[number] = asked.for_rows(self._row_lengths)
+            return self._stream(number)
+        except ConfigError as error:
+            # No run may begin so. One that an older release began goes on by segments of its rows.
+            self._rules[number] = asked
+            stream = self._stream(number)
+            self._too_short = error
+            return stream
+
+    def _stream(self, number: int) -> Stream:
+        """Return the rows of a source by its rule."""
+        source, shards = self._mixture.sources[number], self._corpus.folders[number]
+        own = source_seed(self._seed, source.name)
+        fim = fim_of(self._rules[number], shards.tokenizer, seed=own, seq_len=self._seq_len)
+        options = {"seed": own, "shuffle": self._shuffle, "packing": self._packing}
+        return Stream(BlockPlanner(shards, self._seq_len, upsample=source.upsample, fim=fim, **options))
+
+
+def source_seed(seed: int, name: str) -> int:
+    """The seed of a source: by its name, so that others may come and go, and two with equal counts differ."""
+    return key64(seed, xxhash.xxh3_64_intdigest(name.encode()))
