@@ -14,6 +14,5 @@ def as_bytes(x: Tensor) -> Tensor:
 
 
 def rows_as_bytes(x: Tensor) -> Tensor:
-    """Return the bytes of each row, uint8 [rows, bytes], of a tensor [rows, …] of any strides."""
-    num_rows, row_bytes = x.shape[0], x.shape[1:].numel() * x.itemsize
-    return as_bytes(x.contiguous()).view(num_rows, row_bytes)
+    """Return a tensor of any strides as bytes, uint8 of the same shape but for a last axis of its values' bytes."""
+    return as_bytes(x.contiguous()).view(*x.shape[:-1], x.shape[-1] * x.itemsize)

@@ -89,6 +89,7 @@ def test_an_interrupted_thread_removes_what_it_has_half_written(tmp_path, outsid
     script = f"""
 import sys, time
 from pathlib import Path
+from launcher.cli import console
 from launcher.cli.console import has_abandoned_work, interruptible
 from longctx.files import replaced_file
 
@@ -103,6 +104,8 @@ def write():
             out.write(b"more")
             time.sleep(0.001)
 
+if not {outside}:
+    console._CLEANING_SECONDS = 60
 try:
     interruptible(write)
 except KeyboardInterrupt:
