@@ -388,6 +388,7 @@ def dry_run(part: str, out: Path, **environment: str) -> tuple[subprocess.Comple
     return done, json.loads(archive.read_member(out / "r.tgz", "report.json"))
 
 
+@pytest.mark.slow
 def test_steps_by_name_on_a_cpu(tmp_path):
     done, report = dry_run("2", tmp_path, STEPS="trace loss")
     assert [(step["name"], step["verdict"]) for step in report["steps"]][1] == ("loss", OK)

@@ -40,7 +40,7 @@ def one_thread():
 
 
 @pytest.mark.usefixtures("one_thread")
-@pytest.mark.parametrize("kernel", ["cpu_flash", "blockwise"])
+@pytest.mark.parametrize("kernel", ["cpu_flash", pytest.param("blockwise", marks=pytest.mark.slow)])
 def test_a_ring_on_one_device_is_float64s(kernel):
     """Every degree from 2 to 8, layout and packing, grouped keys: values, and gradients added at the keys' owners."""
     setting = replace(benchmark.tiny_setting("cpu"), dtype=torch.float32)
