@@ -1,0 +1,12 @@
+"""Git LFS pointers: the few lines that stand where a file should be, until ``git lfs pull`` fetches it."""
+
+from __future__ import annotations
+
+POINTER_LINE = b"version https://git-lfs.github.com/spec/v1"
+"""The first line of every pointer, without its end."""
+
+
+def is_pointer(head: bytes) -> bool:
+    """Return whether a file with this beginning, of some 64 bytes or more, is a pointer to a file and not the file."""
+    # The whole line: a later version of the specification may begin with the same characters.
+    return head.startswith(POINTER_LINE) and head[len(POINTER_LINE) :][:1] in (b"", b"\n", b"\r")
