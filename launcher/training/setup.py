@@ -19,7 +19,7 @@ from data_pipeline.loader import Loader, ValidationLoader, build_loader, build_v
 from data_pipeline.mixture.file import is_mixture
 from data_pipeline.rows.batches import Share
 from data_pipeline.shards.manifest import VALIDATION_FOLDER
-from data_pipeline.shards.reader import ShardSet
+from data_pipeline.shards.reader import ShardSet, open_for_model
 from data_pipeline.stores.urls import below, locate
 from launcher.checkpoint.load import load_checkpoint, load_weights
 from launcher.checkpoint.saver import Saver, run_saver
@@ -293,7 +293,12 @@ def _open_data(config: RunConfig, model: ModelConfig, mesh: Mesh) -> tuple[Loade
         "data_degree": mesh.data,
     }
     # What has to be read whole is not read here, by every rank: ``check_data`` deals the files out.
-    open_folder = partial(ShardSet.open, verify=config.data.verify != "off", cache=config.data.cache)
+    opening: dict[str, Any] = {"verify": config.data.verify != "off", "cache": config.data.cache}
+    open_folder = partial(ShardSet.open, **opening)
+    # A model that exists may have fewer rows than its tokenizer ids: then the ids that occur count.
+    goes_on = config.run.start_from != "no" or config.run.resume != "no"
+    if goes_on:
+        open_folder = partial(open_for_model, vocab_size=model.vocab_size, **opening)
     # Ranks of one context group get the same rows: each cuts its own shard out of them (``Run.shard_batch``).
     cost = None
     if config.data.balance:
@@ -309,13 +314,10 @@ def _open_data(config: RunConfig, model: ModelConfig, mesh: Mesh) -> tuple[Loade
         **common,
     )
     vocab_size = loader.shards.manifest.vocab_size
-    if vocab_size > model.vocab_size:
-        advice = f"Try --model.vocab_size {vocab_size}."
-        if config.run.start_from != "no" or config.run.resume != "no":
-            advice = "The checkpoint's vocabulary is smaller: build the data with the checkpoint's tokenizer."
+    if vocab_size > model.vocab_size and not goes_on:
         raise ConfigError(
             f"data.train={config.data.train!r} holds token ids below {vocab_size}, but "
-            f"model.vocab_size={model.vocab_size}.\n{advice}"
+            f"model.vocab_size={model.vocab_size}.\nTry --model.vocab_size {vocab_size}."
         )
     validation, held_out = _validation_data(config.data)
     if not config.validation.rows or validation is None:

@@ -18,7 +18,7 @@ from longctx.conversion.checkpoint_writer import save_masters
 from longctx.conversion.checks import check_folders, check_tensors, open_checked
 from longctx.conversion.companions import carried_names, copy_companions, find_companions, has_own_tokenizer
 from longctx.conversion.hf import HfReader, save_hf
-from longctx.conversion.tokenizer import config_ids
+from longctx.conversion.tokenizer import config_ids, log_remarks, padding_without_row
 from longctx.conversion.verify import (
     Fingerprints,
     LogitsCheck,
@@ -88,6 +88,10 @@ def export_checkpoint(
     written, size = _widest(dtypes), _num_values(reader)
     no_logits = _why_no_logits(verify, config, size, written)
     written_tokenizer, copied = _choose_tokenizer(reader, tokenizer)
+    if written_tokenizer is not None:
+        log_remarks(written_tokenizer, config.vocab_size)
+    elif has_own_tokenizer(reader) and str(tokenizer) != "none":
+        log_remarks(reader.folder, config.vocab_size)
     prints = Fingerprints()
     masters = partial(_masters, reader, dtypes)
     with staged_folder(Path(output), error=CheckpointError) as staging:
@@ -175,7 +179,8 @@ def import_hf(
     source_dtype = reader.dtype
     # Asked before anything is written: a conversion that cannot be verified as wished ends here.
     size = sum(torch.Size(reader.shape(name)).numel() for name in reader.names())
-    no_logits = _why_no_logits(verify, reader.config, size, source_dtype, folder=reader.folder)
+    no_logits = _why_no_logits(verify, reader.config, size, source_dtype, reader=reader)
+    log_remarks(reader.folder, reader.config.vocab_size)
     prints, dtypes = Fingerprints(), {}
     origin = {
         "from": reader.folder.name,
@@ -226,20 +231,31 @@ def import_hf(
 
 
 def _why_no_logits(
-    verify: str, config: ModelConfig, size: int, dtype: torch.dtype, *, folder: Path | None = None
+    verify: str, config: ModelConfig, size: int, dtype: torch.dtype, *, reader: HfReader | None = None
 ) -> str | None:
     """Why logits are not compared; None where they are, empty where nobody wants them.
 
-    ConfigError when they were asked for and cannot be. ``folder`` is what transformers loads, where we do not write it.
+    ConfigError when they were asked for and cannot be. ``reader`` is of what transformers loads, where we do not write
+    it.
     """
     if verify not in ("auto", "logits"):
         return ""
     reason = why_no_logits(config, size, dtype)
-    if reason is None and folder is not None and not has_usual_names(folder):
-        reason = f"transformers does not find weights of the names that they have in {folder}"
+    if reason is None and reader is not None:
+        reason = _why_not_loaded(reader)
     if reason is not None and verify == "logits":
         raise ConfigError(f"logits cannot be compared: {reason}. Try --verify tensors.")
     return reason
+
+
+def _why_not_loaded(reader: HfReader) -> str | None:
+    """Return why transformers does not load a folder that we read; None if it does, as far as is known."""
+    if not has_usual_names(reader.folder):
+        return f"transformers does not find weights of the names that they have in {reader.folder}"
+    padding, rows = padding_without_row(reader.token_ids, reader.config.vocab_size), reader.config.vocab_size
+    if padding is not None:
+        return f"transformers does not load {reader.folder}: pad_token_id={padding} in config.json, and {rows} rows"
+    return None
 
 
 def _recorded(items: Items, prints: Fingerprints, verify: str) -> Items:

@@ -29,7 +29,7 @@ from longctx.conversion.tensors import (
     ignored_name,
     tensor_specs,
 )
-from longctx.conversion.tokenizer import check_tokenizer, export_tokenizer, is_qwen
+from longctx.conversion.tokenizer import check_tokenizer, export_tokenizer, is_qwen, padding_without_row
 from longctx.conversion.weights.folder import INDEX, WeightsFolder
 from longctx.conversion.weights.json_files import read_json, write_json
 from longctx.conversion.weights.shard_writer import ShardWriter
@@ -198,9 +198,8 @@ def save_hf(
             write_json(staging / INDEX, {"metadata": {"total_size": writer.total_bytes}, "weight_map": file_of})
         ids = {key: (token_ids or {}).get(key) for key in TOKEN_ID_KEYS}
         if tokenizer is not None:
-            ids = export_tokenizer(
-                tokenizer, staging, max_vocab_size=config.vocab_size, max_positions=config.max_positions
-            )
+            ids = export_tokenizer(tokenizer, staging, max_positions=config.max_positions)
+        ids = _with_rows(ids, config.vocab_size)
         name = str(reduce(torch.promote_types, dtypes)).removeprefix("torch.")
         # transformers 5 reads dtype, 4 reads torch_dtype; a null id keeps a class default (llama's 1 and 2) out.
         write_json(staging / "config.json", hf_config | ids | {"dtype": name, "torch_dtype": name, "use_cache": True})
@@ -210,6 +209,19 @@ def save_hf(
         if tokenizer is not None:
             check_tokenizer(tokenizer, staging, HARD_TEXTS)
     return folder
+
+
+def _with_rows(ids: dict[str, Any], rows: int) -> dict[str, Any]:
+    """Return the ids for config.json without a padding id that the model has no row for; the log says so."""
+    padding = padding_without_row(ids, rows)
+    if padding is None:
+        return ids
+    log.warning(
+        "config.json gets no pad_token_id: the model has %d rows and none for %d, and transformers would not load it.",
+        rows,
+        padding,
+    )
+    return ids | {"pad_token_id": None}
 
 
 def _token_id(key: str, value: Any) -> Any:

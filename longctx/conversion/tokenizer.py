@@ -6,34 +6,32 @@ Files that came with a model go out byte for byte. A SentencePiece model alone b
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable
+import logging
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 from longctx.conversion.weights.json_files import write_json
 from longctx.errors import ConfigError, DataError
 from longctx.tokenizer import Tokenizer, load_tokenizer
-from longctx.tokenizer.load import CARRIED_FILES, GENERATION_CONFIG, MODEL_FILE
+from longctx.tokenizer.load import CARRIED_FILES, GENERATION_CONFIG, MODEL_FILE, has_tokenizer
+from longctx.tokenizer.remarks import frame_remarks, rows_remark
 from longctx.tokenizer.special import TOKENIZER_CONFIG, read_object
+
+log = logging.getLogger(__name__)
 
 FAST_FILES = tuple(name for name in CARRIED_FILES if name not in (MODEL_FILE, GENERATION_CONFIG))
 """Files that transformers reads a tokenizer from."""
 
 
-def export_tokenizer(
-    tokenizer: Tokenizer | str | Path, folder: str | Path, *, max_vocab_size: int, max_positions: int
-) -> dict[str, Any]:
+def export_tokenizer(tokenizer: Tokenizer | str | Path, folder: str | Path, *, max_positions: int) -> dict[str, Any]:
     """Write a tokenizer's files into ``folder``; return the begin, end and padding ids for config.json.
 
-    DataError for more ids than the model has, and for a SentencePiece model that no tokenizer.json expresses.
+    DataError for a SentencePiece model that no tokenizer.json expresses.
     """
     folder = Path(folder)
     if not isinstance(tokenizer, Tokenizer):
         tokenizer = load_tokenizer(tokenizer)
-    if tokenizer.vocab_size > max_vocab_size:
-        raise DataError(
-            f"{tokenizer.path} has {tokenizer.vocab_size} ids, more than model.vocab_size={max_vocab_size}."
-        )
     tokenizer.save(folder)
     if not came_from_hf(tokenizer):
         from longctx.tokenizer.export import fast_files
@@ -43,6 +41,35 @@ def export_tokenizer(
         for name, content in fast_files(tokenizer, max_positions=max_positions).items():
             write_json(folder / name, content)
     return config_ids(tokenizer)
+
+
+def log_remarks(tokenizer: Tokenizer | Path, rows: int) -> None:
+    """Warn of what a user should know of a tokenizer: begin and end in dispute, and ids beyond the model's rows.
+
+    A folder's files are converted as they are, also where it has a tokenizer that longctx does not read.
+    """
+    if isinstance(tokenizer, Path):
+        if not has_tokenizer(tokenizer):
+            return
+        try:
+            tokenizer = load_tokenizer(tokenizer)
+        except DataError as error:
+            log.warning("The tokenizer's files come along unread. %s", error)
+            return
+    for remark in frame_remarks(tokenizer):
+        log.warning("%s: %s", tokenizer.path, remark)
+    beyond = rows_remark(tokenizer, rows)
+    if beyond is not None:
+        log.warning("%s", beyond)
+
+
+def padding_without_row(ids: Mapping[str, Any], rows: int) -> int | None:
+    """Return the padding id if a model of so many rows has none for it: transformers then does not load the model."""
+    padding = ids.get("pad_token_id")
+    # As torch's Embedding counts: negative ones from the end.
+    if isinstance(padding, int) and not -rows <= padding < rows:
+        return padding
+    return None
 
 
 def came_from_hf(tokenizer: Tokenizer) -> bool:

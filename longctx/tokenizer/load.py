@@ -13,6 +13,7 @@ from longctx.files import CHECKPOINTS, MANIFEST, check_link, list_checkpoints, r
 from longctx.tokenizer.contract import Tokenizer
 from longctx.tokenizer.special import (
     GENERATION_CONFIG,
+    JSON_FILE,
     MODEL_CONFIG,
     SPECIAL_TOKENS_MAP,
     TOKENIZER_CONFIG,
@@ -21,7 +22,6 @@ from longctx.tokenizer.special import (
 from longctx.untrusted.reading import read_bounded
 
 MODEL_FILE = "tokenizer.model"
-JSON_FILE = "tokenizer.json"
 TOKENIZER_FILES = (
     MODEL_FILE,
     JSON_FILE,
