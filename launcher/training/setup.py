@@ -295,7 +295,6 @@ def _open_data(config: RunConfig, model: ModelConfig, mesh: Mesh) -> tuple[Loade
     # What has to be read whole is not read here, by every rank: ``check_data`` deals the files out.
     opening: dict[str, Any] = {"verify": config.data.verify != "off", "cache": config.data.cache}
     open_folder = partial(ShardSet.open, **opening)
-    # A model that exists may have fewer rows than its tokenizer ids: then the ids that occur count.
     goes_on = config.run.start_from != "no" or config.run.resume != "no"
     if goes_on:
         open_folder = partial(open_for_model, vocab_size=model.vocab_size, **opening)
@@ -383,21 +382,23 @@ def _tokenizer_files(
 ) -> dict[str, bytes]:
     """The tokenizer's files for the run's checkpoints, read by rank 0 alone.
 
-    They are those of the checkpoint that it goes on from, else the data's: an import may have files that its data was
-    not built with, such as a chat template. DataError unless checkpoint and data have one tokenizer; the log says where
-    there is none to compare with.
+    They are those of the checkpoint that it goes on from (a chat template among them, and licences), else the data's.
+    DataError unless checkpoint and data have one tokenizer; the log says where there is none to compare with.
     """
     if mesh.rank != 0:
         return {}
     if validation is not None:
         check_same_data(loader.shards, validation.shards)
-    if origin is not None and has_tokenizer(origin):
+    if origin is None:
+        return loader.shards.tokenizer().files
+    from longctx.conversion.companions import read_notices
+
+    # A licence goes where the weights go; a model card would describe the model before training.
+    notices = read_notices(origin)
+    if has_tokenizer(origin):
         check_same_tokenizer(origin, loader.shards)
-        return load_tokenizer(origin).files
-    tokenizer = loader.shards.tokenizer()
-    if origin is not None:
-        return uncompared_files(origin, tokenizer)
-    return tokenizer.files
+        return load_tokenizer(origin).files | notices
+    return uncompared_files(origin, loader.shards.tokenizer()) | notices
 
 
 def _without_validation(config: RunConfig, *, is_rank_0: bool) -> RunConfig:

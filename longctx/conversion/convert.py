@@ -16,7 +16,14 @@ from longctx.config import ModelConfig
 from longctx.conversion.casts import dtype_name, export_dtypes, lossy_casts, own_dtypes, read_master
 from longctx.conversion.checkpoint_writer import save_masters
 from longctx.conversion.checks import check_folders, check_tensors, open_checked
-from longctx.conversion.companions import carried_names, copy_companions, find_companions, has_own_tokenizer
+from longctx.conversion.companions import (
+    carried_names,
+    copy_companions,
+    find_companions,
+    has_own_tokenizer,
+    is_notice,
+    log_left_behind,
+)
 from longctx.conversion.hf import HfReader, save_hf
 from longctx.conversion.tokenizer import config_ids, log_remarks, padding_without_row
 from longctx.conversion.verify import (
@@ -32,6 +39,7 @@ from longctx.errors import CheckpointError, ConfigError
 from longctx.files import staged_folder
 from longctx.tokenizer import Tokenizer, load_tokenizer
 from longctx.tokenizer.load import GENERATION_CONFIG, JSON_FILE, MODEL_FILE, has_tokenizer
+from longctx.tokenizer.templates import hf_path
 
 Progress = Callable[[str, int, int], None]
 """A function that takes what is done to tensors (``written``, ``verified``), to how many, and of how many."""
@@ -106,7 +114,7 @@ def export_checkpoint(
             shard_bytes=shard_bytes,
             progress=_count_written(progress),
         )
-        carried = copy_companions(reader, staging, copied)
+        carried = copy_companions({name: reader.folder / name for name in copied}, staging)
         tensors, logits = None, None
         if verify != "none":
             # Through the table that reads strangers' folders: a mistake in writing cannot undo itself.
@@ -123,17 +131,18 @@ def export_checkpoint(
 def _choose_tokenizer(reader: CheckpointReader, chosen: str | Path | None) -> tuple[Tokenizer | None, list[str]]:
     """The tokenizer to export, and the checkpoint's files to copy as they are."""
     names = carried_names(reader)
+    notices = [name for name in names if is_notice(name)]
     settings = [name for name in names if name == GENERATION_CONFIG]
     if chosen is not None and str(chosen) == "none":
-        return None, settings
+        return None, settings + notices
     if chosen is not None:
-        return load_tokenizer(chosen), []
+        return load_tokenizer(chosen), notices
     # Files that transformers reads go out as they came; without them the SentencePiece model is exported.
     if has_own_tokenizer(reader):
         return None, names
     if has_tokenizer(reader.folder):
-        return load_tokenizer(reader.folder), []
-    return None, settings
+        return load_tokenizer(reader.folder), notices
+    return None, settings + notices
 
 
 def _token_ids(reader: CheckpointReader, origin: dict[str, Any], copied: list[str]) -> dict[str, Any] | None:
@@ -176,6 +185,7 @@ def import_hf(
     check_folders(folder, output)
     reader = HfReader(folder)
     companions = find_companions(reader.folder)
+    log_left_behind(reader.folder, [*reader.files(), *map(hf_path, companions)])
     source_dtype = reader.dtype
     # Asked before anything is written: a conversion that cannot be verified as wished ends here.
     size = sum(torch.Size(reader.shape(name)).numel() for name in reader.names())
@@ -222,7 +232,7 @@ def import_hf(
             masters = partial(_masters, CheckpointReader(staging), dict.fromkeys(dtypes, torch.float32))
             logits = compare_logits(reader.config, masters, reader.folder, num_parameters=size, dtype=source_dtype)
     return Conversion(
-        folder=Path(output), dtype=dtype or source_dtype, lossy_casts={}, carried=tuple(p.name for p in companions),
+        folder=Path(output), dtype=dtype or source_dtype, lossy_casts={}, carried=tuple(map(hf_path, companions)),
         tensors=tensors, logits=logits, no_logits=no_logits or None,
     )  # fmt: skip
 

@@ -80,6 +80,10 @@ class HfReader:
         layouts = (layout for name, layout in self._layouts.items() if not is_buffer(name))
         return reduce(torch.promote_types, {self._disk.dtype(part.name) for layout in layouts for part in layout.parts})
 
+    def files(self) -> set[str]:
+        """Return the folder's files that the model is read from."""
+        return {"config.json", *self._disk.files()}
+
     def names(self) -> list[str]:
         """The decoder's parameters, in the model's order."""
         return list(self._specs)

@@ -13,10 +13,12 @@ from typing import Any
 
 from longctx.conversion.weights.json_files import write_json
 from longctx.errors import ConfigError, DataError
+from longctx.files import write_atomically
 from longctx.tokenizer import Tokenizer, load_tokenizer
 from longctx.tokenizer.load import CARRIED_FILES, GENERATION_CONFIG, MODEL_FILE, has_tokenizer
 from longctx.tokenizer.remarks import frame_remarks, rows_remark
 from longctx.tokenizer.special import TOKENIZER_CONFIG, read_object
+from longctx.tokenizer.templates import hf_path
 
 log = logging.getLogger(__name__)
 
@@ -32,7 +34,8 @@ def export_tokenizer(tokenizer: Tokenizer | str | Path, folder: str | Path, *, m
     folder = Path(folder)
     if not isinstance(tokenizer, Tokenizer):
         tokenizer = load_tokenizer(tokenizer)
-    tokenizer.save(folder)
+    for name, content in tokenizer.files.items():
+        write_atomically(folder / hf_path(name), content)
     if not came_from_hf(tokenizer):
         from longctx.tokenizer.export import fast_files
         from longctx.tokenizer.sentencepiece_model import SentencePieceTokenizer

@@ -5,17 +5,25 @@ Usual text becomes none of them, so such a tokenizer serves; refused is a text t
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 import numpy as np
 
 from longctx.errors import DataError
-
-if TYPE_CHECKING:
-    from longctx.tokenizer.contract import Tokenizer
+from longctx.tokenizer.special import SpecialIds
 
 
-def check_rows(tokenizer: Tokenizer, ids: np.ndarray, where: str) -> np.ndarray:
+class ModelTokenizer(Protocol):
+    """What is asked of a ``Tokenizer`` here."""
+
+    vocab_size: int
+    special: SpecialIds
+    rows: int | None
+
+    def spelt(self, token: int | None, nothing: str = "none") -> str: ...
+
+
+def check_rows(tokenizer: ModelTokenizer, ids: np.ndarray, where: str) -> np.ndarray:
     """Return the ids; DataError if the model of ``tokenizer.for_model`` has no row for one, which ``where`` holds."""
     if tokenizer.rows is None:
         return ids
@@ -25,7 +33,7 @@ def check_rows(tokenizer: Tokenizer, ids: np.ndarray, where: str) -> np.ndarray:
     return ids
 
 
-def without_row(tokenizer: Tokenizer, token: int, rows: int) -> str:
+def without_row(tokenizer: ModelTokenizer, token: int, rows: int) -> str:
     """Name a token that a model of so many rows does not have, and say what to do."""
     size = max(tokenizer.vocab_size, token + 1)
     advice = f"Give the model a row for it in transformers: model.resize_token_embeddings({size}),"
