@@ -11,6 +11,7 @@ import re
 import shutil
 from collections.abc import Iterable, Mapping
 from pathlib import Path
+from typing import Any
 
 from longctx.checkpoint_format import CheckpointReader
 from longctx.conversion.tokenizer import FAST_FILES
@@ -18,6 +19,7 @@ from longctx.conversion.weights.folder import check_is_fetched, checked_path
 from longctx.errors import CheckpointError, DataError
 from longctx.tokenizer.load import CARRIED_FILES, MOST_TOKENIZER_BYTES
 from longctx.tokenizer.templates import TEMPLATES, find_templates, hf_path, is_template
+from longctx.untrusted.reading import shown
 
 log = logging.getLogger(__name__)
 
@@ -84,7 +86,7 @@ def is_notice(name: str) -> bool:
 def log_left_behind(folder: Path, used: Iterable[str]) -> None:
     """Warn of what lies in a folder of Hugging Face and does not come along; ``used`` are files that are converted."""
     # By name and not by content: a file of a known name that is too large, or a folder, is named too.
-    used = {*used, *_NOT_NAMED}
+    used = set(used).union(_NOT_NAMED)
     left: list[str] = []
     for path in sorted(folder.iterdir()):
         if path.name in used or (path.is_dir() and path.name.startswith(".")):
@@ -100,6 +102,15 @@ def log_left_behind(folder: Path, used: Iterable[str]) -> None:
             more = f" and {len(left) - _SHOWN} more"
         named = ", ".join(name[:100] for name in left[:_SHOWN])
         log.warning("%s: left behind, because nothing here reads or carries them: %s%s.", folder, named, more)
+
+
+def log_passed_over(folder: Path, keys: Mapping[str, Any]) -> None:
+    """Warn of the keys of config.json that no network reads; exports do not have them."""
+    if keys:
+        named = ", ".join(f"{key}={shown(value)}" for key, value in list(keys.items())[:_SHOWN])
+        if len(keys) > _SHOWN:
+            named += f" and {len(keys) - _SHOWN} more"
+        log.warning("%s/config.json: passed over, as by transformers, and left out of exports: %s.", folder, named)
 
 
 def carried_names(reader: CheckpointReader) -> list[str]:

@@ -23,6 +23,7 @@ from longctx.conversion.companions import (
     has_own_tokenizer,
     is_notice,
     log_left_behind,
+    log_passed_over,
 )
 from longctx.conversion.hf import HfReader, save_hf
 from longctx.conversion.tokenizer import config_ids, log_remarks, padding_without_row
@@ -184,8 +185,9 @@ def import_hf(
     check_kind(verify)
     check_folders(folder, output)
     reader = HfReader(folder)
+    log_passed_over(reader.folder, reader.passed_over)
     companions = find_companions(reader.folder)
-    log_left_behind(reader.folder, [*reader.files(), *map(hf_path, companions)])
+    log_left_behind(reader.folder, reader.files().union(map(hf_path, companions)))
     source_dtype = reader.dtype
     # Asked before anything is written: a conversion that cannot be verified as wished ends here.
     size = sum(torch.Size(reader.shape(name)).numel() for name in reader.names())

@@ -49,11 +49,11 @@ def import_deepspeed(source: str | Path, output: str | Path, *, execute_pickles:
     # Before the tool runs for hours.
     check_free(output, CheckpointError)
     checked_path(source, CONFIG, named_by=source)
-    for path in (source / CONFIG, source / LATEST, *source.rglob("*_states.pt")):
+    for path in [source / CONFIG, source / LATEST, *source.rglob("*_states.pt")]:
         check_is_fetched(path)
     companions = find_companions(source)
     states = [path.name for path in source.iterdir() if path.is_dir() or path.suffix in (".pt", ".py")]
-    log_left_behind(source, [CONFIG, LATEST, *states, *map(hf_path, companions)])
+    log_left_behind(source, states + [CONFIG, LATEST] + [hf_path(name) for name in companions])
     output.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=f".{output.name}.", dir=output.parent) as folder:
         # The checkpoint's origin is named after its folder.

@@ -34,7 +34,7 @@ from longctx.conversion.weights.folder import INDEX, WeightsFolder
 from longctx.conversion.weights.json_files import read_json, write_json
 from longctx.conversion.weights.shard_writer import ShardWriter
 from longctx.errors import CheckpointError, ConfigError
-from longctx.families import FAMILIES, config_to_hf, left_behind
+from longctx.families import FAMILIES, config_to_hf, left_behind, passed_over
 from longctx.files import staged_folder
 from longctx.tokenizer import Tokenizer, load_tokenizer
 from longctx.tokenizer.hard_texts import HARD_TEXTS
@@ -62,6 +62,8 @@ class HfReader:
         hf_config = read_json(self.folder / "config.json")
         self.config = ModelConfig.from_hf(hf_config)
         self.model_type: str = hf_config["model_type"]
+        self.passed_over = passed_over(hf_config)
+        """Keys of config.json that other tools left there, and that no network reads."""
         self.token_ids = {key: _token_id(key, hf_config.get(key)) for key in TOKEN_ID_KEYS}
         self._disk = WeightsFolder(self.folder)
         # Names and shapes come from the headers: a folder that does not fit is refused before a value is read.
@@ -82,7 +84,7 @@ class HfReader:
 
     def files(self) -> set[str]:
         """Return the folder's files that the model is read from."""
-        return {"config.json", *self._disk.files()}
+        return self._disk.files() | {"config.json"}
 
     def names(self) -> list[str]:
         """The decoder's parameters, in the model's order."""

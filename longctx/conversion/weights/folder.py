@@ -59,7 +59,7 @@ class WeightsFolder:
 
     def files(self) -> set[str]:
         """Return the names of the files that tensors are read from, and of the index."""
-        return {self._found, *self._file_of.values()}
+        return set(self._file_of.values()) | {self._found}
 
     def names(self) -> set[str]:
         """Every tensor on disk."""
