@@ -26,7 +26,7 @@ from longctx.conversion.companions import (
     log_passed_over,
 )
 from longctx.conversion.hf import HfReader, save_hf
-from longctx.conversion.tokenizer import config_ids, log_remarks, padding_without_row
+from longctx.conversion.tokenizer import config_ids, log_remarks, replaced_ids
 from longctx.conversion.verify import (
     Fingerprints,
     LogitsCheck,
@@ -264,9 +264,10 @@ def _why_not_loaded(reader: HfReader) -> str | None:
     """Return why transformers does not load a folder that we read; None if it does, as far as is known."""
     if not has_usual_names(reader.folder):
         return f"transformers does not find weights of the names that they have in {reader.folder}"
-    padding, rows = padding_without_row(reader.token_ids, reader.config.vocab_size), reader.config.vocab_size
-    if padding is not None:
-        return f"transformers does not load {reader.folder}: pad_token_id={padding} in config.json, and {rows} rows"
+    rows = reader.config.vocab_size
+    for key in replaced_ids(reader.token_ids, rows):
+        named = f"{key}={reader.token_ids[key]}"
+        return f"transformers does not load {reader.folder}, whose config.json has {named} for {rows} rows"
     return None
 
 

@@ -6,6 +6,7 @@ of the same tensor on disk (queries, keys and values of GPT-2).
 
 from __future__ import annotations
 
+import json
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import reduce
@@ -29,7 +30,7 @@ from longctx.conversion.tensors import (
     ignored_name,
     tensor_specs,
 )
-from longctx.conversion.tokenizer import check_tokenizer, export_tokenizer, is_qwen, padding_without_row
+from longctx.conversion.tokenizer import check_tokenizer, export_tokenizer, is_qwen, replaced_ids
 from longctx.conversion.weights.folder import INDEX, WeightsFolder
 from longctx.conversion.weights.json_files import read_json, write_json
 from longctx.conversion.weights.shard_writer import ShardWriter
@@ -205,7 +206,7 @@ def save_hf(
         ids = {key: (token_ids or {}).get(key) for key in TOKEN_ID_KEYS}
         if tokenizer is not None:
             ids = export_tokenizer(tokenizer, staging, max_positions=config.max_positions)
-        ids = _with_rows(ids, config.vocab_size)
+        ids = _loadable(ids, config.vocab_size)
         name = str(reduce(torch.promote_types, dtypes)).removeprefix("torch.")
         # transformers 5 reads dtype, 4 reads torch_dtype; a null id keeps a class default (llama's 1 and 2) out.
         write_json(staging / "config.json", hf_config | ids | {"dtype": name, "torch_dtype": name, "use_cache": True})
@@ -217,17 +218,18 @@ def save_hf(
     return folder
 
 
-def _with_rows(ids: dict[str, Any], rows: int) -> dict[str, Any]:
-    """Return the ids for config.json without a padding id that the model has no row for; the log says so."""
-    padding = padding_without_row(ids, rows)
-    if padding is None:
-        return ids
-    log.warning(
-        "config.json gets no pad_token_id: the model has %d rows and none for %d, and transformers would not load it.",
-        rows,
-        padding,
-    )
-    return ids | {"pad_token_id": None}
+def _loadable(ids: dict[str, Any], rows: int) -> dict[str, Any]:
+    """Return the ids for config.json, so that transformers loads the model; the log names what it would not."""
+    replaced = replaced_ids(ids, rows)
+    for key, value in replaced.items():
+        log.warning(
+            "config.json gets %s=%s and not %s, with which transformers would not load a model of %d rows.",
+            key,
+            json.dumps(value),
+            json.dumps(ids[key]),
+            rows,
+        )
+    return ids | replaced
 
 
 def _token_id(key: str, value: Any) -> Any:

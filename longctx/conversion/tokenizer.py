@@ -66,13 +66,21 @@ def log_remarks(tokenizer: Tokenizer | Path, rows: int) -> None:
         log.warning("%s", beyond)
 
 
-def padding_without_row(ids: Mapping[str, Any], rows: int) -> int | None:
-    """Return the padding id if a model of so many rows has none for it: transformers then does not load the model."""
-    padding = ids.get("pad_token_id")
+def replaced_ids(ids: Mapping[str, Any], rows: int) -> dict[str, Any]:
+    """Return what config.json must say instead of these ids, for transformers to load a model of so many rows.
+
+    It takes one begin id, where a file may list several, and a padding id only if there is a row for it.
+    """
+    replaced: dict[str, Any] = {}
+    for key in ("bos_token_id", "pad_token_id"):
+        value = ids.get(key)
+        if isinstance(value, list):
+            replaced[key] = next(iter(value), None)
+    padding = replaced.get("pad_token_id", ids.get("pad_token_id"))
     # As torch's Embedding counts: negative ones from the end.
-    if isinstance(padding, int) and not -rows <= padding < rows:
-        return padding
-    return None
+    if padding is not None and not -rows <= padding < rows:
+        replaced["pad_token_id"] = None
+    return replaced
 
 
 def came_from_hf(tokenizer: Tokenizer) -> bool:

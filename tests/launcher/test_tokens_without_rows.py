@@ -139,10 +139,21 @@ def test_transformers_loads_what_is_exported(model, tmp_path, caplog, named):
     assert f"pad_token_id={named}" in done.no_logits
     done = export_checkpoint(tmp_path / "in", tmp_path / "out", verify="logits")
     assert done.logits is not None
-    assert f"none for {named}" in caplog.text
+    assert f"config.json gets pad_token_id=null and not {named}" in caplog.text
     # The same for a tokenizer that is asked for.
     done = export_checkpoint(tmp_path / "in", tmp_path / "other", tokenizer=model, verify="logits")
     assert done.logits is not None
+
+
+def test_several_begin_ids_become_one_in_an_export(tmp_path, caplog):
+    pytest.importorskip("transformers")
+    source = write_model(tmp_path / "hf", tokenizer_json(), ids={"bos_token_id": [0, 3], "eos_token_id": [1, 5]})
+    done = import_hf(source, tmp_path / "in", verify="auto")
+    assert "bos_token_id=[0, 3]" in (done.no_logits or "")
+    assert export_checkpoint(tmp_path / "in", tmp_path / "out", verify="logits").logits is not None
+    assert "config.json gets bos_token_id=0 and not [0, 3]" in caplog.text
+    written = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert (written["bos_token_id"], written["eos_token_id"]) == (0, [1, 5])
 
 
 def train_from(shards: Path, source: Path, output: Path) -> None:
