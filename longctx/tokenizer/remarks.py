@@ -47,7 +47,10 @@ def _begin_of_json(tokenizer: Tokenizer) -> Iterator[str]:
     special, frame = tokenizer.special, tokenizer.special.frame
     puts = f"the post-processor of {JSON_FILE} puts {tokenizer.spelt(frame.before, 'nothing')} before a text"
     taken = "Taken is the post-processor, as transformers 5.24 takes it."
-    if frame.adds_bos is not None and frame.adds_bos != (frame.before is not None):
+    if frame.unframed_class and frame.before is not None:
+        taken = "Taken is the class, as transformers 5.24 takes it."
+        yield f"tokenizer_class={frame.unframed_class} puts nothing before a text, {puts}. {taken}"
+    elif frame.adds_bos is not None and frame.adds_bos != (frame.before is not None):
         yield f"{TOKENIZER_CONFIG} says add_bos_token={_json(frame.adds_bos)}, {puts}. {taken}"
     elif frame.before is not None and special.bos not in (None, frame.before):
         yield f"the begin token is named {tokenizer.spelt(special.bos)}, {puts}. {taken}"

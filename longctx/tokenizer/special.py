@@ -4,7 +4,8 @@ A document begins with what the tokenizer itself puts before a text (as transfor
 training, ``generate`` and an exported model begin alike. It ends with the model's end token.
 
 Of a ``tokenizer.json`` the post-processor decides, whatever ``add_bos_token`` says: transformers 5.24 drops the setting
-where there is such a file. Of a SentencePiece model the setting decides. ``remarks`` names disagreements.
+where there is such a file. One class of it drops the post-processor too. Of a SentencePiece model the setting decides.
+``remarks`` names disagreements.
 """
 
 from __future__ import annotations
@@ -26,6 +27,9 @@ MODEL_CONFIG = "config.json"
 
 _MOST_VALUES = 16_000_000
 """Of a tokenizer.json: a million pieces, and as many merges in pairs, have a third of it."""
+
+_UNFRAMED_CLASS = "GPTNeoXTokenizer"
+"""A class of transformers that builds the frame anew, without begin and end."""
 
 IdOf = Callable[[str], int | None]
 """The id of a token by its text; None for one that the tokenizer does not have."""
@@ -65,6 +69,8 @@ class Frame:
     adds_bos: bool | None = None
     """``add_bos_token`` of tokenizer_config.json; None if it is absent."""
     adds_eos: bool | None = None
+    unframed_class: str = ""
+    """``tokenizer_class`` if it is one that begins no text, whatever the post-processor says; empty otherwise."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -111,6 +117,8 @@ def special_ids(
         own_begin = None
         if frame.adds_bos:
             own_begin = own_bos
+    if JSON_FILE in files and frame.unframed_class:
+        own_begin = None
     own_end = named["eos"]
     if own_end is None:
         own_end = end
@@ -143,7 +151,15 @@ def _frame(files: Mapping[str, bytes], file: str, begin: int | None, end: int | 
         is_only_form=JSON_FILE not in files and (TOKENIZER_CONFIG in files or MODEL_CONFIG in files),
         adds_bos=added["add_bos_token"],
         adds_eos=added["add_eos_token"],
+        unframed_class=_unframed_class(settings),
     )
+
+
+def _unframed_class(settings: Mapping[str, Any]) -> str:
+    name = str(settings.get("tokenizer_class", "")).removesuffix("Fast")
+    if name == _UNFRAMED_CLASS:
+        return name
+    return ""
 
 
 def _fim_ids(id_of: IdOf) -> FimIds | None:
@@ -182,7 +198,11 @@ def read_object(files: Mapping[str, bytes], name: str, path: Path) -> dict[str, 
 
 def _named_id(role: str, files: Mapping[str, bytes], id_of: IdOf, path: Path) -> int | None:
     """The id of a role by the token's text, else by the number that the model's settings give."""
-    for name in (TOKENIZER_CONFIG, SPECIAL_TOKENS_MAP):
+    order = [SPECIAL_TOKENS_MAP, TOKENIZER_CONFIG]
+    # As transformers reads them: the older file holds unless the settings list the added tokens themselves.
+    if "added_tokens_decoder" in read_object(files, TOKENIZER_CONFIG, path):
+        order.reverse()
+    for name in order:
         token = read_object(files, name, path).get(f"{role}_token")
         if isinstance(token, dict):
             token = token.get("content")

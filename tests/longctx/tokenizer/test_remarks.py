@@ -51,6 +51,29 @@ def test_begin_and_end_are_those_of_transformers(tmp_path: Path, named: str):
         assert bool(said) == ("add_" in said or ends_text)
 
 
+@pytest.mark.parametrize("named", ["GPTNeoXTokenizer", "GPTNeoXTokenizerFast"])
+def test_a_class_that_begins_no_text_is_followed(tmp_path: Path, named: str):
+    auto = pytest.importorskip("transformers").AutoTokenizer
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama"}))
+    write_tokenizer(tmp_path, tokenizer_json(post_processor=frame(begins=True)), tokenizer_class=named)
+    ours, theirs = load_tokenizer(tmp_path), auto.from_pretrained(str(tmp_path), local_files_only=True)
+    assert ours.encode_prompt("def") == theirs("def")["input_ids"]
+    (said,) = frame_remarks(ours)
+    assert f"tokenizer_class={named.removesuffix('Fast')} puts nothing before a text, the post-processor" in said
+
+
+@pytest.mark.parametrize("lists_added_tokens", [False, True])
+def test_of_two_files_that_name_the_end_transformers_choice_holds(tmp_path: Path, lists_added_tokens: bool):
+    auto = pytest.importorskip("transformers").AutoTokenizer
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama"}))
+    settings = {"added_tokens_decoder": {"0": {"content": "<|begin|>", "special": True}}} if lists_added_tokens else {}
+    write_tokenizer(tmp_path, tokenizer_json(), **settings)
+    (tmp_path / "special_tokens_map.json").write_text(json.dumps({"bos_token": "<|end|>", "eos_token": "<|begin|>"}))
+    ours, theirs = load_tokenizer(tmp_path), auto.from_pretrained(str(tmp_path), local_files_only=True)
+    assert (ours.special.bos, ours.special.end) == (theirs.bos_token_id, theirs.eos_token_id)
+    assert ours.special.end == int(lists_added_tokens)
+
+
 def test_both_opinions_are_in_one_sentence(tmp_path: Path):
     write_tokenizer(tmp_path, tokenizer_json(post_processor=frame(begins=True)), add_bos_token=False)
     (said,) = frame_remarks(load_tokenizer(tmp_path))
