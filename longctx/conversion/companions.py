@@ -19,7 +19,7 @@ from longctx.conversion.weights.folder import check_is_fetched, checked_path
 from longctx.errors import CheckpointError, DataError
 from longctx.tokenizer.load import CARRIED_FILES, MOST_TOKENIZER_BYTES
 from longctx.tokenizer.templates import TEMPLATES, find_templates, hf_path, is_template
-from longctx.untrusted.reading import shown
+from longctx.untrusted.reading import printable, shown
 
 log = logging.getLogger(__name__)
 
@@ -100,7 +100,7 @@ def log_left_behind(folder: Path, used: Iterable[str]) -> None:
         more = ""
         if len(left) > _SHOWN:
             more = f" and {len(left) - _SHOWN} more"
-        named = ", ".join(name[:100] for name in left[:_SHOWN])
+        named = ", ".join(printable(name) for name in left[:_SHOWN])
         log.warning("%s: left behind, because nothing here reads or carries them: %s%s.", folder, named, more)
 
 

@@ -13,7 +13,7 @@ from longctx.families.leftover import how_to_delete, is_leftover, leftover_keys
 from longctx.families.rotary import effective_rope
 from longctx.families.spec import Family
 from longctx.families.table import FAMILIES
-from longctx.untrusted.reading import shown
+from longctx.untrusted.reading import printable, shown
 
 _NAMED_KEYS = 12
 """Unknown keys that a message names."""
@@ -37,7 +37,7 @@ def config_from_hf(config: dict[str, Any]) -> dict[str, Any]:
     # A key that nobody reads may be one that changes the model: it is refused, never passed over.
     unknown = sorted(key for key in set(config) - _known_keys(family) if not is_leftover(key, config[key]))
     if unknown:
-        listed = ", ".join(f"{key[:80]}={shown(config[key])}" for key in unknown[:_NAMED_KEYS])
+        listed = ", ".join(f"{printable(key)}={shown(config[key])}" for key in unknown[:_NAMED_KEYS])
         if len(unknown) > _NAMED_KEYS:
             listed += f" and {len(unknown) - _NAMED_KEYS} more"
         raise ConfigError(

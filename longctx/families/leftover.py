@@ -11,6 +11,8 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from longctx.untrusted.reading import printable
+
 _ANY: tuple[Any, ...] = ()
 _TOOLS = (
     "unsloth_version", "unsloth_fixed", "model_name", "transformers.js_config", "name_or_path", "_commit_hash",
@@ -85,6 +87,6 @@ def _in_table(where: str, table: Any) -> Iterator[tuple[str, str, Any]]:
         return
     for key, value in table.items():
         if isinstance(value, dict):
-            yield from _in_table(f"{where}.{key[:80]}", value)
+            yield from _in_table(f"{where}.{printable(key)}", value)
         elif key in IN_ROPE_TABLES:
             yield where, key, value

@@ -16,6 +16,7 @@ from longctx.files import write_atomically
 from longctx.tokenizer.rows import check_rows
 from longctx.tokenizer.special import SpecialIds
 from longctx.tokenizer.spelling import Spelling
+from longctx.untrusted.reading import printable
 
 GROUP_CHARACTERS = 1 << 22
 """Text that is encoded at once on all cores: memory beyond a text and its ids is bounded by this."""
@@ -174,7 +175,7 @@ class Tokenizer(ABC):
         """Return a token for a message: its spelling and its id, or the word for no token."""
         if token is None:
             return nothing
-        return f"{self.piece(token)} ({token})"
+        return f"{printable(self.piece(token))} ({token})"
 
     @abstractmethod
     def _decode_text(self, ids: list[int]) -> str:

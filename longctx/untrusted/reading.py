@@ -107,6 +107,13 @@ def shown(value: Any) -> str:
     return _SHOWN.repr(value)
 
 
+def printable(text: str) -> str:
+    """Return a stranger's name for a message: as it is if a terminal shows it so, else quoted; cut to a few words."""
+    if text.isprintable() and text == text.strip() and len(text) <= _SHOWN.maxstring:
+        return text
+    return shown(text)
+
+
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     # json takes the last of two: a file could then say one thing to us and another to a stricter reader.
     found = dict(pairs)

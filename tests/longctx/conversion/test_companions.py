@@ -15,7 +15,7 @@ from longctx.conversion.companions import find_companions, read_notices
 from longctx.errors import CheckpointError, DataError, LongCtxError
 from longctx.tokenizer import load_tokenizer
 from longctx.untrusted.git_lfs import POINTER_LINE
-from tests.longctx.tokenizer.byte_level import tokenizer_json, write_model
+from tests.longctx.tokenizer.byte_level import SIZE, tokenizer_json, write_model, write_tokenizer
 
 POINTER = POINTER_LINE + b"\noid sha256:" + b"4d7a2146" * 8 + b"\nsize 123456\n"
 SIDE_FILES = {
@@ -82,6 +82,15 @@ def test_what_nobody_carries_is_named(model, tmp_path, caplog):
     import_hf(model, tmp_path / "in", verify="none")
     (said,) = [record.getMessage() for record in caplog.records if "left behind" in record.getMessage()]
     assert said.endswith(": NOTICE, additional_chat_templates/no jinja.txt, original/, vocab.txt.")
+
+
+def test_no_name_of_a_stranger_acts_on_a_terminal(model, tmp_path, caplog):
+    (model / "\x1b[2Jgone").write_text("x")
+    write_tokenizer(model, tokenizer_json(("\x1b[2J", SIZE, True)))
+    import_hf(model, tmp_path / "in", verify="none")
+    assert "gone" in caplog.text
+    assert f"({SIZE})" in caplog.text
+    assert "\x1b" not in caplog.text
 
 
 def test_a_licence_goes_where_the_weights_go(model):
