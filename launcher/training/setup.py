@@ -53,6 +53,7 @@ from launcher.training.summary import Start, summary, warnings
 from launcher.training.swap_folder import check_swap_folders
 from longctx.batch import Batch, PackedDocuments
 from longctx.config import ModelConfig
+from longctx.conversion.companions import read_notices
 from longctx.errors import ConfigError
 from longctx.tokenizer import load_tokenizer
 from longctx.tokenizer.load import has_tokenizer
@@ -183,7 +184,7 @@ def build_run(config: RunConfig, device: torch.device, stop: Stop | None = None)
     begin("opening the data")
     # Before anything is allocated: what the run goes on from, and what it reads.
     origin = find_origin(config, model, folder)
-    loader, validation = on_every_rank(lambda: _open_data(config, model, mesh))
+    loader, validation = on_every_rank(lambda: _open_data(config, model, mesh, origin.kind))
     _check_data(config, loader, validation)
     tokenizer_files = on_every_rank(lambda: _tokenizer_files(origin.folder, loader, validation, mesh))
     on_every_rank(lambda: _take_order(origin, loader, config.data))
@@ -284,7 +285,9 @@ def first_degrees(config: RunConfig, mesh: Mesh, loader: Loader) -> list[Degrees
     return found
 
 
-def _open_data(config: RunConfig, model: ModelConfig, mesh: Mesh) -> tuple[Loader, ValidationLoader | None]:
+def _open_data(
+    config: RunConfig, model: ModelConfig, mesh: Mesh, origin: Kind
+) -> tuple[Loader, ValidationLoader | None]:
     """The loaders of the training data and of the validation data; ConfigError when the model has too few tokens."""
     common: dict[str, Any] = {
         "seq_len": config.data.seq_len,
@@ -295,8 +298,7 @@ def _open_data(config: RunConfig, model: ModelConfig, mesh: Mesh) -> tuple[Loade
     # What has to be read whole is not read here, by every rank: ``check_data`` deals the files out.
     opening: dict[str, Any] = {"verify": config.data.verify != "off", "cache": config.data.cache}
     open_folder = partial(ShardSet.open, **opening)
-    goes_on = config.run.start_from != "no" or config.run.resume != "no"
-    if goes_on:
+    if origin != "new":
         open_folder = partial(open_for_model, vocab_size=model.vocab_size, **opening)
     # Ranks of one context group get the same rows: each cuts its own shard out of them (``Run.shard_batch``).
     cost = None
@@ -313,7 +315,7 @@ def _open_data(config: RunConfig, model: ModelConfig, mesh: Mesh) -> tuple[Loade
         **common,
     )
     vocab_size = loader.shards.manifest.vocab_size
-    if vocab_size > model.vocab_size and not goes_on:
+    if vocab_size > model.vocab_size and origin == "new":
         raise ConfigError(
             f"data.train={config.data.train!r} holds token ids below {vocab_size}, but "
             f"model.vocab_size={model.vocab_size}.\nTry --model.vocab_size {vocab_size}."
@@ -391,8 +393,6 @@ def _tokenizer_files(
         check_same_data(loader.shards, validation.shards)
     if origin is None:
         return loader.shards.tokenizer().files
-    from longctx.conversion.companions import read_notices
-
     # A licence goes where the weights go; a model card would describe the model before training.
     notices = read_notices(origin)
     if has_tokenizer(origin):

@@ -9,6 +9,8 @@ from typing import Any
 import pytest
 import torch
 
+from data_pipeline.rows.fim import Fim, FimRule
+from data_pipeline.shards.manifest import hash_json
 from data_pipeline.shards.reader import ShardSet, open_for_model
 from launcher.evaluation.harness.requests import Encoder
 from launcher.training.setup import build_run
@@ -16,10 +18,11 @@ from launcher.training.trainer import Trainer
 from longctx.conversion import export_checkpoint, import_hf
 from longctx.errors import DataError
 from longctx.tokenizer import load_tokenizer
+from longctx.tokenizer.special import FIM_TOKENS
 from tests.launcher.cli.calls import call
 from tests.launcher.runs import tiny_start
 from tests.launcher.workers import leave_out_pictures, run
-from tests.longctx.tokenizer.byte_level import SIZE, frame, tokenizer_json, write_model
+from tests.longctx.tokenizer.byte_level import SIZE, frame, tokenizer_json, write_model, write_tokenizer
 
 TOKENS = (("[PAD]", SIZE, True), ("<tool>", SIZE + 1, False))
 PLAIN = "def main():\n    return 1\n"
@@ -87,8 +90,6 @@ def test_shards_of_an_earlier_release_are_built_again(capsys, model, tmp_path):
     manifest = json.loads((data / "manifest.json").read_text())
     for entry in manifest["shards"]:
         assert entry.pop("num_ids") <= SIZE
-    from data_pipeline.shards.manifest import hash_json
-
     del manifest["hash"]
     (data / "manifest.json").write_text(json.dumps(manifest | {"hash": hash_json(manifest)}))
     ShardSet.open(data)
@@ -98,8 +99,6 @@ def test_shards_of_an_earlier_release_are_built_again(capsys, model, tmp_path):
 
 
 def test_a_recorded_id_that_is_not_the_largest_is_found(capsys, model, tmp_path):
-    from data_pipeline.shards.manifest import hash_json
-
     data = build(capsys, model, tmp_path, *["<tool>"] * 4)
     manifest = json.loads((data / "manifest.json").read_text())
     for entry in manifest["shards"]:
@@ -124,6 +123,25 @@ def test_a_text_without_a_context_is_refused_if_its_begin_has_no_row(tmp_path):
     for ask in (lambda: encoder.pair("", "main"), lambda: encoder.windows("main", 8), encoder.begin):
         with pytest.raises(DataError, match="<s>"):
             ask()
+
+
+def test_a_middle_is_not_filled_in_if_its_marks_have_no_rows(tmp_path):
+    marks = [(token, SIZE + number, True) for number, token in enumerate(FIM_TOKENS)]
+    tokenizer = load_tokenizer(write_tokenizer(tmp_path, tokenizer_json(*marks)))
+    rule = FimRule(rate=0.5, spm_rate=0.5, segment_tokens=0)
+    assert Fim.of(rule, tokenizer.for_model(SIZE + 3), seed=0, seq_len=64)
+    with pytest.raises(DataError, match=rf"data.fim_rate\) holds the token <\|fim_prefix\|> \({SIZE}\)"):
+        Fim.of(rule, tokenizer.for_model(SIZE), seed=0, seq_len=64)
+
+
+def test_a_manifest_with_ids_beyond_its_vocabulary_is_refused(capsys, model, tmp_path):
+    data = build(capsys, model, tmp_path, *[PLAIN] * 4)
+    manifest = json.loads((data / "manifest.json").read_text())
+    manifest["shards"][0]["num_ids"] = 10**6
+    del manifest["hash"]
+    (data / "manifest.json").write_text(json.dumps(manifest | {"hash": hash_json(manifest)}))
+    with pytest.raises(DataError, match="num_ids=1000000 is above vocab_size=263"):
+        ShardSet.open(data)
 
 
 @pytest.mark.parametrize("named", [SIZE, 9999])
