@@ -4,6 +4,8 @@ from __future__ import annotations
 
 POINTER_LINE = b"version https://git-lfs.github.com/spec/v1"
 """The first line of every pointer, without its end."""
+ADVICE = "`git lfs pull` in its repository fetches the file"
+"""What to do about one."""
 
 
 def is_pointer(head: bytes) -> bool:

@@ -14,7 +14,7 @@ import stat
 from pathlib import Path
 from typing import Any
 
-from longctx.untrusted.git_lfs import is_pointer
+from longctx.untrusted.git_lfs import ADVICE, is_pointer
 
 MOST_JSON_BYTES = 64 * 2**20
 """The largest JSON file that is read, unless its format needs more."""
@@ -26,7 +26,7 @@ _MOST_DIGITS = 40
 """Digits of the longest whole number: 128 bits are 39. Beyond, Python computes where others overflow."""
 
 _HEAD = 64
-NOT_FETCHED = "it is a Git LFS pointer, and the file was not fetched. In its repository: git lfs pull"
+NOT_FETCHED = f"it is a Git LFS pointer, and the file was not fetched: {ADVICE}"
 
 _SHOWN = reprlib.Repr()
 _SHOWN.maxlevel, _SHOWN.maxlist, _SHOWN.maxtuple, _SHOWN.maxdict, _SHOWN.maxset = 3, 12, 12, 12, 12
