@@ -35,7 +35,7 @@ from longctx.checkpoint_manifest import (
 )
 from longctx.config import ModelConfig
 from longctx.errors import CheckpointError
-from longctx.files import CHECKPOINTS, MANIFEST, hash_file, list_checkpoints
+from longctx.files import CHECKPOINTS, MANIFEST, hash_file, list_checkpoints, wrong_size
 
 __all__ = [
     "CHECKPOINTS",
@@ -172,7 +172,7 @@ class CheckpointReader:
         if not path.is_file():
             return f"{name} is missing"
         if path.stat().st_size != num_bytes:
-            return f"{name} has {path.stat().st_size} bytes, the manifest says {num_bytes}"
+            return f"{name}: {wrong_size(path, num_bytes)}"
         return ""
 
     def _places(self, name: str, role: str, start: int, numel: int) -> list[_Place]:

@@ -18,7 +18,7 @@ from typing import Any
 import xxhash
 
 from longctx.errors import DataError, LongCtxError
-from longctx.untrusted.reading import parse_json, read_bounded
+from longctx.untrusted.reading import check_fetched, parse_json, read_bounded
 
 MANIFEST = "manifest.json"
 CHECKPOINTS = "checkpoints"
@@ -142,7 +142,7 @@ def check_link(folder: Path, file: str, error: type[LongCtxError] = DataError) -
     A folder may come from a stranger: what it links to must not travel on under its own name. A Hugging Face cache
     stores every file as a link into its own blobs, so such links are fine.
     """
-    allowed = [folder.resolve()]
+    allowed = [(folder.resolve() / file).parent, folder.resolve()]
     # The folder may be named by a link of the user's own.
     for spelling in (folder.absolute(), folder.resolve()):
         if spelling.parent.name == "snapshots":
@@ -176,6 +176,15 @@ def read_manifest_bytes(folder: Path) -> tuple[bytes, int]:
     most_bytes = min(_SMALL_MANIFEST_BYTES + 2 * beside, _MOST_MANIFEST_BYTES)
     # A piece takes some 130 bytes and has four values.
     return read_bounded(folder / MANIFEST, most_bytes), _SMALL_MANIFEST_VALUES + most_bytes // 20
+
+
+def wrong_size(path: Path, num_bytes: int) -> str:
+    """Return what is wrong with a file that does not have the bytes that its manifest says."""
+    try:
+        check_fetched(path)
+    except ValueError as error:
+        return str(error)
+    return f"it has {path.stat().st_size} bytes, the manifest says {num_bytes}"
 
 
 def hash_file(path: Path) -> str:

@@ -25,7 +25,7 @@ from data_pipeline.stores.client import list_objects, remove, upload
 from data_pipeline.stores.urls import ObjectPath, locate
 from longctx.errors import DataError
 from longctx.files import hash_file, staged_folder, write_atomically
-from longctx.tokenizer.load import CARRIED_FILES
+from longctx.tokenizer.load import is_carried
 
 _SENT_FILE = ".sent.json"
 _SHARD_FILE = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,120}\.(arrow|arrow\.zst|sums|lengths)")
@@ -162,7 +162,8 @@ def _pack_into(folder: Path, staging: Path, *, level: int, say: Say) -> int:
             packed.append(pack_shard(path, staging / split / f"{entry.file}.zst", level=level))
             say(f"packed {split / entry.file} ({number} of {len(manifest.shards)})")
         names = [sums_file(entry.file) for entry in manifest.shards if entry.sums]
-        for name in (*names, *CARRIED_FILES, LEFT_OUT_FILE, MANIFEST_FILE):
+        names += [path.name for path in (folder / split).iterdir() if is_carried(path.name)]
+        for name in (*names, LEFT_OUT_FILE, MANIFEST_FILE):
             if (folder / split / name).is_file():
                 shutil.copyfile(folder / split / name, staging / split / name)
         packing = PackedFolder(manifest=manifest.hash, shards=packed)
@@ -181,8 +182,8 @@ def _names_in_order(folder: Path) -> list[str]:
 def _is_ours(name: str) -> bool:
     """Whether a relative path is one that a shard folder may have."""
     own = name.removeprefix(f"{VALIDATION_FOLDER}/")
-    known = (MANIFEST_FILE, PACKED_FILE, LEFT_OUT_FILE, EXCLUSIONS_FILE, *CARRIED_FILES)
-    return own in known or _SHARD_FILE.fullmatch(own) is not None
+    known = (MANIFEST_FILE, PACKED_FILE, LEFT_OUT_FILE, EXCLUSIONS_FILE)
+    return own in known or is_carried(own) or _SHARD_FILE.fullmatch(own) is not None
 
 
 def _object(folder: ObjectPath, name: str) -> ObjectPath:

@@ -24,6 +24,7 @@ import numpy as np
 from data_pipeline.shuffle import fall_below, falls_below, key64
 from longctx.errors import ConfigError
 from longctx.tokenizer.contract import Tokenizer
+from longctx.tokenizer.rows import check_rows
 from longctx.tokenizer.special import FimIds
 
 MIN_BODY = 16
@@ -104,6 +105,7 @@ class Fim:
                 f"data.fim_rate={rule.rate:g} needs a tokenizer with ids for prefix, suffix and middle; "
                 f"{tokenizer.path} has none.\nTrain one with `longctx tokenizer train --fim`, or set data.fim_rate=0."
             )
+        check_rows(tokenizer, np.array(ids), "a document whose middle is filled in (data.fim_rate)")
         fim = cls(
             rule=rule,
             seed=seed,

@@ -28,7 +28,7 @@ from data_pipeline.stores.urls import Location, ObjectPath, locate
 from longctx.errors import DataError
 from longctx.files import explained_writes, replaced_file, write_atomically
 from longctx.tokenizer import load_tokenizer
-from longctx.tokenizer.load import CARRIED_FILES, has_tokenizer
+from longctx.tokenizer.load import has_tokenizer, is_carried
 
 _READ_BYTES = 16 << 20
 _SPARE_BYTES = 1 << 28
@@ -193,7 +193,7 @@ def has_folder(folder: str | Path | ObjectPath) -> bool:
 def _begin(origin: Location, copy: Path, manifest: Manifest) -> None:
     """Bring all that is small; the manifest last, which says that the rest is there."""
     for name in _names(origin):
-        if name in CARRIED_FILES:
+        if is_carried(name):
             write_atomically(copy / name, _read(origin / name))
     # Here, where it can be said whose it is; without any, whoever needs one says so.
     if has_tokenizer(copy):

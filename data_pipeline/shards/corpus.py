@@ -31,7 +31,7 @@ class Corpus:
                     f"{first.folder} and {shards.folder} were built with different tokenizers: ids would mean other "
                     f"text.\nBuild one of them again: longctx data build --tokenizer {first.folder} …"
                 )
-        self.padding = first.manifest.padding
+        self.padding = first.padding
 
     def folder_of(self, document: int) -> int:
         """The number of the folder that has a document."""

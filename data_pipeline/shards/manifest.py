@@ -43,12 +43,16 @@ class ShardEntry:
     sums: str = ""
     """xxh3_128 of the sums of the file's blocks (``shards.sums``); empty in folders of releases without them."""
 
+    num_ids: int = 0
+    """One more than the largest id of the file's tokens; 0 in folders of releases that did not record it."""
+
     def to_json(self) -> dict[str, Any]:
         """The object that is written."""
         values = dataclasses.asdict(self)
         # Older folders have none, and their hash must stay what it was.
-        if not self.sums:
-            del values["sums"]
+        for name in ("sums", "num_ids"):
+            if not values[name]:
+                del values[name]
         return values
 
 
@@ -174,6 +178,8 @@ def manifest_problems(manifest: Manifest) -> Iterator[str]:
         # A name that leads elsewhere would have us read, and name in messages, files of others.
         if not _SHARD_NAME.fullmatch(entry.file):
             yield f"{where}.file={_shown(entry.file)} is no name of a shard in this folder, such as 00000.arrow"
+        if entry.num_ids > manifest.vocab_size:
+            yield f"{where}.num_ids={_shown(entry.num_ids)} is above vocab_size={_shown(manifest.vocab_size)}"
         if entry.file in seen:
             yield f"{entry.file} is listed twice"
         seen.add(entry.file)

@@ -129,6 +129,8 @@ def _wrong_content(
             padded = start + int((part == padding).argmax())
     if largest >= manifest.vocab_size:
         yield f"{path} holds id {largest}, outside the vocabulary of {manifest.vocab_size}."
+    elif entry.num_ids and entry.num_ids != largest + 1:
+        yield f"{path} holds ids up to {largest}, and {MANIFEST_FILE} says num_ids={entry.num_ids}."
     if padded is not None:
         document = int(np.searchsorted(np.cumsum(found), padded, side="right"))
         yield f"{path} holds id {padding}, which is padding, in document {document} ({shard.name(document)})."

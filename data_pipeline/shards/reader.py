@@ -8,6 +8,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator
 from itertools import accumulate, pairwise
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -20,6 +21,7 @@ from data_pipeline.shards.sums import ADVICE
 from data_pipeline.stores.urls import ObjectPath
 from longctx.errors import DataError
 from longctx.tokenizer import Tokenizer, load_tokenizer
+from longctx.tokenizer.rows import without_row
 
 MAX_MAPPED = 4096
 """Shards of a folder that are mapped at once. Linux gives a process 65,530 mappings unless it is told otherwise
@@ -40,6 +42,8 @@ class ShardSet:
     that was mapped; a single document does not: call ``check_files`` before a batch of them.
     """
 
+    rows: int | None = None
+
     def __init__(
         self, folder: Path, exclusions: Exclusions, *, verify: bool, max_mapped: int, copy: LocalCopy | None
     ) -> None:
@@ -52,8 +56,7 @@ class ShardSet:
         self.verifies_reads = verify and manifest.has_sums
         """Whether what is read is checked. Folders of earlier releases have no sums."""
         self._max_mapped = max_mapped
-        self._mapped: OrderedDict[int, MappedShard] = OrderedDict()
-        self._lock = threading.Lock()
+        self._mapped, self._lock = OrderedDict[int, MappedShard](), threading.Lock()
         if copy is None:
             _check_sizes(folder, exclusions.kept)
         self._first_document = list(accumulate((entry.documents for entry in manifest.shards), initial=0))
@@ -135,7 +138,7 @@ class ShardSet:
 
     def tokenizer(self) -> Tokenizer:
         """The tokenizer that made the folder; ``DataError`` if the file beside the shards is another one."""
-        return manifest_tokenizer(self.folder, self.manifest)
+        return manifest_tokenizer(self.folder, self.manifest, self.rows)
 
     def shard_tokens(self, number: int) -> np.ndarray:
         """All tokens of one shard, one document after the other, as a read-only view."""
@@ -170,12 +173,35 @@ class ShardSet:
         if number < 0:
             raise IndexError("documents are numbered from 0")
         shard = self._mapped.get(number)
-        # Mapping asks the same.
         if shard is not None and not _is_unchanged(shard, self.manifest.shards[number]):
             # Written to: what was found right may be so no longer.
             with self._lock:
                 self._mapped.pop(number, None)
         return self._shard(number)
+
+
+def open_for_model(folder: str | Path | ObjectPath, *, vocab_size: int, **options: Any) -> ShardSet:
+    """Open a folder as ``ShardSet.open`` does, for a model of so many ids; DataError if a shard holds another id.
+
+    A tokenizer may have more ids than its model: what counts is which of them the shards hold.
+    """
+    shards = ShardSet.open(folder, **options)
+    shards.rows = vocab_size
+    # Its target never counts, so any id that the model has serves.
+    if shards.padding >= vocab_size:
+        shards.padding = 0
+    if shards.manifest.vocab_size <= vocab_size:
+        return shards
+    for entry in shards.exclusions.kept:
+        if not entry.num_ids:
+            raise DataError(
+                f"{shards.folder} has ids below {shards.manifest.vocab_size}, the model {vocab_size}, and an earlier "
+                "release built it, which did not record the ids that occur. Build it again with `longctx data build`."
+            )
+        if entry.num_ids > vocab_size:
+            named = without_row(shards.tokenizer(), entry.num_ids - 1, vocab_size)
+            raise DataError(f"{shards.folder / entry.file} holds the token {named}")
+    return shards
 
 
 def _check_sizes(folder: Path, entries: Iterable[ShardEntry]) -> None:
@@ -206,14 +232,16 @@ def _open_shard(shards: ShardSet, number: int) -> MappedShard:
     return MappedShard.open(shards.folder, entry, verify=shards.verifies_reads)
 
 
-def manifest_tokenizer(folder: Path, manifest: Manifest) -> Tokenizer:
-    """The tokenizer beside the shards; ``DataError`` if it is not the one that made them."""
+def manifest_tokenizer(folder: Path, manifest: Manifest, rows: int | None = None) -> Tokenizer:
+    """The tokenizer beside the shards, for a model of so many rows; ``DataError`` if it did not make them."""
     tokenizer = load_tokenizer(folder)
     if tokenizer.fingerprint != manifest.tokenizer:
         raise DataError(
             f"{tokenizer.path} is not the tokenizer that made these shards "
             f"(fingerprint {tokenizer.fingerprint}, wanted {manifest.tokenizer}). Put the original back."
         )
+    if rows is not None:
+        return tokenizer.for_model(rows)
     return tokenizer
 
 

@@ -162,6 +162,7 @@ class ShardWriter:
             documents=len(self._open),
             tokens=self._open.tokens,
             sums=xxhash.xxh3_128_hexdigest(sums.tobytes()),
+            num_ids=self._open.largest_id + 1,
         )
         self._entries.append(entry)
         self._open.clear()
@@ -173,6 +174,7 @@ class _OpenShard:
     def __init__(self, dtype: np.dtype) -> None:
         self._values = np.empty(0, dtype)
         self.tokens = 0
+        self.largest_id = 0
         self._lengths = array("q")
         self._sources = array("h")
         self._hashes = array("Q")
@@ -190,6 +192,7 @@ class _OpenShard:
             self._values.resize(stop + _SPARE_TOKENS, refcheck=False)
         self._values[self.tokens : stop] = document.tokens
         self.tokens = stop
+        self.largest_id = max(self.largest_id, int(document.tokens.max()))
         self._lengths.append(len(document.tokens))
         self._sources.append(document.source)
         self._hashes.append(document.hash)
@@ -210,5 +213,5 @@ class _OpenShard:
 
     def clear(self) -> None:
         """Begin the next shard in the same memory."""
-        self.tokens = 0
+        self.tokens = self.largest_id = 0
         self._lengths, self._sources, self._hashes, self._names = array("q"), array("h"), array("Q"), []

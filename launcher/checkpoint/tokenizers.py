@@ -8,7 +8,6 @@ from pathlib import Path
 
 from data_pipeline.shards.reader import ShardSet
 from longctx.checkpoint_format import MANIFEST, CheckpointReader
-from longctx.config import ModelConfig
 from longctx.errors import CheckpointError, ConfigError, DataError
 from longctx.tokenizer import Tokenizer, load_tokenizer
 from longctx.tokenizer.load import (
@@ -127,15 +126,6 @@ def tokenizer_of(folder: Path, chosen: Path | None) -> Tokenizer:
     if not has_tokenizer(folder):
         raise CheckpointError(f"{folder} has no tokenizer of its own. Name one: --tokenizer F")
     return load_tokenizer(folder)
-
-
-def check_vocabulary(tokenizer: Tokenizer, model: ModelConfig) -> None:
-    """ConfigError for a tokenizer with more ids than the model."""
-    if tokenizer.vocab_size > model.vocab_size:
-        raise ConfigError(
-            f"the tokenizer has {tokenizer.vocab_size} ids, the model only {model.vocab_size}. "
-            "Take the tokenizer that the model was trained with."
-        )
 
 
 def known_decoder(tokenizer: Tokenizer) -> Callable[[Sequence[int]], str]:

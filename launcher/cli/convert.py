@@ -86,7 +86,7 @@ def convert(
         if dtype is not None:
             cast = getattr(torch, dtype)
         done = run(source, output, dtype=cast, verify=verify, progress=count)
-    size = human_bytes(sum(path.stat().st_size for path in done.folder.iterdir()))
+    size = human_bytes(sum(path.stat().st_size for path in done.folder.rglob("*") if path.is_file()))
     say(f"{done.folder}: {kind}, {size}, {str(done.dtype).removeprefix('torch.')}.")
     for line in _verified(done):
         say(line)

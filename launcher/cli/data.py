@@ -72,9 +72,12 @@ def build(
     from data_pipeline.prepare.build import build_shards
     from data_pipeline.shards.writer import DEFAULT_SHARD_TOKENS
     from longctx.tokenizer import load_tokenizer
+    from longctx.tokenizer.remarks import frame_remarks
 
     rule = duplicates.rule()
     loaded = load_tokenizer(tokenizer)
+    for remark in frame_remarks(loaded):
+        note(f"{tokenizer}: {remark}")
     source = corpus.open()
     if shard_tokens is None:
         shard_tokens = DEFAULT_SHARD_TOKENS

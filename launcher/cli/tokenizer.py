@@ -118,6 +118,7 @@ def show(
         text: Text to encode as the beginning of a document.
     """
     from longctx.tokenizer import load_tokenizer
+    from longctx.tokenizer.remarks import frame_remarks
 
     loaded = load_tokenizer(tokenizer)
     ids = None
@@ -126,10 +127,13 @@ def show(
     if json:
         found = {"kind": loaded.kind, "vocab_size": loaded.vocab_size, "begin": loaded.document_begin}
         found |= {"end": loaded.document_end, "stops": loaded.special.stops, "padding": loaded.padding}
+        found |= {"remarks": list(frame_remarks(loaded))}
         say_json(found | {"fingerprint": loaded.fingerprint, "files": sorted(loaded.files), "ids": ids})
         return
     say(f"{tokenizer}: {loaded.describe()}")
     say(f"Files: {', '.join(sorted(loaded.files))}")
+    for remark in frame_remarks(loaded):
+        say(f"Note: {remark}")
     if ids is not None:
         say(table(["id", "piece"], [[str(token), repr(loaded.piece(token))] for token in ids]))
         if loaded.decode(ids) != text:

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from data_pipeline.texts import read_texts
-from launcher.checkpoint.tokenizers import check_vocabulary, tokenizer_of
+from launcher.checkpoint.tokenizers import tokenizer_of
 from launcher.evaluation.opened import checkpoint_name, open_reader
 from launcher.report.evaluation.attention import AttentionMap, csv_rows, map_figure, token_page
 from launcher.report.evaluation.tables import write_csv
@@ -56,8 +56,7 @@ def draw_attention(options: AttentionOptions) -> list[Path]:
     folder = find_model(options.checkpoint)
     _, model, _ = open_reader(folder)
     call = softmax_call(model, options.layer, options.head)
-    tokenizer = tokenizer_of(folder, options.tokenizer)
-    check_vocabulary(tokenizer, model)
+    tokenizer = tokenizer_of(folder, options.tokenizer).for_model(model.vocab_size)
     documents = read_packed(options.text, tokenizer, options.length)
     _check_positions(model, documents)
     num_tokens = sum(map(len, documents))

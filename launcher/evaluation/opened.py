@@ -7,7 +7,7 @@ from pathlib import Path
 
 import xxhash
 
-from launcher.checkpoint.tokenizers import check_vocabulary, tokenizer_of
+from launcher.checkpoint.tokenizers import tokenizer_of
 from longctx.checkpoint_format import CHECKPOINTS, CheckpointReader, model_config
 from longctx.config import ModelConfig
 from longctx.conversion import HfReader
@@ -49,8 +49,7 @@ def open_model(checkpoint: Path, tokenizer: Path | None) -> OpenedModel:
     """
     folder = find_model(checkpoint)
     reader, model, fingerprint = open_reader(folder)
-    own_tokenizer = tokenizer_of(folder, tokenizer)
-    check_vocabulary(own_tokenizer, model)
+    own_tokenizer = tokenizer_of(folder, tokenizer).for_model(model.vocab_size)
     return OpenedModel(folder=folder, reader=reader, model=model, fingerprint=fingerprint, tokenizer=own_tokenizer)
 
 

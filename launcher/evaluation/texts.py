@@ -16,6 +16,7 @@ from launcher.checkpoint.tokenizers import check_same_tokenizer
 from launcher.evaluation.options import Options
 from launcher.evaluation.subject import Subject
 from longctx.errors import DataError
+from longctx.tokenizer.rows import check_rows
 
 
 @dataclass(frozen=True)
@@ -43,6 +44,7 @@ def read_documents(options: Options, subject: Subject) -> Texts:
         longest = max(longest, len(ids))
         for length, texts in found.items():
             if len(ids) >= length and len(texts) < options.samples:
+                check_rows(subject.tokenizer, ids[:length], f"{name} of {subject.text_folder}")
                 # A copy: a view would hold the whole document.
                 texts.append(Text(name, ids[:length].astype(np.int32)))
         if all(len(texts) == options.samples for texts in found.values()):

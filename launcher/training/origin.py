@@ -25,6 +25,7 @@ from longctx.checkpoint_format import MANIFEST, CheckpointReader, list_checkpoin
 from longctx.config import ModelConfig
 from longctx.conversion.checks import check_tensors
 from longctx.errors import CheckpointError
+from longctx.tokenizer.templates import find_templates
 from parallel.runtime.process import broadcast_object, environment_rank, on_every_rank, on_rank_0
 
 log = logging.getLogger(__name__)
@@ -192,7 +193,8 @@ def _is_converted(output: Path, mark: str) -> bool:
 
 def _mark_of(source: Path) -> str:
     """A hash of the folder's files by name, size and time of change: other weights under the old names change it."""
-    stats = {path.name: path.stat() for path in sorted(source.iterdir()) if path.is_file()}
+    paths = [*source.iterdir(), *find_templates(source).values()]
+    stats = {str(path.relative_to(source)): path.stat() for path in sorted(paths) if path.is_file()}
     files = [[name, stat.st_size, stat.st_mtime_ns] for name, stat in stats.items()]
     return xxhash.xxh3_128_hexdigest(json.dumps(files).encode())
 

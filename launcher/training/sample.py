@@ -10,7 +10,7 @@ import torch
 from launcher.metrics.record import Record
 from launcher.training.setup import Run
 from longctx.batch import IGNORED_TARGET, PADDING_DOCUMENT, Batch, PackedDocuments
-from longctx.tokenizer import Tokenizer, load_tokenizer
+from longctx.tokenizer import Tokenizer
 from parallel.layout.sequence import num_parts
 from parallel.loss import sum_over_ranks
 from parallel.runtime.process import on_every_rank
@@ -21,7 +21,7 @@ class Sampler:
 
     def __init__(self, run: Run) -> None:
         self.run = run
-        self._tokenizer: Tokenizer = on_every_rank(lambda: load_tokenizer(run.loader.shards.folder))
+        self._tokenizer: Tokenizer = on_every_rank(run.loader.shards.tokenizer)
         self._prompt = run.config.validation.sample_prompt
         self._prompt_ids: list[int] = on_every_rank(lambda: self._tokenizer.encode_prompt(self._prompt))
 

@@ -19,7 +19,7 @@ from data_pipeline.loader import Loader, ValidationLoader, build_loader, build_v
 from data_pipeline.mixture.file import is_mixture
 from data_pipeline.rows.batches import Share
 from data_pipeline.shards.manifest import VALIDATION_FOLDER
-from data_pipeline.shards.reader import ShardSet
+from data_pipeline.shards.reader import ShardSet, open_for_model
 from data_pipeline.stores.urls import below, locate
 from launcher.checkpoint.load import load_checkpoint, load_weights
 from launcher.checkpoint.saver import Saver, run_saver
@@ -53,6 +53,7 @@ from launcher.training.summary import Start, summary, warnings
 from launcher.training.swap_folder import check_swap_folders
 from longctx.batch import Batch, PackedDocuments
 from longctx.config import ModelConfig
+from longctx.conversion.companions import read_notices
 from longctx.errors import ConfigError
 from longctx.tokenizer import load_tokenizer
 from longctx.tokenizer.load import has_tokenizer
@@ -183,7 +184,7 @@ def build_run(config: RunConfig, device: torch.device, stop: Stop | None = None)
     begin("opening the data")
     # Before anything is allocated: what the run goes on from, and what it reads.
     origin = find_origin(config, model, folder)
-    loader, validation = on_every_rank(lambda: _open_data(config, model, mesh))
+    loader, validation = on_every_rank(lambda: _open_data(config, model, mesh, origin.kind))
     _check_data(config, loader, validation)
     tokenizer_files = on_every_rank(lambda: _tokenizer_files(origin.folder, loader, validation, mesh))
     on_every_rank(lambda: _take_order(origin, loader, config.data))
@@ -284,7 +285,9 @@ def first_degrees(config: RunConfig, mesh: Mesh, loader: Loader) -> list[Degrees
     return found
 
 
-def _open_data(config: RunConfig, model: ModelConfig, mesh: Mesh) -> tuple[Loader, ValidationLoader | None]:
+def _open_data(
+    config: RunConfig, model: ModelConfig, mesh: Mesh, origin: Kind
+) -> tuple[Loader, ValidationLoader | None]:
     """The loaders of the training data and of the validation data; ConfigError when the model has too few tokens."""
     common: dict[str, Any] = {
         "seq_len": config.data.seq_len,
@@ -293,7 +296,10 @@ def _open_data(config: RunConfig, model: ModelConfig, mesh: Mesh) -> tuple[Loade
         "data_degree": mesh.data,
     }
     # What has to be read whole is not read here, by every rank: ``check_data`` deals the files out.
-    open_folder = partial(ShardSet.open, verify=config.data.verify != "off", cache=config.data.cache)
+    opening: dict[str, Any] = {"verify": config.data.verify != "off", "cache": config.data.cache}
+    open_folder = partial(ShardSet.open, **opening)
+    if origin != "new":
+        open_folder = partial(open_for_model, vocab_size=model.vocab_size, **opening)
     # Ranks of one context group get the same rows: each cuts its own shard out of them (``Run.shard_batch``).
     cost = None
     if config.data.balance:
@@ -309,13 +315,10 @@ def _open_data(config: RunConfig, model: ModelConfig, mesh: Mesh) -> tuple[Loade
         **common,
     )
     vocab_size = loader.shards.manifest.vocab_size
-    if vocab_size > model.vocab_size:
-        advice = f"Try --model.vocab_size {vocab_size}."
-        if config.run.start_from != "no" or config.run.resume != "no":
-            advice = "The checkpoint's vocabulary is smaller: build the data with the checkpoint's tokenizer."
+    if vocab_size > model.vocab_size and origin == "new":
         raise ConfigError(
             f"data.train={config.data.train!r} holds token ids below {vocab_size}, but "
-            f"model.vocab_size={model.vocab_size}.\n{advice}"
+            f"model.vocab_size={model.vocab_size}.\nTry --model.vocab_size {vocab_size}."
         )
     validation, held_out = _validation_data(config.data)
     if not config.validation.rows or validation is None:
@@ -381,21 +384,21 @@ def _tokenizer_files(
 ) -> dict[str, bytes]:
     """The tokenizer's files for the run's checkpoints, read by rank 0 alone.
 
-    They are those of the checkpoint that it goes on from, else the data's: an import may have files that its data was
-    not built with, such as a chat template. DataError unless checkpoint and data have one tokenizer; the log says where
-    there is none to compare with.
+    They are those of the checkpoint that it goes on from (a chat template among them, and licences), else the data's.
+    DataError unless checkpoint and data have one tokenizer; the log says where there is none to compare with.
     """
     if mesh.rank != 0:
         return {}
     if validation is not None:
         check_same_data(loader.shards, validation.shards)
-    if origin is not None and has_tokenizer(origin):
+    if origin is None:
+        return loader.shards.tokenizer().files
+    # A licence goes where the weights go; a model card would describe the model before training.
+    notices = read_notices(origin)
+    if has_tokenizer(origin):
         check_same_tokenizer(origin, loader.shards)
-        return load_tokenizer(origin).files
-    tokenizer = loader.shards.tokenizer()
-    if origin is not None:
-        return uncompared_files(origin, tokenizer)
-    return tokenizer.files
+        return load_tokenizer(origin).files | notices
+    return uncompared_files(origin, loader.shards.tokenizer()) | notices
 
 
 def _without_validation(config: RunConfig, *, is_rank_0: bool) -> RunConfig:

@@ -22,6 +22,7 @@ from torch import Tensor
 
 from longctx.checkpoint_manifest import BLOCK_BYTES, HASH_DIGITS, num_blocks
 from longctx.errors import CheckpointError
+from longctx.files import wrong_size
 
 _DISK_AHEAD, _CACHE_AHEAD = 8, 2
 """Blocks under way at a time: one does not keep a fast disk busy, but the page cache reads ahead itself."""
@@ -105,7 +106,7 @@ class BlockReader:
         content = open_file(path, past_cache=self._past_cache)
         found = os.fstat(content.fileno()).st_size
         if found != num_bytes:
-            raise OSError(errno.EIO, f"it has {found} bytes, the manifest says {num_bytes}")
+            raise OSError(errno.EIO, wrong_size(path, num_bytes))
         self._files[path.name] = _File(path, content, num_bytes, hashes)
 
     def read_into(self, name: str, start: int, out: Tensor) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import shutil
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +37,7 @@ def save_masters(
     *,
     dtype: torch.dtype,
     training: dict[str, Any],
-    carried: Iterable[Path] = (),
+    carried: Mapping[str, Path] | None = None,
     shard_bytes: int = 5_000_000_000,
     progress: Progress | None = None,
 ) -> Path:
@@ -45,7 +45,7 @@ def save_masters(
 
     ``tensors`` come in any order, each exactly once; memory holds one. ``dtype`` is what exports of the checkpoint
     default to, ``training`` the manifest's entry of that name, written after the last tensor. ``carried``
-    are files to copy along, under their own names: the tokenizer's among them. Every tensor is read back.
+    are files to copy along, by the names that they get: the tokenizer's among them. Every tensor is read back.
     CheckpointError where they are not the tensors of the config.
     """
     shapes = parameter_shapes(config)
@@ -57,8 +57,8 @@ def save_masters(
                 progress(done, len(shapes))
         # From here on the files have their names, and the manifest can list them.
         file_of = writer.finish()
-        for path in carried:
-            shutil.copyfile(path, staging / path.name)
+        for name, path in (carried or {}).items():
+            shutil.copyfile(path, staging / name)
         files = sorted(staging.iterdir())
         manifest = {
             "format": FORMAT,

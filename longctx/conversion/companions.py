@@ -1,34 +1,123 @@
-"""The files beside a model's weights that a round trip must not lose: its tokenizer and generation settings.
+"""The files beside a model's weights that a round trip must not lose: tokenizer, settings, licence and model card.
 
-A checkpoint carries them byte for byte. Only files of these names are carried; others of the folder stay behind.
+A checkpoint carries them byte for byte. Only files of known names are carried; what else lies in the folder stays
+behind, and the log names it.
 """
 
 from __future__ import annotations
 
+import logging
+import re
 import shutil
+from collections.abc import Iterable, Mapping
 from pathlib import Path
+from typing import Any
 
 from longctx.checkpoint_format import CheckpointReader
 from longctx.conversion.tokenizer import FAST_FILES
-from longctx.conversion.weights.folder import checked_path
-from longctx.errors import CheckpointError
-from longctx.tokenizer.load import CARRIED_FILES
+from longctx.conversion.weights.folder import check_is_fetched, checked_path
+from longctx.errors import CheckpointError, DataError
+from longctx.tokenizer.load import CARRIED_FILES, MOST_TOKENIZER_BYTES
+from longctx.tokenizer.templates import TEMPLATES, find_templates, hf_path, is_template
+from longctx.untrusted.reading import printable, shown
+
+log = logging.getLogger(__name__)
+
+_CARD = "readme"
+_NOTICE = re.compile(rf"(licen[sc]e|copying|notice|use_policy|{_CARD})([._-][A-Za-z0-9._+-]{{1,80}})?", re.IGNORECASE)
+"""Licences, what they ask to pass on, and the model card."""
+_MOST_NOTICE_BYTES = 4 * 2**20
+_MOST_NOTICES = 16
+_SHOWN = 12
+_NOT_NAMED = (".gitattributes", ".gitignore", ".DS_Store")
+"""Files that belong to no model."""
 
 
-def find_companions(folder: Path) -> list[Path]:
-    """The folder's files to carry; CheckpointError for a link that leads out of it."""
-    found: list[Path] = []
+def find_companions(folder: Path) -> dict[str, Path]:
+    """Return the folder's files to carry, by their names in a checkpoint.
+
+    CheckpointError for a link that leads out of the folder, and for a Git LFS pointer.
+    """
+    found: dict[str, Path] = {}
     for name in CARRIED_FILES:
         path = folder / name
         # A link that leads nowhere does not exist; it is refused instead of left out.
         if path.exists() or path.is_symlink():
-            found.append(checked_path(folder, name, named_by=folder))
+            found[name] = checked_path(folder, name, named_by=folder)
+    try:
+        found |= find_templates(folder)
+    except DataError as error:
+        raise CheckpointError(str(error)) from error
+    found |= find_notices(folder)
+    # Copied whole into every checkpoint of a run: no file of this kind is larger.
+    for path in found.values():
+        check_is_fetched(path)
+        if path.stat().st_size > MOST_TOKENIZER_BYTES:
+            raise CheckpointError(
+                f"{path} has {path.stat().st_size:,} bytes, and such a file has at most {MOST_TOKENIZER_BYTES:,}. "
+                "Take it out of the folder."
+            )
     return found
 
 
+def find_notices(folder: Path, *, card: bool = True) -> dict[str, Path]:
+    """Return the folder's licences and notices; its model card too, unless the model is no longer the one it describes.
+
+    A larger file than any licence is none.
+    """
+    names = sorted(path.name for path in folder.iterdir() if is_notice(path.name))
+    found = {name: checked_path(folder, name, named_by=folder) for name in names if not (folder / name).is_dir()}
+    if not card:
+        found = {name: path for name, path in found.items() if not name.lower().startswith(_CARD)}
+    small = {name: path for name, path in found.items() if path.stat().st_size <= _MOST_NOTICE_BYTES}
+    return dict(list(small.items())[:_MOST_NOTICES])
+
+
+def read_notices(folder: Path) -> dict[str, bytes]:
+    """Return licences and notices of what a run goes on from; its own checkpoints hold them too."""
+    return {name: path.read_bytes() for name, path in find_notices(folder, card=False).items()}
+
+
+def is_notice(name: str) -> bool:
+    """Return whether a file of this name is a licence, a notice or a model card."""
+    return _NOTICE.fullmatch(name) is not None
+
+
+def log_left_behind(folder: Path, used: Iterable[str]) -> None:
+    """Warn of what lies in a folder of Hugging Face and does not come along; ``used`` are files that are converted."""
+    # By name and not by content: a file of a known name that is too large, or a folder, is named too.
+    used = set(used).union(_NOT_NAMED)
+    left: list[str] = []
+    for path in sorted(folder.iterdir()):
+        if path.name in used or (path.is_dir() and path.name.startswith(".")):
+            continue
+        if path.name == TEMPLATES and path.is_dir():
+            left += [f"{TEMPLATES}/{inner.name}" for inner in sorted(path.iterdir())]
+        else:
+            left.append(path.name + "/" * path.is_dir())
+    left = [name for name in left if name not in used]
+    if left:
+        more = ""
+        if len(left) > _SHOWN:
+            more = f" and {len(left) - _SHOWN} more"
+        named = ", ".join(printable(name) for name in left[:_SHOWN])
+        log.warning("%s: left behind, because nothing here reads or carries them: %s%s.", folder, named, more)
+
+
+def log_passed_over(folder: Path, keys: Mapping[str, Any]) -> None:
+    """Warn of the keys of config.json that no network reads; exports do not have them."""
+    if keys:
+        named = ", ".join(f"{key}={shown(value)}" for key, value in list(keys.items())[:_SHOWN])
+        if len(keys) > _SHOWN:
+            named += f" and {len(keys) - _SHOWN} more"
+        log.warning("%s/config.json: passed over, as by transformers, and left out of exports: %s.", folder, named)
+
+
 def carried_names(reader: CheckpointReader) -> list[str]:
-    """The carried files of a checkpoint, as its manifest lists them."""
-    return [name for name in CARRIED_FILES if name in reader.manifest["files"]]
+    """Return the carried files of a checkpoint, as its manifest lists them."""
+    files = reader.manifest["files"]
+    others = sorted(name for name in files if is_template(name) or is_notice(name))
+    return [name for name in CARRIED_FILES if name in files] + others
 
 
 def has_own_tokenizer(reader: CheckpointReader) -> bool:
@@ -36,10 +125,12 @@ def has_own_tokenizer(reader: CheckpointReader) -> bool:
     return any(name in FAST_FILES for name in carried_names(reader))
 
 
-def copy_companions(reader: CheckpointReader, output: Path, names: list[str]) -> list[str]:
-    """Copy files that a checkpoint carries into a Hugging Face folder, and check the bytes; returns ``names``."""
-    for name in names:
-        shutil.copyfile(reader.folder / name, output / name)
-        if (output / name).read_bytes() != (reader.folder / name).read_bytes():
+def copy_companions(files: Mapping[str, Path], output: Path) -> list[str]:
+    """Copy carried files to their places in a Hugging Face folder, and check the bytes; returns these places."""
+    for name, path in files.items():
+        copy = output / hf_path(name)
+        copy.parent.mkdir(exist_ok=True)
+        shutil.copyfile(path, copy)
+        if copy.read_bytes() != path.read_bytes():
             raise CheckpointError(f"{name} did not come back from {output} as it was written. Check the disk.")
-    return names
+    return [hf_path(name) for name in files]

@@ -16,9 +16,17 @@ from longctx.config import ModelConfig
 from longctx.conversion.casts import dtype_name, export_dtypes, lossy_casts, own_dtypes, read_master
 from longctx.conversion.checkpoint_writer import save_masters
 from longctx.conversion.checks import check_folders, check_tensors, open_checked
-from longctx.conversion.companions import carried_names, copy_companions, find_companions, has_own_tokenizer
+from longctx.conversion.companions import (
+    carried_names,
+    copy_companions,
+    find_companions,
+    has_own_tokenizer,
+    is_notice,
+    log_left_behind,
+    log_passed_over,
+)
 from longctx.conversion.hf import HfReader, save_hf
-from longctx.conversion.tokenizer import config_ids
+from longctx.conversion.tokenizer import config_ids, log_remarks, replaced_ids
 from longctx.conversion.verify import (
     Fingerprints,
     LogitsCheck,
@@ -32,6 +40,7 @@ from longctx.errors import CheckpointError, ConfigError
 from longctx.files import staged_folder
 from longctx.tokenizer import Tokenizer, load_tokenizer
 from longctx.tokenizer.load import GENERATION_CONFIG, JSON_FILE, MODEL_FILE, has_tokenizer
+from longctx.tokenizer.templates import hf_path
 
 Progress = Callable[[str, int, int], None]
 """A function that takes what is done to tensors (``written``, ``verified``), to how many, and of how many."""
@@ -88,6 +97,10 @@ def export_checkpoint(
     written, size = _widest(dtypes), _num_values(reader)
     no_logits = _why_no_logits(verify, config, size, written)
     written_tokenizer, copied = _choose_tokenizer(reader, tokenizer)
+    if written_tokenizer is not None:
+        log_remarks(written_tokenizer, config.vocab_size)
+    elif has_own_tokenizer(reader) and str(tokenizer) != "none":
+        log_remarks(reader.folder, config.vocab_size)
     prints = Fingerprints()
     masters = partial(_masters, reader, dtypes)
     with staged_folder(Path(output), error=CheckpointError) as staging:
@@ -102,7 +115,7 @@ def export_checkpoint(
             shard_bytes=shard_bytes,
             progress=_count_written(progress),
         )
-        carried = copy_companions(reader, staging, copied)
+        carried = copy_companions({name: reader.folder / name for name in copied}, staging)
         tensors, logits = None, None
         if verify != "none":
             # Through the table that reads strangers' folders: a mistake in writing cannot undo itself.
@@ -119,17 +132,18 @@ def export_checkpoint(
 def _choose_tokenizer(reader: CheckpointReader, chosen: str | Path | None) -> tuple[Tokenizer | None, list[str]]:
     """The tokenizer to export, and the checkpoint's files to copy as they are."""
     names = carried_names(reader)
+    notices = [name for name in names if is_notice(name)]
     settings = [name for name in names if name == GENERATION_CONFIG]
     if chosen is not None and str(chosen) == "none":
-        return None, settings
+        return None, settings + notices
     if chosen is not None:
-        return load_tokenizer(chosen), []
+        return load_tokenizer(chosen), notices
     # Files that transformers reads go out as they came; without them the SentencePiece model is exported.
     if has_own_tokenizer(reader):
         return None, names
     if has_tokenizer(reader.folder):
-        return load_tokenizer(reader.folder), []
-    return None, settings
+        return load_tokenizer(reader.folder), notices
+    return None, settings + notices
 
 
 def _token_ids(reader: CheckpointReader, origin: dict[str, Any], copied: list[str]) -> dict[str, Any] | None:
@@ -171,11 +185,14 @@ def import_hf(
     check_kind(verify)
     check_folders(folder, output)
     reader = HfReader(folder)
+    log_passed_over(reader.folder, reader.passed_over)
     companions = find_companions(reader.folder)
+    log_left_behind(reader.folder, reader.files().union(map(hf_path, companions)))
     source_dtype = reader.dtype
     # Asked before anything is written: a conversion that cannot be verified as wished ends here.
     size = sum(torch.Size(reader.shape(name)).numel() for name in reader.names())
-    no_logits = _why_no_logits(verify, reader.config, size, source_dtype, folder=reader.folder)
+    no_logits = _why_no_logits(verify, reader.config, size, source_dtype, reader=reader)
+    log_remarks(reader.folder, reader.config.vocab_size)
     prints, dtypes = Fingerprints(), {}
     origin = {
         "from": reader.folder.name,
@@ -217,7 +234,7 @@ def import_hf(
             masters = partial(_masters, CheckpointReader(staging), dict.fromkeys(dtypes, torch.float32))
             logits = compare_logits(reader.config, masters, reader.folder, num_parameters=size, dtype=source_dtype)
     return Conversion(
-        folder=Path(output), dtype=dtype or source_dtype, lossy_casts={}, carried=tuple(p.name for p in companions),
+        folder=Path(output), dtype=dtype or source_dtype, lossy_casts={}, carried=tuple(map(hf_path, companions)),
         tensors=tensors, logits=logits, no_logits=no_logits or None,
     )  # fmt: skip
 
@@ -226,20 +243,32 @@ def import_hf(
 
 
 def _why_no_logits(
-    verify: str, config: ModelConfig, size: int, dtype: torch.dtype, *, folder: Path | None = None
+    verify: str, config: ModelConfig, size: int, dtype: torch.dtype, *, reader: HfReader | None = None
 ) -> str | None:
     """Why logits are not compared; None where they are, empty where nobody wants them.
 
-    ConfigError when they were asked for and cannot be. ``folder`` is what transformers loads, where we do not write it.
+    ConfigError when they were asked for and cannot be. ``reader`` is of what transformers loads, where we do not write
+    it.
     """
     if verify not in ("auto", "logits"):
         return ""
     reason = why_no_logits(config, size, dtype)
-    if reason is None and folder is not None and not has_usual_names(folder):
-        reason = f"transformers does not find weights of the names that they have in {folder}"
+    if reason is None and reader is not None:
+        reason = _why_not_loaded(reader)
     if reason is not None and verify == "logits":
         raise ConfigError(f"logits cannot be compared: {reason}. Try --verify tensors.")
     return reason
+
+
+def _why_not_loaded(reader: HfReader) -> str | None:
+    """Return why transformers does not load a folder that we read; None if it does, as far as is known."""
+    if not has_usual_names(reader.folder):
+        return f"transformers does not find weights of the names that they have in {reader.folder}"
+    rows = reader.config.vocab_size
+    for key in replaced_ids(reader.token_ids, rows):
+        named = f"{key}={reader.token_ids[key]}"
+        return f"transformers does not load {reader.folder}, whose config.json has {named} for {rows} rows"
+    return None
 
 
 def _recorded(items: Items, prints: Fingerprints, verify: str) -> Items:

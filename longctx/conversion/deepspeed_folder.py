@@ -15,13 +15,17 @@ from pathlib import Path
 from typing import Any
 
 from longctx.checkpoint_manifest import refuse_deepspeed
+from longctx.conversion.companions import copy_companions, find_companions, log_left_behind
 from longctx.conversion.convert import Conversion, check_folders, import_hf
+from longctx.conversion.weights.folder import check_is_fetched, checked_path
 from longctx.errors import CheckpointError
 from longctx.files import check_free
+from longctx.tokenizer.templates import hf_path
 
 TOOL = "deepspeed.utils.zero_to_fp32"
 FLAG = "--execute-pickles"
 CONFIG = "config.json"
+LATEST = "latest"
 PASSED_ON = ("PATH", "PYTHONPATH", "LD_LIBRARY_PATH", "LANG", "LC_ALL", "TMPDIR", "DS_ACCELERATOR", "VIRTUAL_ENV")
 """Variables of the environment that the tool gets: no token and no password is among them."""
 TIMEOUT_SECONDS = 24 * 3600
@@ -44,6 +48,12 @@ def import_deepspeed(source: str | Path, output: str | Path, *, execute_pickles:
         refuse_deepspeed(source)
     # Before the tool runs for hours.
     check_free(output, CheckpointError)
+    checked_path(source, CONFIG, named_by=source)
+    for path in [source / CONFIG, source / LATEST, *source.rglob("*_states.pt")]:
+        check_is_fetched(path)
+    companions = find_companions(source)
+    states = [path.name for path in source.iterdir() if path.is_dir() or path.suffix in (".pt", ".py")]
+    log_left_behind(source, states + [CONFIG, LATEST] + [hf_path(name) for name in companions])
     output.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=f".{output.name}.", dir=output.parent) as folder:
         # The checkpoint's origin is named after its folder.
@@ -51,9 +61,8 @@ def import_deepspeed(source: str | Path, output: str | Path, *, execute_pickles:
         weights.mkdir()
         _run_tool(source, weights)
         # Beside the weights: ``import_hf`` reads one folder.
-        for path in source.iterdir():
-            if path.is_file() and not path.is_symlink() and path.suffix in (".json", ".model", ".txt", ".jinja"):
-                shutil.copyfile(path, weights / path.name)
+        shutil.copyfile(source / CONFIG, weights / CONFIG)
+        copy_companions(companions, weights)
         return import_hf(weights, output, **options)
 
 
@@ -68,10 +77,10 @@ def _check_source(source: Path) -> None:
             f"{source} is no checkpoint of DeepSpeed: no *_states.pt is in it or in a folder of it.\n"
             "Give the folder that holds the file `latest`; one of Hugging Face is read with --from hf."
         )
-    if not (source / "latest").is_file():
+    if not (source / LATEST).is_file():
         raise CheckpointError(
-            f"{source / 'latest'} is missing, which names the folder of states (global_stepN).\n"
-            f"Give the folder above, or write the name into it: echo global_step1000 > {source / 'latest'}"
+            f"{source / LATEST} is missing, which names the folder of states (global_stepN).\n"
+            f"Give the folder above, or write the name into it: echo global_step1000 > {source / LATEST}"
         )
     if not (source / CONFIG).is_file():
         raise CheckpointError(

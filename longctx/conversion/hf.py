@@ -6,6 +6,7 @@ of the same tensor on disk (queries, keys and values of GPT-2).
 
 from __future__ import annotations
 
+import json
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import reduce
@@ -29,12 +30,12 @@ from longctx.conversion.tensors import (
     ignored_name,
     tensor_specs,
 )
-from longctx.conversion.tokenizer import check_tokenizer, export_tokenizer, is_qwen
+from longctx.conversion.tokenizer import check_tokenizer, export_tokenizer, is_qwen, replaced_ids
 from longctx.conversion.weights.folder import INDEX, WeightsFolder
 from longctx.conversion.weights.json_files import read_json, write_json
 from longctx.conversion.weights.shard_writer import ShardWriter
 from longctx.errors import CheckpointError, ConfigError
-from longctx.families import FAMILIES, config_to_hf, left_behind
+from longctx.families import FAMILIES, config_to_hf, left_behind, passed_over
 from longctx.files import staged_folder
 from longctx.tokenizer import Tokenizer, load_tokenizer
 from longctx.tokenizer.hard_texts import HARD_TEXTS
@@ -62,6 +63,8 @@ class HfReader:
         hf_config = read_json(self.folder / "config.json")
         self.config = ModelConfig.from_hf(hf_config)
         self.model_type: str = hf_config["model_type"]
+        self.passed_over = passed_over(hf_config)
+        """Keys of config.json that other tools left there, and that no network reads."""
         self.token_ids = {key: _token_id(key, hf_config.get(key)) for key in TOKEN_ID_KEYS}
         self._disk = WeightsFolder(self.folder)
         # Names and shapes come from the headers: a folder that does not fit is refused before a value is read.
@@ -84,6 +87,10 @@ class HfReader:
         """
         layouts = (layout for name, layout in self._layouts.items() if not is_buffer(name))
         return reduce(torch.promote_types, {self._disk.dtype(part.name) for layout in layouts for part in layout.parts})
+
+    def files(self) -> set[str]:
+        """Return the folder's files that the model is read from."""
+        return self._disk.files() | {"config.json"}
 
     def names(self) -> list[str]:
         """The decoder's parameters, in the model's order."""
@@ -203,9 +210,8 @@ def save_hf(
             write_json(staging / INDEX, {"metadata": {"total_size": writer.total_bytes}, "weight_map": file_of})
         ids = {key: (token_ids or {}).get(key) for key in TOKEN_ID_KEYS}
         if tokenizer is not None:
-            ids = export_tokenizer(
-                tokenizer, staging, max_vocab_size=config.vocab_size, max_positions=config.max_positions
-            )
+            ids = export_tokenizer(tokenizer, staging, max_positions=config.max_positions)
+        ids = _loadable(ids, config.vocab_size)
         name = str(reduce(torch.promote_types, dtypes)).removeprefix("torch.")
         # transformers 5 reads dtype, 4 reads torch_dtype; a null id keeps a class default (llama's 1 and 2) out.
         write_json(staging / "config.json", hf_config | ids | {"dtype": name, "torch_dtype": name, "use_cache": True})
@@ -215,6 +221,20 @@ def save_hf(
         if tokenizer is not None:
             check_tokenizer(tokenizer, staging, HARD_TEXTS)
     return folder
+
+
+def _loadable(ids: dict[str, Any], rows: int) -> dict[str, Any]:
+    """Return the ids for config.json, so that transformers loads the model; the log names what it would not."""
+    replaced = replaced_ids(ids, rows)
+    for key, value in replaced.items():
+        log.warning(
+            "config.json gets %s=%s and not %s, with which transformers would not load a model of %d rows.",
+            key,
+            json.dumps(value),
+            json.dumps(ids[key]),
+            rows,
+        )
+    return ids | replaced
 
 
 def _token_id(key: str, value: Any) -> Any:

@@ -6,35 +6,36 @@ Files that came with a model go out byte for byte. A SentencePiece model alone b
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable
+import logging
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 from longctx.conversion.weights.json_files import write_json
 from longctx.errors import ConfigError, DataError
+from longctx.files import write_atomically
 from longctx.tokenizer import Tokenizer, load_tokenizer
-from longctx.tokenizer.load import CARRIED_FILES, GENERATION_CONFIG, MODEL_FILE
+from longctx.tokenizer.load import CARRIED_FILES, GENERATION_CONFIG, MODEL_FILE, has_tokenizer
+from longctx.tokenizer.remarks import frame_remarks, rows_remark
 from longctx.tokenizer.special import TOKENIZER_CONFIG, read_object
+from longctx.tokenizer.templates import hf_path
+
+log = logging.getLogger(__name__)
 
 FAST_FILES = tuple(name for name in CARRIED_FILES if name not in (MODEL_FILE, GENERATION_CONFIG))
 """Files that transformers reads a tokenizer from."""
 
 
-def export_tokenizer(
-    tokenizer: Tokenizer | str | Path, folder: str | Path, *, max_vocab_size: int, max_positions: int
-) -> dict[str, Any]:
+def export_tokenizer(tokenizer: Tokenizer | str | Path, folder: str | Path, *, max_positions: int) -> dict[str, Any]:
     """Write a tokenizer's files into ``folder``; return the begin, end and padding ids for config.json.
 
-    DataError for more ids than the model has, and for a SentencePiece model that no tokenizer.json expresses.
+    DataError for a SentencePiece model that no tokenizer.json expresses.
     """
     folder = Path(folder)
     if not isinstance(tokenizer, Tokenizer):
         tokenizer = load_tokenizer(tokenizer)
-    if tokenizer.vocab_size > max_vocab_size:
-        raise DataError(
-            f"{tokenizer.path} has {tokenizer.vocab_size} ids, more than model.vocab_size={max_vocab_size}."
-        )
-    tokenizer.save(folder)
+    for name, content in tokenizer.files.items():
+        write_atomically(folder / hf_path(name), content)
     if not came_from_hf(tokenizer):
         from longctx.tokenizer.export import fast_files
         from longctx.tokenizer.sentencepiece_model import SentencePieceTokenizer
@@ -43,6 +44,43 @@ def export_tokenizer(
         for name, content in fast_files(tokenizer, max_positions=max_positions).items():
             write_json(folder / name, content)
     return config_ids(tokenizer)
+
+
+def log_remarks(tokenizer: Tokenizer | Path, rows: int) -> None:
+    """Warn of what a user should know of a tokenizer: begin and end in dispute, and ids beyond the model's rows.
+
+    A folder's files are converted as they are, also where it has a tokenizer that longctx does not read.
+    """
+    if isinstance(tokenizer, Path):
+        if not has_tokenizer(tokenizer):
+            return
+        try:
+            tokenizer = load_tokenizer(tokenizer)
+        except DataError as error:
+            log.warning("The tokenizer's files come along unread. %s", error)
+            return
+    for remark in frame_remarks(tokenizer):
+        log.warning("%s: %s", tokenizer.path, remark)
+    beyond = rows_remark(tokenizer, rows)
+    if beyond is not None:
+        log.warning("%s", beyond)
+
+
+def replaced_ids(ids: Mapping[str, Any], rows: int) -> dict[str, Any]:
+    """Return what config.json must say instead of these ids, for transformers to load a model of so many rows.
+
+    It takes one begin id, where a file may list several, and a padding id only if there is a row for it.
+    """
+    replaced: dict[str, Any] = {}
+    for key in ("bos_token_id", "pad_token_id"):
+        value = ids.get(key)
+        if isinstance(value, list):
+            replaced[key] = next(iter(value), None)
+    padding = replaced.get("pad_token_id", ids.get("pad_token_id"))
+    # As torch's Embedding counts: negative ones from the end.
+    if padding is not None and not -rows <= padding < rows:
+        replaced["pad_token_id"] = None
+    return replaced
 
 
 def came_from_hf(tokenizer: Tokenizer) -> bool:

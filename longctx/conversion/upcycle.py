@@ -190,7 +190,7 @@ def upcycle_checkpoint(
         # Routers, and a g that is no power of two, need the bits.
         dtype=torch.float32,
         training=training,
-        carried=[reader.folder / name for name in carried_names(reader)],
+        carried={name: reader.folder / name for name in carried_names(reader)},
         shard_bytes=shard_bytes,
         progress=progress,
     )

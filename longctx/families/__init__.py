@@ -6,8 +6,17 @@ key is ever lost. Parameters have the decoder's names on disk, which are Llama's
 otherwise: renamed, transposed, cut into a tensor an expert, several in one tensor.
 """
 
-from longctx.families.config_json import config_from_hf, config_to_hf, effective, family_of, left_behind
+from longctx.families.config_json import config_from_hf, config_to_hf, effective, family_of, left_behind, passed_over
 from longctx.families.spec import Family
 from longctx.families.table import FAMILIES
 
-__all__ = ["FAMILIES", "Family", "config_from_hf", "config_to_hf", "effective", "family_of", "left_behind"]
+__all__ = [
+    "FAMILIES",
+    "Family",
+    "config_from_hf",
+    "config_to_hf",
+    "effective",
+    "family_of",
+    "left_behind",
+    "passed_over",
+]

@@ -9,10 +9,11 @@ from typing import Any
 from longctx.architecture.fields import ModelFields, names_of_role
 from longctx.architecture.rules import check_model
 from longctx.errors import ConfigError
+from longctx.families.leftover import how_to_delete, is_leftover, leftover_keys
 from longctx.families.rotary import effective_rope
 from longctx.families.spec import Family
 from longctx.families.table import FAMILIES
-from longctx.untrusted.reading import shown
+from longctx.untrusted.reading import printable, shown
 
 _NAMED_KEYS = 12
 """Unknown keys that a message names."""
@@ -34,17 +35,26 @@ def config_from_hf(config: dict[str, Any]) -> dict[str, Any]:
     for rule in family.rules:
         values |= rule.read(config)
     # A key that nobody reads may be one that changes the model: it is refused, never passed over.
-    known = {key for rule in family.rules for key in rule.keys} | family.ignored_keys
-    unknown = sorted(set(config) - known)
+    unknown = sorted(key for key in set(config) - _known_keys(family) if not is_leftover(key, config[key]))
     if unknown:
-        listed = ", ".join(f"{key[:80]}={shown(config[key])}" for key in unknown[:_NAMED_KEYS])
+        listed = ", ".join(f"{printable(key)}={shown(config[key])}" for key in unknown[:_NAMED_KEYS])
         if len(unknown) > _NAMED_KEYS:
             listed += f" and {len(unknown) - _NAMED_KEYS} more"
         raise ConfigError(
             f"keys of config.json that mean nothing to a {family.model_type} model here: {listed}.\n"
-            "Remove them if they do not change the model; if they do, it is not supported."
+            f"{how_to_delete(unknown)}"
         )
     return values
+
+
+def passed_over(config: dict[str, Any]) -> dict[str, Any]:
+    """Return the keys of a config.json, with their values, that other tools left and no network reads."""
+    return leftover_keys(config, _known_keys(_family_named(config.get("model_type"))))
+
+
+def _known_keys(family: Family) -> frozenset[str]:
+    """Return every key of config.json that the family's rules read, or that says nothing in any family."""
+    return family.ignored_keys.union(*(rule.keys for rule in family.rules))
 
 
 def config_to_hf(config: ModelFields, *, model_type: str | None = None, own_tokenizer: bool = False) -> dict[str, Any]:

@@ -13,6 +13,7 @@ from longctx.architecture.fields import ModelFields
 from longctx.architecture.rope import Rope
 from longctx.errors import ConfigError
 from longctx.families.layers import FULL, WINDOW, Kinds, has_windows
+from longctx.families.leftover import IN_ROPE_TABLES, how_to_delete
 from longctx.families.rules import integer
 from longctx.families.spec import HfConfig, Rule
 from longctx.untrusted.reading import shown
@@ -148,8 +149,11 @@ def _rope(
     """The rope that one table describes."""
     _check_partial(where, table)
     kind = _kind(where, table)
-    if unknown := sorted(set(table) - _KEYS[kind] - _ALWAYS):
-        raise ConfigError(f"{where}={shown(dict(table))}: {unknown} mean nothing to rope_type {shown(kind)} here.")
+    if unknown := sorted(set(table) - _KEYS[kind] - _ALWAYS - IN_ROPE_TABLES):
+        raise ConfigError(
+            f"{where}={shown(dict(table))}: {shown(unknown)} mean nothing to rope_type {shown(kind)} here.\n"
+            f"{how_to_delete(unknown)}"
+        )
     values: dict[str, Any] = {"theta": theta, "kind": kind, "interleaved": interleaved}
     if kind == "default":
         return Rope(**values)

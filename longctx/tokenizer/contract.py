@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import copy
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, Self
 
 import numpy as np
 
 from longctx.errors import DataError
 from longctx.files import write_atomically
+from longctx.tokenizer.rows import check_rows
 from longctx.tokenizer.special import SpecialIds
 from longctx.tokenizer.spelling import Spelling
+from longctx.untrusted.reading import printable
 
 GROUP_CHARACTERS = 1 << 22
 """Text that is encoded at once on all cores: memory beyond a text and its ids is bounded by this."""
@@ -39,6 +42,8 @@ class Tokenizer(ABC):
     threads = -1
     """Threads that SentencePiece takes for a group of chunks; −1 is one for each core. ``tokenizers`` has
     RAYON_NUM_THREADS, which holds for a whole process."""
+    rows: int | None = None
+    """Embedding rows of the model that reads the ids; None if none does."""
 
     def __init__(
         self,
@@ -59,7 +64,7 @@ class Tokenizer(ABC):
         """32 hex digits of all that decides which ids a document gets; names and places of files are no part of it."""
         self.files = dict(files)
         """The files that make this tokenizer again, by name: they travel with shards and checkpoints."""
-        self._is_control = is_control
+        self.is_control = is_control
         """For each id whether it stands for no text, bool [vocab_size]."""
         beyond = [token for token in (special.begin, special.end) if token is not None and token >= vocab_size]
         if beyond:
@@ -81,15 +86,19 @@ class Tokenizer(ABC):
     @property
     def padding(self) -> int:
         """Id that fills a row; its target never counts, so any id serves where the model has none of its own."""
-        for candidate in (self.special.padding, self.special.end, self.special.begin):
-            if candidate is not None:
-                return candidate
-        return 0
+        named = (self.special.padding, self.special.end, self.special.begin)
+        return next((token for token in named if token is not None and token < self.vocab_size), 0)
+
+    def for_model(self, vocab_size: int) -> Self:
+        """Return this tokenizer for a model of so many rows: DataError for a text that has an id beyond them."""
+        limited = copy.copy(self)
+        limited.rows = vocab_size
+        return limited
 
     def describe(self) -> str:
         """The tokenizer in a line: kind, size, begin and end, fingerprint."""
         named = {"begin": self.special.begin, "end": self.special.end}
-        frame = [f"{role} {self._spelt(token)}" for role, token in named.items()]
+        frame = [f"{role} {self.spelt(token)}" for role, token in named.items()]
         return f"{self.kind}, {self.vocab_size:,} ids, {', '.join(frame)}, fingerprint {self.fingerprint}"
 
     def save(self, folder: Path) -> list[Path]:
@@ -108,15 +117,17 @@ class Tokenizer(ABC):
         parts = [np.empty(0, dtype=np.int32)]
         for group in groups(self.cut(text, chunk_characters), GROUP_CHARACTERS):
             parts += self.encode_chunks(group)
-        return np.concatenate(parts)
+        return check_rows(self, np.concatenate(parts), "the text")
 
     def encode_document(self, text: str) -> np.ndarray:
         """The ids of ``text`` between document begin and document end, int32."""
-        return np.concatenate([self.begins_with, self.encode(text), self.ends_with])
+        ids = np.concatenate([self.begins_with, self.encode(text), self.ends_with])
+        return check_rows(self, ids, "every document")
 
     def encode_prompt(self, text: str) -> list[int]:
         """The ids of a document's beginning, as training data has them: what a model continues."""
-        return np.concatenate([self.begins_with, self.encode(text)]).tolist()
+        ids = np.concatenate([self.begins_with, self.encode(text)])
+        return check_rows(self, ids, "the beginning of every document").tolist()
 
     @property
     def begins_with(self) -> np.ndarray:
@@ -137,7 +148,7 @@ class Tokenizer(ABC):
             raise DataError(
                 f"id {outside[0]} is not in the vocabulary of {self.path}, which ends at {self.vocab_size - 1}."
             )
-        return self._decode_text(ids[~self._is_control[ids]].tolist())
+        return self._decode_text(ids[~self.is_control[ids]].tolist())
 
     @abstractmethod
     def cut(self, text: str, chunk_characters: int | None = None) -> Iterator[Chunk]:
@@ -160,10 +171,11 @@ class Tokenizer(ABC):
     def piece(self, token: int) -> str:
         """How the model's file spells one id, for display."""
 
-    def _spelt(self, token: int | None) -> str:
+    def spelt(self, token: int | None, nothing: str = "none") -> str:
+        """Return a token for a message: its spelling and its id, or the word for no token."""
         if token is None:
-            return "none"
-        return f"{self.piece(token)} ({token})"
+            return nothing
+        return f"{printable(self.piece(token))} ({token})"
 
     @abstractmethod
     def _decode_text(self, ids: list[int]) -> str:

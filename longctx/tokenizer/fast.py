@@ -20,9 +20,7 @@ import xxhash
 from longctx.errors import DataError
 from longctx.tokenizer.chunks import CHUNK_CHARACTERS, IsCertain, Neighbours, certain_chunks, ends_word
 from longctx.tokenizer.contract import Chunk, Tokenizer, check_characters
-from longctx.tokenizer.special import read_object, special_ids, with_generation_config
-
-JSON_FILE = "tokenizer.json"
+from longctx.tokenizer.special import JSON_FILE, read_object, special_ids, with_generation_config
 
 _ANCHOR = "a"
 _PROOF_CHARACTERS = 64
@@ -39,7 +37,8 @@ class FastTokenizer(Tokenizer):
         self._added = self._fast.get_added_tokens_decoder()
         self.kind = f"tokenizer.json {self._json['model'].get('type', 'model')}"
         before, after = _frame(self._fast)
-        special = special_ids(files, self._fast.token_to_id, path=path, bos=before, begin=before, end=after)
+        own = {"bos": before, "begin": before, "end": after}
+        special = special_ids(files, self._fast.token_to_id, path=path, file=JSON_FILE, **own)
         vocabulary = self._fast.get_vocab(with_added_tokens=True)
         vocab_size = max(vocabulary.values(), default=-1) + 1
         if not vocab_size:
@@ -109,7 +108,7 @@ class FastTokenizer(Tokenizer):
             fast = self._later
         encoded = [_ids(found) for found in fast.encode_batch_fast(texts, add_special_tokens=False)]
         for number, ids in enumerate(encoded):
-            if self._is_control[ids].any():
+            if self.is_control[ids].any():
                 encoded[number] = _ids(self._guarded(is_first).encode(texts[number], add_special_tokens=False))
         return encoded
 

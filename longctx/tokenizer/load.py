@@ -13,15 +13,16 @@ from longctx.files import CHECKPOINTS, MANIFEST, check_link, list_checkpoints, r
 from longctx.tokenizer.contract import Tokenizer
 from longctx.tokenizer.special import (
     GENERATION_CONFIG,
+    JSON_FILE,
     MODEL_CONFIG,
     SPECIAL_TOKENS_MAP,
     TOKENIZER_CONFIG,
     read_object,
 )
-from longctx.untrusted.reading import read_bounded
+from longctx.tokenizer.templates import find_templates, is_template
+from longctx.untrusted.reading import NotFetchedError, read_bounded
 
 MODEL_FILE = "tokenizer.model"
-JSON_FILE = "tokenizer.json"
 TOKENIZER_FILES = (
     MODEL_FILE,
     JSON_FILE,
@@ -32,10 +33,11 @@ TOKENIZER_FILES = (
     "merges.txt",
     "chat_template.jinja",
     "chat_template.json",
+    "tekken.json",
 )
 """The files of a Hugging Face folder that belong to its tokenizer."""
 CARRIED_FILES = (*TOKENIZER_FILES, GENERATION_CONFIG)
-"""What travels with shards and checkpoints."""
+"""What travels with shards and checkpoints, beside named chat templates (``templates``)."""
 
 MOST_TOKENIZER_BYTES = 256 * 2**20
 """The largest file of a tokenizer that is read; the largest that are published have some 35 MB."""
@@ -63,6 +65,11 @@ def load_tokenizer(path: str | Path) -> Tokenizer:
     if content.lstrip()[:1] == b"{":
         return _load_json(content, path, companions)
     return _load_model(content, path, companions)
+
+
+def is_carried(name: str) -> bool:
+    """Return whether a file of shards or of a checkpoint belongs to its tokenizer."""
+    return name in CARRIED_FILES or is_template(name)
 
 
 def has_tokenizer(folder: Path) -> bool:
@@ -109,6 +116,7 @@ def _load_folder(folder: Path) -> Tokenizer:
             )
         folder = checkpoints[-1]
     files = _companions(folder, CARRIED_FILES)
+    files |= {name: _read(path) for name, path in find_templates(folder).items()}
     if MODEL_FILE not in files and JSON_FILE not in files:
         raise DataError(f"tokenizer={folder}: {_why_none(folder)}")
     return load_files(files, folder)
@@ -218,6 +226,8 @@ def _imported_ids(folder: Path) -> dict[str, Any]:
 def _read(path: Path) -> bytes:
     try:
         return read_bounded(path, MOST_TOKENIZER_BYTES)
+    except NotFetchedError as error:
+        raise DataError(f"tokenizer={path} cannot be read: {error}.") from error
     except (OSError, ValueError) as error:
         reason = error
         if isinstance(error, OSError):

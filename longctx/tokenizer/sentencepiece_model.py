@@ -63,7 +63,7 @@ class SentencePieceTokenizer(Tokenizer):
         files = dict(companions or {})
         own = {"bos": processor.bos_id(), "end": processor.eos_id(), "padding": processor.pad_id()}
         ids = {role: _id_or_none(token) for role, token in own.items()}
-        special = special_ids(files, self._id_of, path=path, begin=ids["bos"], **ids)
+        special = special_ids(files, self._id_of, path=path, file=MODEL_FILE, begin=ids["bos"], **ids)
         fingerprint = xxhash.xxh3_128_hexdigest(model)
         # Of a model that frames documents as its own file says, the fingerprint is the file's hash: shards have it so.
         if (special.begin, special.end) != (ids["bos"], ids["end"]):

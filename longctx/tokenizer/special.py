@@ -2,6 +2,10 @@
 
 A document begins with what the tokenizer itself puts before a text (as transformers' ``tokenizer(text)`` does), so that
 training, ``generate`` and an exported model begin alike. It ends with the model's end token.
+
+Of a ``tokenizer.json`` the post-processor decides, whatever ``add_bos_token`` says: transformers 5.24 drops the setting
+where there is such a file. One class of it drops the post-processor too. Of a SentencePiece model the setting decides.
+``remarks`` names disagreements.
 """
 
 from __future__ import annotations
@@ -15,6 +19,7 @@ from typing import Any, NamedTuple
 from longctx.errors import DataError
 from longctx.untrusted.reading import parse_json
 
+JSON_FILE = "tokenizer.json"
 TOKENIZER_CONFIG = "tokenizer_config.json"
 SPECIAL_TOKENS_MAP = "special_tokens_map.json"
 GENERATION_CONFIG = "generation_config.json"
@@ -22,6 +27,9 @@ MODEL_CONFIG = "config.json"
 
 _MOST_VALUES = 16_000_000
 """Of a tokenizer.json: a million pieces, and as many merges in pairs, have a third of it."""
+
+_UNFRAMED_CLASS = "GPTNeoXTokenizer"
+"""A class of transformers that builds the frame anew, without begin and end."""
 
 IdOf = Callable[[str], int | None]
 """The id of a token by its text; None for one that the tokenizer does not have."""
@@ -47,6 +55,25 @@ _FIM_SPELLINGS = (
 
 
 @dataclass(frozen=True, kw_only=True)
+class Frame:
+    """What each file says of the ids around a text."""
+
+    file: str = ""
+    """The tokenizer's own file."""
+    before: int | None = None
+    """What that file puts before a text: the post-processor, or a SentencePiece model's begin id."""
+    after: int | None = None
+    """What it puts after one, or a SentencePiece model's end id."""
+    is_only_form: bool = False
+    """Whether a folder of Hugging Face has it as SentencePiece model alone, which transformers then reads."""
+    adds_bos: bool | None = None
+    """``add_bos_token`` of tokenizer_config.json; None if it is absent."""
+    adds_eos: bool | None = None
+    unframed_class: str = ""
+    """``tokenizer_class`` if it is one that begins no text, whatever the post-processor says; empty otherwise."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class SpecialIds:
     """Ids that stand for no text."""
 
@@ -59,6 +86,7 @@ class SpecialIds:
     padding: int | None
     stops: tuple[int, ...]
     """Ids that end a generated text: ``end``, and the further ones that generation_config.json names."""
+    frame: Frame = Frame()
     fim: FimIds | None = None
     """Where the tokenizer has all three."""
 
@@ -68,6 +96,7 @@ def special_ids(
     id_of: IdOf,
     *,
     path: Path,
+    file: str,
     bos: int | None = None,
     begin: int | None = None,
     end: int | None = None,
@@ -75,19 +104,21 @@ def special_ids(
 ) -> SpecialIds:
     """The ids by a folder's ``files``; ``bos`` … ``padding`` are what the model's own file says, where those do not.
 
-    ``begin`` is what the model's file puts before a text when no setting asks for it or against it.
+    ``file`` is the model's own; ``begin`` is what it puts before a text when no setting asks for it or against it.
     """
-    settings = read_object(files, TOKENIZER_CONFIG, path)
+    frame = _frame(files, file, begin, end, path)
     named = {role: _named_id(role, files, id_of, path) for role in ("bos", "eos", "pad")}
     own_bos = named["bos"]
     if own_bos is None:
         own_bos = bos
     own_begin = begin
-    # transformers builds the frame anew as soon as one of the two settings is there.
-    if "add_bos_token" in settings or "add_eos_token" in settings:
+    # transformers builds the frame of a SentencePiece model anew as soon as one of the two settings is there.
+    if JSON_FILE not in files and (frame.adds_bos is not None or frame.adds_eos is not None):
         own_begin = None
-        if settings.get("add_bos_token"):
+        if frame.adds_bos:
             own_begin = own_bos
+    if JSON_FILE in files and frame.unframed_class:
+        own_begin = None
     own_end = named["eos"]
     if own_end is None:
         own_end = end
@@ -101,8 +132,34 @@ def special_ids(
         end=own_end,
         padding=own_padding,
         stops=tuple(dict.fromkeys(token for token in stops if token is not None)),
+        frame=frame,
         fim=_fim_ids(id_of),
     )
+
+
+def _frame(files: Mapping[str, bytes], file: str, begin: int | None, end: int | None, path: Path) -> Frame:
+    """Return what the model's own file and the settings say of begin and end."""
+    settings = read_object(files, TOKENIZER_CONFIG, path)
+    added: dict[str, bool | None] = {"add_bos_token": None, "add_eos_token": None}
+    for key in added:
+        if key in settings:
+            added[key] = bool(settings[key])
+    return Frame(
+        file=file,
+        before=begin,
+        after=end,
+        is_only_form=JSON_FILE not in files and (TOKENIZER_CONFIG in files or MODEL_CONFIG in files),
+        adds_bos=added["add_bos_token"],
+        adds_eos=added["add_eos_token"],
+        unframed_class=_unframed_class(settings),
+    )
+
+
+def _unframed_class(settings: Mapping[str, Any]) -> str:
+    name = str(settings.get("tokenizer_class", "")).removesuffix("Fast")
+    if name == _UNFRAMED_CLASS:
+        return name
+    return ""
 
 
 def _fim_ids(id_of: IdOf) -> FimIds | None:
@@ -141,7 +198,11 @@ def read_object(files: Mapping[str, bytes], name: str, path: Path) -> dict[str, 
 
 def _named_id(role: str, files: Mapping[str, bytes], id_of: IdOf, path: Path) -> int | None:
     """The id of a role by the token's text, else by the number that the model's settings give."""
-    for name in (TOKENIZER_CONFIG, SPECIAL_TOKENS_MAP):
+    order = [SPECIAL_TOKENS_MAP, TOKENIZER_CONFIG]
+    # As transformers reads them: the older file holds unless the settings list the added tokens themselves.
+    if "added_tokens_decoder" in read_object(files, TOKENIZER_CONFIG, path):
+        order.reverse()
+    for name in order:
         token = read_object(files, name, path).get(f"{role}_token")
         if isinstance(token, dict):
             token = token.get("content")
@@ -160,7 +221,8 @@ def _listed_ids(role: str, files: Mapping[str, bytes], path: Path) -> list[int]:
     for name in (GENERATION_CONFIG, MODEL_CONFIG):
         value = read_object(files, name, path).get(f"{role}_token_id")
         if isinstance(value, int):
-            return [value]
+            value = [value]
         if isinstance(value, list) and value:
-            return [token for token in value if isinstance(token, int)]
+            # −1 says that there is none (pad_token_id of the first Llama models).
+            return [token for token in value if isinstance(token, int) and token >= 0]
     return []

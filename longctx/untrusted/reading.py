@@ -14,6 +14,8 @@ import stat
 from pathlib import Path
 from typing import Any
 
+from longctx.untrusted.git_lfs import ADVICE, is_pointer
+
 MOST_JSON_BYTES = 64 * 2**20
 """The largest JSON file that is read, unless its format needs more."""
 MOST_JSON_VALUES = 4_000_000
@@ -23,6 +25,9 @@ MOST_DEPTH = 64
 _MOST_DIGITS = 40
 """Digits of the longest whole number: 128 bits are 39. Beyond, Python computes where others overflow."""
 
+_HEAD = 64
+NOT_FETCHED = f"it is a Git LFS pointer, and the file was not fetched: {ADVICE}"
+
 _SHOWN = reprlib.Repr()
 _SHOWN.maxlevel, _SHOWN.maxlist, _SHOWN.maxtuple, _SHOWN.maxdict, _SHOWN.maxset = 3, 12, 12, 12, 12
 _SHOWN.maxstring, _SHOWN.maxother, _SHOWN.maxlong = 80, 60, 48
@@ -30,8 +35,15 @@ _SHOWN.maxstring, _SHOWN.maxother, _SHOWN.maxlong = 80, 60, 48
 _HALF_CHARACTER = re.compile(rb"\\u[dD][89a-fA-F]")
 
 
+class NotFetchedError(ValueError):
+    """A Git LFS pointer stands where the file should."""
+
+
 def read_bounded(path: Path, most_bytes: int) -> bytes:
-    """The bytes of a plain file; ValueError where it is larger, or no plain file. OSError where it cannot be read."""
+    """The bytes of a plain file; ValueError where it is larger, no plain file, or a Git LFS pointer to one.
+
+    OSError where it cannot be read.
+    """
     # Without waiting: to open a pipe that nobody writes to would hang.
     handle = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
     with os.fdopen(handle, "rb") as file:
@@ -46,7 +58,16 @@ def read_bounded(path: Path, most_bytes: int) -> bytes:
         content = file.read(most_bytes + 1)
         if len(content) > most_bytes:
             raise ValueError(f"it has more than {most_bytes:,} bytes")
+        if is_pointer(content[:_HEAD]):
+            raise NotFetchedError(NOT_FETCHED)
         return content
+
+
+def check_fetched(path: Path) -> None:
+    """Raise NotFetchedError for a Git LFS pointer; OSError if the file cannot be read."""
+    with path.open("rb") as file:
+        if is_pointer(file.read(_HEAD)):
+            raise NotFetchedError(NOT_FETCHED)
 
 
 def read_json(path: Path, *, most_bytes: int = MOST_JSON_BYTES, most_values: int = MOST_JSON_VALUES) -> Any:
@@ -84,6 +105,13 @@ def parse_json(content: bytes, *, most_values: int = MOST_JSON_VALUES) -> Any:
 def shown(value: Any) -> str:
     """A value for a message, cut to a few words, whatever a stranger made of it."""
     return _SHOWN.repr(value)
+
+
+def printable(text: str) -> str:
+    """Return a stranger's name for a message: as it is if a terminal shows it so, else quoted; cut to a few words."""
+    if text.isprintable() and text == text.strip() and len(text) <= _SHOWN.maxstring:
+        return text
+    return shown(text)
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

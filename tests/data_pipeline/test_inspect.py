@@ -116,6 +116,9 @@ def test_verify_finds_ids_outside_the_vocabulary(tokenizer: Tokenizer, tmp_path:
     tokenizer.save(tmp_path)
     assert verify(tmp_path) == []
     edit(tmp_path / "manifest.json", lambda m: m.update(vocab_size=699), seal=True)
+    assert "num_ids=700 is above vocab_size=699" in verify(tmp_path)[0]
+    # Of a folder without the largest id the file itself is asked.
+    edit(tmp_path / "manifest.json", lambda m: m["shards"][0].pop("num_ids"), seal=True)
     problems = verify(tmp_path)
     assert "has vocab_size=699 and padding=3, the tokenizer beside it 700 and 3" in problems[0]
     assert problems[1:] == [f"{tmp_path / '00000.arrow'} holds id 699, outside the vocabulary of 699."]

@@ -14,7 +14,7 @@ from data_pipeline.shards.manifest import ShardEntry, hash_json
 from data_pipeline.shards.sums import sums_file
 from longctx.files import hash_file, write_atomically
 
-FORMAT = "longctx-part-1"
+FORMAT = "longctx-part-2"
 RECORD_FILE = "part.json"
 SPLITS = ("training", "validation")
 """The splits, each in a folder of its name."""

@@ -109,7 +109,7 @@ class LongctxLM(LM):
         end = None
         if special.end is not None:
             end = self._subject.tokenizer.piece(special.end)
-        prompts = [compact(self._encoder.text(request.args[0]) or [self._encoder.prefix]) for request in requests]
+        prompts = [compact(self._encoder.text(request.args[0]) or self._encoder.begin()) for request in requests]
         wanted = [generation_of(request.args[1], end=end) for request in requests]
         self._check(
             [len(ids) + how.max_new_tokens for ids, how in zip(prompts, wanted, strict=True)],

@@ -10,12 +10,15 @@ from dataclasses import dataclass
 from itertools import chain
 from typing import Any
 
+import numpy as np
+
 from longctx.errors import ConfigError
 from longctx.generation.beams import Beams
 from longctx.generation.penalties import Penalties
 from longctx.generation.sampling import Greedy, Sample
 from longctx.generation.scoring import Pair
 from longctx.tokenizer import Tokenizer
+from longctx.tokenizer.rows import check_rows
 
 MAX_NEW_TOKENS = 256
 """Tokens that are generated where a task names no number, as lm-eval has it."""
@@ -53,6 +56,10 @@ class Encoder:
         """What a text without a context follows, and the first token of a perplexity."""
         self._spelt = tokenizer.piece(prefix)
 
+    def begin(self) -> list[int]:
+        """Return the prefix, the one id before a text without a context; DataError if the model has no row for it."""
+        return check_rows(self._tokenizer, np.array([self.prefix]), "the beginning of a text").tolist()
+
     def text(self, text: str) -> list[int]:
         """The ids of a text, with the one that begins a document where the tokenizer puts one there."""
         if self._begins(text):
@@ -68,13 +75,13 @@ class Encoder:
             ids = self._without_begin(continuation)
             if ids[:1] == [self.prefix]:
                 return self._checked(ids[:1], ids[1:], context, continuation)
-            return self._checked([self.prefix], ids, context, continuation)
+            return self._checked(self.begin(), ids, context, continuation)
         # The two are encoded as one text: a token may span the spaces between them.
         stripped = context.rstrip()
         whole = self.text(context + continuation)
         start = self.text(stripped)
         # A context of spaces alone, and a tokenizer that puts nothing before a text.
-        return self._checked(start or [self.prefix], whole[len(start) :], context, continuation)
+        return self._checked(start or self.begin(), whole[len(start) :], context, continuation)
 
     def windows(self, text: str, max_length: int) -> list[Pair]:
         """A text in parts for its perplexity: each of its ids is the continuation of one part.
@@ -87,7 +94,7 @@ class Encoder:
             stop = min(start + max_length, len(ids))
             # One id more than the model reads: the last one is only predicted.
             context = ids[max(0, stop - max_length - 1) : start]
-            pairs.append(Pair(context or [self.prefix], ids[start:stop]))
+            pairs.append(Pair(context or self.begin(), ids[start:stop]))
         return pairs
 
     def _begins(self, text: str) -> bool:
@@ -98,7 +105,7 @@ class Encoder:
         """The ids of a text alone. Where it spells its first token, that is the token: a prompt may come with it."""
         if not self._begins(text):
             return self._tokenizer.encode(text).tolist()
-        return [self.prefix, *self._tokenizer.encode(text.removeprefix(self._spelt)).tolist()]
+        return [*self.begin(), *self._tokenizer.encode(text.removeprefix(self._spelt)).tolist()]
 
     def _checked(self, context_ids: list[int], continuation_ids: list[int], context: str, continuation: str) -> Pair:
         if not continuation_ids:

@@ -14,7 +14,7 @@ from longctx.conversion.weights.pickled import PickledFile
 from longctx.conversion.weights.safetensors_file import SafetensorsFile
 from longctx.errors import CheckpointError
 from longctx.files import check_link
-from longctx.untrusted.reading import shown
+from longctx.untrusted.reading import check_fetched, shown
 
 WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"
@@ -51,11 +51,15 @@ class WeightsFolder:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self._files: dict[str, WeightsFile] = {}
-        found = _find_weights(folder)
+        self._found = found = _find_weights(folder)
         if found.endswith(_INDEX_END):
             self._file_of = self._read_index(found)
         else:
             self._file_of = dict.fromkeys(self._names(found), found)
+
+    def files(self) -> set[str]:
+        """Return the names of the files that tensors are read from, and of the index."""
+        return set(self._file_of.values()) | {self._found}
 
     def names(self) -> set[str]:
         """Every tensor on disk."""
@@ -108,11 +112,20 @@ class WeightsFolder:
         """The file, its header read once."""
         if file not in self._files:
             path = checked_path(self.folder, file, named_by=self.folder, kinds=(_SAFE, *_PICKLED))
+            check_is_fetched(path)
             if file.endswith(_SAFE):
                 self._files[file] = SafetensorsFile(path)
             else:
                 self._files[file] = PickledFile(path)
         return self._files[file]
+
+
+def check_is_fetched(path: Path) -> None:
+    """Raise CheckpointError for a Git LFS pointer, which stands where a file should."""
+    try:
+        check_fetched(path)
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{path} cannot be read: {error}.") from error
 
 
 def has_usual_names(folder: Path) -> bool:

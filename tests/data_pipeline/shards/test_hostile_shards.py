@@ -47,7 +47,9 @@ def seal(folder: Path, manifest: Manifest, **fields: Any) -> None:
     whole, sums = sum_blocks(path)
     (folder / "00000.sums").write_bytes(sums.tobytes())
     found = xxhash.xxh3_128_hexdigest(sums.tobytes())
-    entry = dataclasses.replace(manifest.shards[0], bytes=path.stat().st_size, xxh3_128=whole, sums=found)
+    entry = manifest.shards[0]
+    # What the ids of another shard were says nothing of this one.
+    entry = dataclasses.replace(entry, bytes=path.stat().st_size, xxh3_128=whole, sums=found, num_ids=0)
     dataclasses.replace(manifest, shards=[entry], **fields).save(folder)
 
 

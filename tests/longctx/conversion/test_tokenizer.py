@@ -47,7 +47,7 @@ def exported(tmp_path_factory):
     folder = tmp_path_factory.mktemp("tokenizer")
     model = train_tokenizer(folder / "source.model", vocab_size=700)
     (folder / "hf").mkdir()
-    ids = export_tokenizer(model, folder / "hf", max_vocab_size=700, max_positions=64)
+    ids = export_tokenizer(model, folder / "hf", max_positions=64)
     fast = transformers.AutoTokenizer.from_pretrained(str(folder / "hf"), local_files_only=True)
     return model, folder / "hf", ids, sentencepiece.SentencePieceProcessor(model_file=str(model)), fast
 
@@ -91,7 +91,7 @@ def test_code_cut_anywhere(exported):
 @pytest.mark.parametrize("options", [{"vocab_size": 360}, {"vocab_size": 1400}, {"split_by_whitespace": False}])
 def test_other_vocabularies(tmp_path, options):
     model = train_tokenizer(tmp_path / "source.model", **options)
-    export_tokenizer(model, tmp_path, max_vocab_size=2000, max_positions=64)
+    export_tokenizer(model, tmp_path, max_positions=64)
     texts = "".join(corpus())
     check_tokenizer(model, tmp_path, [*HARD_TEXTS, texts, " " * 37, "a" * 53, "=" * 71, texts[::-1]])
 
@@ -102,7 +102,7 @@ def test_ambiguous_merges_follow_sentencepiece(tmp_path):
     words = ["".join(rng.choice("ab") for _ in range(400)) for _ in range(200)]
     words += ["a b " * 20] * 60
     model = train_tokenizer(tmp_path / "source.model", texts=words, vocab_size=420)
-    export_tokenizer(model, tmp_path, max_vocab_size=420, max_positions=64)
+    export_tokenizer(model, tmp_path, max_positions=64)
     texts = ["".join(rng.choice("ab") for _ in range(rng.randrange(300))) for _ in range(300)]
     check_tokenizer(model, tmp_path, [*texts, "a" * 99, "ab" * 99, "aba" * 99, "aabaa" * 50])
 
@@ -170,7 +170,7 @@ def test_other_models_are_exported_as_sentencepiece_encodes_them(tmp_path, kind)
     lines = [line for text in corpus() for line in text.split("\n") if line]
     pieces = {"bos_piece": "<s>", "eos_piece": "</s>"}
     model = train_tokenizer(tmp_path / "source.model", texts=lines, **pieces, **FOREIGN[kind])
-    ids = export_tokenizer(model, tmp_path, max_vocab_size=10_000, max_positions=64)
+    ids = export_tokenizer(model, tmp_path, max_positions=64)
     assert (ids["bos_token_id"], ids["eos_token_id"]) == (1, 2)
     check_tokenizer(model, tmp_path, [*HARD_TEXTS, *corpus(), "a<|call|>b <|call|>\n\n\n"])
     # The folder's tokenizer.json is a tokenizer of its own, with the same ids.
@@ -183,7 +183,7 @@ def test_a_unigram_of_ours_is_exported_with_its_own_rule(tmp_path):
     """Real spaces in its pieces, no normaliser, and U+2581 in a text as its bytes."""
     model = train_tokenizer(tmp_path / "source.model", model_type="unigram", vocab_size=400)
     assert load_tokenizer(model).is_own
-    export_tokenizer(model, tmp_path, max_vocab_size=10_000, max_positions=64)
+    export_tokenizer(model, tmp_path, max_positions=64)
     check_tokenizer(model, tmp_path, [*HARD_TEXTS, *corpus()])
     fast = transformers.AutoTokenizer.from_pretrained(str(tmp_path), local_files_only=True)
     text = f"a{SPACE_MARK}b {SPACE_MARK}"
@@ -193,31 +193,26 @@ def test_a_unigram_of_ours_is_exported_with_its_own_rule(tmp_path):
 def test_a_model_that_no_tokenizer_json_expresses_is_refused(tmp_path):
     """Hugging Face's copy of SentencePiece's normaliser composes letters otherwise."""
     model = train_tokenizer(tmp_path / "source.model", bos_piece="<s>", normalization_rule_name="nmt_nfkc")
-    export_tokenizer(model, tmp_path, max_vocab_size=10_000, max_positions=64)
+    export_tokenizer(model, tmp_path, max_positions=64)
     with pytest.raises(DataError, match=r"differs from (?s:.*)--tokenizer none"):
         check_tokenizer(model, tmp_path, HARD_TEXTS)
     model = train_tokenizer(tmp_path / "source.model", model_type="char", bos_piece="<s>", vocab_size=400)
     with pytest.raises(DataError, match=r"its type is characters.*\n.*--tokenizer none"):
-        export_tokenizer(model, tmp_path, max_vocab_size=10_000, max_positions=64)
+        export_tokenizer(model, tmp_path, max_positions=64)
 
 
 def test_a_vocabulary_without_a_space_is_refused(tmp_path):
     """SentencePiece would spell a space with the bytes of U+2581 then."""
     model = train_tokenizer(tmp_path / "source.model", texts=["abab" * 9, "ba" * 7], vocab_size=265)
     with pytest.raises(DataError, match="no piece for a space"):
-        export_tokenizer(model, tmp_path, max_vocab_size=10_000, max_positions=64)
-
-
-def test_more_ids_than_the_model_are_refused(exported, tmp_path):
-    with pytest.raises(DataError, match="700 ids"):
-        export_tokenizer(exported[0], tmp_path, max_vocab_size=699, max_positions=64)
+        export_tokenizer(model, tmp_path, max_positions=64)
 
 
 def test_what_is_no_model_is_refused(tmp_path):
     (tmp_path / "bad.model").write_bytes(b"no model")
     for path in ("bad.model", "absent.model"):
         with pytest.raises(DataError, match=r"is not a SentencePiece model|cannot be read"):
-            export_tokenizer(tmp_path / path, tmp_path, max_vocab_size=1000, max_positions=64)
+            export_tokenizer(tmp_path / path, tmp_path, max_positions=64)
 
 
 def test_without_transformers_its_command_is_named(exported, monkeypatch):

@@ -169,7 +169,7 @@ def test_a_checkpoint_is_upcycled_as_a_whole(tmp_path):
     origin = {"imported": {"model_type": "llama", "token_ids": {"eos_token_id": 7}, "dtype": "bfloat16"}}
     save_masters(
         config, dense.state_dict().items(), tmp_path / "dense",
-        dtype=torch.bfloat16, training=origin, carried=[tmp_path / "tokenizer.model"],
+        dtype=torch.bfloat16, training=origin, carried={"tokenizer.model": tmp_path / "tokenizer.model"},
     )  # fmt: skip
     seen = []
     upcycle_checkpoint(

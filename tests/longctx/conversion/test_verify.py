@@ -368,7 +368,7 @@ class TestCompanions:
     def test_they_survive_byte_for_byte_and_others_stay_behind(self, hf, tmp_path):
         for name, content in COMPANIONS.items():
             (hf / name).write_bytes(content)
-        for name in ("modeling_evil.py", "README.md", "tokenizer_evil.json"):
+        for name in ("modeling_evil.py", "vocab.txt", "tokenizer_evil.json"):
             (hf / name).write_text("x")
         carried = import_hf(hf, tmp_path / "ours").carried
         assert sorted(carried) == sorted(COMPANIONS)

@@ -1,0 +1,92 @@
+"""Keys that tools leave in a config.json and that no network reads: they are passed over, and an import names them.
+
+A key is listed only if transformers 5.24 computes the same logits with it and without, in every family here
+(``tests/longctx/families/test_leftover.py``). Some of them mean something elsewhere: vLLM scales attention by
+``attn_factor``. Any other unknown key is refused, because it may change the model.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from longctx.untrusted.reading import printable
+
+_ANY: tuple[Any, ...] = ()
+_TOOLS = (
+    "unsloth_version", "unsloth_fixed", "model_name", "transformers.js_config", "name_or_path", "_commit_hash",
+    "model_max_length", "tokenizer_padding_side", "tokenizer_model_max_length", "padding_side", "finetuning_task",
+    "gradient_checkpointing", "torchscript", "use_bfloat16", "tf_legacy_loss", "_flash_attn_2_enabled",
+    "attn_factor",
+)  # fmt: skip
+_GENERATION = (
+    "max_length", "min_length", "do_sample", "early_stopping", "num_beams", "num_beam_groups", "diversity_penalty",
+    "temperature", "top_k", "top_p", "typical_p", "repetition_penalty", "length_penalty", "no_repeat_ngram_size",
+    "encoder_no_repeat_ngram_size", "bad_words_ids", "num_return_sequences", "output_scores",
+    "return_dict_in_generate", "forced_bos_token_id", "forced_eos_token_id", "remove_invalid_values",
+    "exponential_decay_length_penalty", "suppress_tokens", "begin_suppress_tokens", "prefix", "task_specific_params",
+    "decoder_start_token_id", "sep_token_id", "unk_token_id", "mask_token_id", "cls_token_id",
+)  # fmt: skip
+_LEFTOVER: dict[str, tuple[Any, ...]] = {
+    **dict.fromkeys((*_TOOLS, *_GENERATION), _ANY),
+    # Only with the value that leaves the network as it is.
+    "quantization_config": (None,),
+    "pruned_heads": (None, {}),
+    "add_cross_attention": (None, False),
+    "cross_attention_hidden_size": (None,),
+    "tie_encoder_decoder": (None, False),
+    "is_decoder": (None, True, False),
+    "is_causal": (True,),
+    "attention_chunk_size": (None,),
+    "pretraining_tp": _ANY,
+}
+"""Key -> the values with which it changes nothing; none are named if all of them are."""
+
+IN_ROPE_TABLES = frozenset({"attn_factor", "extrapolation_factor", "finetuned"})
+"""The same within rope_scaling and rope_parameters."""
+_TABLES = ("rope_scaling", "rope_parameters")
+_PLAIN = re.compile(r"[A-Za-z0-9_.-]{1,80}")
+
+
+def is_leftover(key: str, value: Any) -> bool:
+    """Return whether a key of config.json that no rule of the family reads says nothing of the network."""
+    if key not in _LEFTOVER:
+        return False
+    allowed = _LEFTOVER[key]
+    # In Python True equals 1; in a config.json they are other words.
+    return not allowed or any(value == one and type(value) is type(one) for one in allowed)
+
+
+def leftover_keys(config: Mapping[str, Any], known: frozenset[str]) -> dict[str, Any]:
+    """Return the keys that a config.json has and that are passed over, with their values; ``known`` are read."""
+    found = {key: value for key, value in config.items() if key not in known and is_leftover(key, value)}
+    for table in _TABLES:
+        for where, key, value in _in_table(table, config.get(table)):
+            found[f"{where}.{key}"] = value
+    return found
+
+
+def how_to_delete(keys: Sequence[str]) -> str:
+    """Return what to do about unknown keys of config.json or of a table in it: a line to type in the folder."""
+    advice = "If they change the model, it is not supported. If they do not, delete them from config.json"
+    # A stranger chose the keys: what a shell or Python would act on is in no line to type.
+    if not all(_PLAIN.fullmatch(key) for key in keys):
+        return f"{advice}."
+    return (
+        f"{advice}, here from wherever they stand in it:\n"
+        "  python -c 'import json; drop = lambda v: {k: drop(v[k]) for k in v if k not in "
+        f'"{" ".join(keys)}".split()}} if isinstance(v, dict) else v; c = drop(json.load(open("config.json"))); '
+        'json.dump(c, open("config.json", "w"), indent=2)\''
+    )
+
+
+def _in_table(where: str, table: Any) -> Iterator[tuple[str, str, Any]]:
+    """Yield place, key and value of each such key of a rope table, or of one within it (Gemma 3)."""
+    if not isinstance(table, dict):
+        return
+    for key, value in table.items():
+        if isinstance(value, dict):
+            yield from _in_table(f"{where}.{printable(key)}", value)
+        elif key in IN_ROPE_TABLES:
+            yield where, key, value

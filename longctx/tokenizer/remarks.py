@@ -1,0 +1,90 @@
+"""Sentences about a tokenizer that a user should read once: at a build, an import and an export.
+
+A text's frame is said in two places: ``tokenizer_config.json`` (``add_bos_token``, ``add_eos_token``) and the
+post-processor of ``tokenizer.json``. transformers 5.24 takes the post-processor and ignores the settings wherever there
+is a ``tokenizer.json``; so do we (``special``). Where the two disagree, the user may have meant the other one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+
+from longctx.tokenizer.contract import Tokenizer
+from longctx.tokenizer.special import JSON_FILE, TOKENIZER_CONFIG
+
+_NAMED = 6
+"""Tokens that a sentence names."""
+
+
+def frame_remarks(tokenizer: Tokenizer) -> Iterator[str]:
+    """Yield a sentence for each disagreement about begin and end: both opinions, and the one that is taken."""
+    if tokenizer.special.frame.file == JSON_FILE:
+        yield from _begin_of_json(tokenizer)
+        yield from _end_of_json(tokenizer)
+    else:
+        yield from _begin_of_model(tokenizer)
+
+
+def rows_remark(tokenizer: Tokenizer, rows: int) -> str | None:
+    """Return what a model of so many embedding rows cannot read of its tokenizer's ids; None if it has them all."""
+    if tokenizer.vocab_size <= rows:
+        return None
+    beyond = np.arange(rows, tokenizer.vocab_size)
+    texts = beyond[~tokenizer.is_control[beyond]]
+    said = f"{tokenizer.path} has {tokenizer.vocab_size} ids, the model rows for {rows}."
+    frame = [token for token in (tokenizer.special.begin, tokenizer.special.end) if token is not None]
+    framing = beyond[np.isin(beyond, frame)]
+    if len(framing):
+        return f"{said} No document can be read: each begins or ends with {_listed(tokenizer, framing)}."
+    if len(texts):
+        return f"{said} A text that has one of these tokens is refused: {_listed(tokenizer, texts)}."
+    return f"{said} No text becomes one of the others: {_listed(tokenizer, beyond)}."
+
+
+def _begin_of_json(tokenizer: Tokenizer) -> Iterator[str]:
+    special, frame = tokenizer.special, tokenizer.special.frame
+    puts = f"the post-processor of {JSON_FILE} puts {tokenizer.spelt(frame.before, 'nothing')} before a text"
+    taken = "Taken is the post-processor, as transformers 5.24 takes it."
+    if frame.unframed_class and frame.before is not None:
+        taken = "Taken is the class, as transformers 5.24 takes it."
+        yield f"tokenizer_class={frame.unframed_class} puts nothing before a text, {puts}. {taken}"
+    elif frame.adds_bos is not None and frame.adds_bos != (frame.before is not None):
+        yield f"{TOKENIZER_CONFIG} says add_bos_token={_json(frame.adds_bos)}, {puts}. {taken}"
+    elif frame.before is not None and special.bos not in (None, frame.before):
+        yield f"the begin token is named {tokenizer.spelt(special.bos)}, {puts}. {taken}"
+
+
+def _end_of_json(tokenizer: Tokenizer) -> Iterator[str]:
+    special, frame = tokenizer.special, tokenizer.special.frame
+    puts = f"the post-processor of {JSON_FILE} puts {tokenizer.spelt(frame.after, 'nothing')} after a text"
+    taken = (
+        f"Taken is {tokenizer.spelt(special.end, 'nothing')}: documents of training data end with it, prompts do not."
+    )
+    if frame.adds_eos is not None and frame.adds_eos != (frame.after is not None):
+        yield f"{TOKENIZER_CONFIG} says add_eos_token={_json(frame.adds_eos)}, {puts}. {taken}"
+    elif frame.after is not None:
+        yield f"the end token is named {tokenizer.spelt(special.end, 'nowhere')}, {puts}. {taken}"
+
+
+def _begin_of_model(tokenizer: Tokenizer) -> Iterator[str]:
+    """Of a SentencePiece model in a folder of Hugging Face: transformers begins no text unless it is told to."""
+    frame = tokenizer.special.frame
+    if frame.is_only_form and frame.adds_bos is None and frame.adds_eos is None and frame.before is not None:
+        yield (
+            f"{frame.file} has the begin token {tokenizer.spelt(frame.before)}, {TOKENIZER_CONFIG} says nothing of "
+            "add_bos_token, and transformers 5.24 then puts nothing before a text. Taken is the begin token; "
+            f'"add_bos_token": false there leaves it out.'
+        )
+
+
+def _listed(tokenizer: Tokenizer, ids: np.ndarray) -> str:
+    named = ", ".join(tokenizer.spelt(token) for token in ids[:_NAMED].tolist())
+    if len(ids) > _NAMED:
+        named += f" and {len(ids) - _NAMED} more"
+    return named
+
+
+def _json(value: bool) -> str:
+    return str(value).lower()

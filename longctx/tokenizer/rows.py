@@ -1,0 +1,47 @@
+"""Ids that a tokenizer has and its model has no embedding row for: Gemma 3's image token, a ``[PAD]`` that was added.
+
+Usual text becomes none of them, so such a tokenizer serves; refused is a text that has one, by the token's name.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import numpy as np
+
+from longctx.errors import DataError
+from longctx.tokenizer.special import SpecialIds
+
+
+class ModelTokenizer(Protocol):
+    """What is asked of a ``Tokenizer`` here."""
+
+    vocab_size: int
+    special: SpecialIds
+    rows: int | None
+
+    def spelt(self, token: int | None, nothing: str = "none") -> str: ...
+
+
+def check_rows(tokenizer: ModelTokenizer, ids: np.ndarray, where: str) -> np.ndarray:
+    """Return the ids; DataError if the model of ``tokenizer.for_model`` has no row for one, which ``where`` holds."""
+    if tokenizer.rows is None:
+        return ids
+    beyond = ids[ids >= tokenizer.rows]
+    if len(beyond):
+        raise DataError(f"{where} holds the token {without_row(tokenizer, int(beyond[0]), tokenizer.rows)}")
+    return ids
+
+
+def without_row(tokenizer: ModelTokenizer, token: int, rows: int) -> str:
+    """Name a token that a model of so many rows does not have, and say what to do."""
+    size = max(tokenizer.vocab_size, token + 1)
+    advice = f"Give the model a row for it in transformers: model.resize_token_embeddings({size}),"
+    # What frames every document cannot be left out.
+    if token not in (tokenizer.special.begin, tokenizer.special.end):
+        advice = f"Leave it out of the text. Or g{advice[1:]}"
+    return (
+        f"{tokenizer.spelt(token)}, and the model has rows for the ids 0 to {rows - 1}.\n{advice} then "
+        "model.save_pretrained(DIR) and tokenizer.save_pretrained(DIR). `longctx convert --to hf` makes a folder that "
+        "it loads."
+    )

@@ -1,0 +1,51 @@
+"""Named chat templates: the files ``additional_chat_templates/NAME.jinja`` of a Hugging Face folder.
+
+Shards and checkpoints have no folders within; there such a file is ``additional_chat_templates.NAME.jinja``.
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from longctx.errors import DataError
+from longctx.files import check_link
+
+TEMPLATES = "additional_chat_templates"
+_NAME = r"[A-Za-z0-9_][A-Za-z0-9._+-]{0,99}"
+_IN_FOLDER = re.compile(rf"({_NAME})\.jinja")
+_FLAT = re.compile(rf"{TEMPLATES}\.({_NAME})\.jinja")
+_MOST = 64
+"""Templates of a model that are read; published ones have two or three."""
+
+
+def is_template(name: str) -> bool:
+    """Return whether a file of shards or of a checkpoint is a named chat template."""
+    return _FLAT.fullmatch(name) is not None
+
+
+def find_templates(folder: Path) -> dict[str, Path]:
+    """Return a folder's templates by the names that they have in a checkpoint, where they may have come from.
+
+    DataError for a link out of the folder, and for more templates than a model has. Files of other names are no
+    templates that a checkpoint could hold, and are left out.
+    """
+    found = {path.name: path for path in sorted(folder.glob(f"{TEMPLATES}.*.jinja")) if is_template(path.name)}
+    for path in sorted((folder / TEMPLATES).glob("*.jinja")):
+        if _IN_FOLDER.fullmatch(path.name):
+            found[f"{TEMPLATES}.{path.name}"] = path
+    if len(found) > _MOST:
+        raise DataError(
+            f"{folder / TEMPLATES} has {len(found)} chat templates, and {_MOST} are the most that are read."
+        )
+    for path in found.values():
+        check_link(folder, str(path.relative_to(folder)))
+    return {name: path for name, path in found.items() if path.is_file()}
+
+
+def hf_path(name: str) -> str:
+    """Return where a file of a checkpoint lies in a Hugging Face folder: templates in their own."""
+    match = _FLAT.fullmatch(name)
+    if match is None:
+        return name
+    return f"{TEMPLATES}/{match[1]}.jinja"

@@ -1,0 +1,123 @@
+"""Begin and end as transformers has them, over every combination of what the files may say; and what is said of it."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from longctx.tokenizer import load_tokenizer
+from longctx.tokenizer.remarks import frame_remarks, rows_remark
+from tests.longctx.tokenizer.byte_level import SIZE, frame, tokenizer_json, write_tokenizer
+
+_SAID = (None, True, False)
+_FRAMES = {
+    "none": None,
+    "bytes": {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": False, "use_regex": True},
+    "begin": frame(begins=True),
+    "both": frame(begins=True, ends=True),
+    "end": frame(ends=True),
+}
+
+
+def _settings(begins: bool | None, ends: bool | None) -> dict[str, bool]:
+    said = {"add_bos_token": begins, "add_eos_token": ends}
+    return {key: value for key, value in said.items() if value is not None}
+
+
+@pytest.mark.parametrize(
+    "named", ["PreTrainedTokenizerFast", "TokenizersBackend", "LlamaTokenizerFast", "GPT2Tokenizer", "Qwen2Tokenizer"]
+)
+def test_begin_and_end_are_those_of_transformers(tmp_path: Path, named: str):
+    auto = pytest.importorskip("transformers").AutoTokenizer
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama"}))
+    for (kind, content), begins, ends in itertools.product(_FRAMES.items(), _SAID, _SAID):
+        settings = _settings(begins, ends)
+        write_tokenizer(tmp_path, tokenizer_json(post_processor=content), tokenizer_class=named, **settings)
+        ours = load_tokenizer(tmp_path)
+        theirs = auto.from_pretrained(str(tmp_path), local_files_only=True)
+        found = theirs("def")["input_ids"]
+        assert ours.encode_prompt("def") == found[: len(found) - (found[-1] == 1)], (kind, settings)
+        assert (ours.special.bos, ours.document_end) == (theirs.bos_token_id, theirs.eos_token_id)
+        # A disagreement is said, and nothing else is.
+        said = " ".join(frame_remarks(ours))
+        begins_text, ends_text = found[0] == 0, found[-1] == 1
+        assert ("add_bos_token" in said) == (begins is not None and begins != begins_text)
+        assert ("add_eos_token" in said) == (ends is not None and ends != ends_text)
+        assert bool(said) == ("add_" in said or ends_text)
+
+
+@pytest.mark.parametrize("named", ["GPTNeoXTokenizer", "GPTNeoXTokenizerFast"])
+def test_a_class_that_begins_no_text_is_followed(tmp_path: Path, named: str):
+    auto = pytest.importorskip("transformers").AutoTokenizer
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama"}))
+    write_tokenizer(tmp_path, tokenizer_json(post_processor=frame(begins=True)), tokenizer_class=named)
+    ours, theirs = load_tokenizer(tmp_path), auto.from_pretrained(str(tmp_path), local_files_only=True)
+    assert ours.encode_prompt("def") == theirs("def")["input_ids"]
+    (said,) = frame_remarks(ours)
+    assert f"tokenizer_class={named.removesuffix('Fast')} puts nothing before a text, the post-processor" in said
+
+
+@pytest.mark.parametrize("lists_added_tokens", [False, True])
+def test_of_two_files_that_name_the_end_transformers_choice_holds(tmp_path: Path, lists_added_tokens: bool):
+    auto = pytest.importorskip("transformers").AutoTokenizer
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama"}))
+    settings = {"added_tokens_decoder": {"0": {"content": "<|begin|>", "special": True}}} if lists_added_tokens else {}
+    write_tokenizer(tmp_path, tokenizer_json(), **settings)
+    (tmp_path / "special_tokens_map.json").write_text(json.dumps({"bos_token": "<|end|>", "eos_token": "<|begin|>"}))
+    ours, theirs = load_tokenizer(tmp_path), auto.from_pretrained(str(tmp_path), local_files_only=True)
+    assert (ours.special.bos, ours.special.end) == (theirs.bos_token_id, theirs.eos_token_id)
+    assert ours.special.end == int(lists_added_tokens)
+
+
+def test_both_opinions_are_in_one_sentence(tmp_path: Path):
+    write_tokenizer(tmp_path, tokenizer_json(post_processor=frame(begins=True)), add_bos_token=False)
+    (said,) = frame_remarks(load_tokenizer(tmp_path))
+    assert "add_bos_token=false" in said
+    assert "puts <|begin|> (0) before a text" in said
+    assert "Taken is the post-processor" in said
+    write_tokenizer(tmp_path, tokenizer_json(post_processor=frame(begins=True)), bos_token="<|end|>")
+    (said,) = frame_remarks(load_tokenizer(tmp_path))
+    assert "named <|end|> (1), the post-processor" in said
+
+
+@pytest.mark.parametrize(("begins", "ends"), itertools.product(_SAID, _SAID))
+def test_a_model_file_alone_begins_as_its_settings_say(
+    family: Callable[[str], Path], tmp_path: Path, begins: bool | None, ends: bool | None
+):
+    auto = pytest.importorskip("transformers").AutoTokenizer
+    folder = Path(shutil.copytree(family("llama2"), tmp_path / "llama2"))
+    settings = {"tokenizer_class": "LlamaTokenizer", "bos_token": "<s>", "eos_token": "</s>"} | _settings(begins, ends)
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+    (folder / "config.json").write_text(json.dumps({"model_type": "llama"}))
+    ours = load_tokenizer(folder)
+    theirs = auto.from_pretrained(str(folder), local_files_only=True)
+    agree = (theirs("def")["input_ids"][0] == ours.special.bos) == (ours.document_begin is not None)
+    # Without a word of it transformers begins no text, and a SentencePiece model does here: that is said.
+    assert agree == (begins is not None or ends is not None)
+    assert agree == (not list(frame_remarks(ours)))
+    if not agree:
+        (said,) = frame_remarks(ours)
+        assert '"add_bos_token": false there leaves it out' in said
+        (folder / "tokenizer_config.json").write_text(json.dumps(settings | {"add_bos_token": False}))
+        assert load_tokenizer(folder).document_begin is None
+
+
+def test_tokens_beyond_the_model_s_rows_are_named_once(tmp_path: Path):
+    content = tokenizer_json(("<image>", SIZE, True))
+    assert rows_remark(load_tokenizer(write_tokenizer(tmp_path, content)), SIZE + 1) is None
+    said = rows_remark(load_tokenizer(tmp_path), SIZE)
+    assert said is not None
+    assert f"No text becomes one of the others: <image> ({SIZE})" in said
+    write_tokenizer(tmp_path, tokenizer_json(("<image>", SIZE, True), ("<tool>", SIZE + 1, False)))
+    said = rows_remark(load_tokenizer(tmp_path), SIZE)
+    assert said is not None
+    assert f"is refused: <tool> ({SIZE + 1})." in said
+    write_tokenizer(tmp_path, content, eos_token="<image>")
+    said = rows_remark(load_tokenizer(tmp_path), SIZE)
+    assert said is not None
+    assert "No document can be read" in said
