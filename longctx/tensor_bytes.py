@@ -15,4 +15,4 @@ def as_bytes(x: Tensor) -> Tensor:
 
 def rows_as_bytes(x: Tensor) -> Tensor:
     """Return a tensor of any strides as bytes, uint8 of the same shape but for a last axis of its values' bytes."""
-    return as_bytes(x.contiguous()).view(*x.shape[:-1], x.shape[-1] * x.itemsize)
+    return as_bytes(x.contiguous()).view(x.shape[:-1] + torch.Size([x.shape[-1] * x.itemsize]))

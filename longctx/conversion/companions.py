@@ -69,6 +69,7 @@ def find_notices(folder: Path, *, card: bool = True) -> dict[str, Path]:
     found = {name: checked_path(folder, name, named_by=folder) for name in names if not (folder / name).is_dir()}
     if not card:
         found = {name: path for name, path in found.items() if not name.lower().startswith(_CARD)}
+    # Every checkpoint of a run has a copy of each.
     small = {name: path for name, path in found.items() if path.stat().st_size <= _MOST_NOTICE_BYTES}
     return dict(list(small.items())[:_MOST_NOTICES])
 

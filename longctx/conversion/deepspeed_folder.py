@@ -49,6 +49,7 @@ def import_deepspeed(source: str | Path, output: str | Path, *, execute_pickles:
     # Before the tool runs for hours.
     check_free(output, CheckpointError)
     checked_path(source, CONFIG, named_by=source)
+    # A pointer of Git LFS has a state's name and none of its bytes.
     for path in [source / CONFIG, source / LATEST, *source.rglob("*_states.pt")]:
         check_is_fetched(path)
     companions = find_companions(source)
