@@ -172,7 +172,7 @@ class CheckpointReader:
         if not path.is_file():
             return f"{name} is missing"
         if path.stat().st_size != num_bytes:
-            return f"{name}: {wrong_size(path, num_bytes)}"
+            return f"{name} {wrong_size(path, num_bytes)}"
         return ""
 
     def _places(self, name: str, role: str, start: int, numel: int) -> list[_Place]:

@@ -179,12 +179,12 @@ def read_manifest_bytes(folder: Path) -> tuple[bytes, int]:
 
 
 def wrong_size(path: Path, num_bytes: int) -> str:
-    """Return what is wrong with a file that does not have the bytes that its manifest says."""
+    """Return what a file does that does not have the bytes that its manifest says."""
     try:
         check_fetched(path)
     except ValueError as error:
-        return str(error)
-    return f"it has {path.stat().st_size} bytes, the manifest says {num_bytes}"
+        return str(error).removeprefix("it ")
+    return f"has {path.stat().st_size} bytes, the manifest says {num_bytes}"
 
 
 def hash_file(path: Path) -> str:

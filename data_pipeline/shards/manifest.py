@@ -19,7 +19,7 @@ from data_pipeline.stores.urls import Location
 from longctx.errors import DataError
 from longctx.files import check_link, write_synced
 from longctx.untrusted import git_lfs
-from longctx.untrusted.reading import MOST_JSON_BYTES, parse_json, read_bounded
+from longctx.untrusted.reading import MOST_JSON_BYTES, NotFetchedError, parse_json, read_bounded
 from longctx.untrusted.schema import NAME, Check, anything, listing, mapping, one_of, text, whole
 
 FORMAT = "longctx-shards"
@@ -278,7 +278,7 @@ def read_object(path: Location) -> dict[str, Any]:
     except OSError as error:
         raise DataError(f"{path} cannot be read ({error.strerror}).") from error
     except ValueError as error:
-        if git_lfs.is_pointer(content):
+        if isinstance(error, NotFetchedError) or git_lfs.is_pointer(content):
             raise DataError(f"{path} is a Git LFS pointer: {git_lfs.ADVICE}.") from error
         raise DataError(f"{path} is damaged: it is not JSON ({error}). Build the shards again.") from error
     if not isinstance(body, dict):

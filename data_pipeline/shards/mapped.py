@@ -20,11 +20,10 @@ from data_pipeline.shards.sums import ADVICE, BLOCK_SHIFT, Blocks, advise, read_
 from longctx.errors import DataError
 from longctx.files import check_link
 from longctx.untrusted import git_lfs
-from longctx.untrusted.reading import read_bounded
+from longctx.untrusted.reading import NotFetchedError, check_fetched
 
 _OFFSET, _NAME_OFFSET = 8, 4
 """Bytes of an offset: of a document in the tokens, and of a name in the names."""
-_MOST_POINTER_BYTES = 1024
 _MAGIC, _CONTINUES = b"ARROW1", -1
 
 
@@ -209,9 +208,12 @@ def check_size(folder: Path, entry: ShardEntry, state_of: Callable[[Path], FileS
 def _is_pointer(path: Path) -> bool:
     """Return whether a few lines of Git LFS stand where the shard should be."""
     try:
-        return git_lfs.is_pointer(read_bounded(path, _MOST_POINTER_BYTES))
-    except (OSError, ValueError):
+        check_fetched(path)
+    except NotFetchedError:
+        return True
+    except OSError:
         return False
+    return False
 
 
 def unreadable(path: Path, error: Exception) -> DataError:

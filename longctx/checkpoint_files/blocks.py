@@ -106,7 +106,7 @@ class BlockReader:
         content = open_file(path, past_cache=self._past_cache)
         found = os.fstat(content.fileno()).st_size
         if found != num_bytes:
-            raise OSError(errno.EIO, wrong_size(path, num_bytes))
+            raise OSError(errno.EIO, f"it {wrong_size(path, num_bytes)}")
         self._files[path.name] = _File(path, content, num_bytes, hashes)
 
     def read_into(self, name: str, start: int, out: Tensor) -> None:

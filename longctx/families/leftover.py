@@ -46,6 +46,7 @@ _LEFTOVER: dict[str, tuple[Any, ...]] = {
 IN_ROPE_TABLES = frozenset({"attn_factor", "extrapolation_factor", "finetuned"})
 """The same within rope_scaling and rope_parameters."""
 _TABLES = ("rope_scaling", "rope_parameters")
+_MOST_DELETED = 12
 _PLAIN = re.compile(r"[A-Za-z0-9_.-]{1,80}")
 
 
@@ -70,8 +71,8 @@ def leftover_keys(config: Mapping[str, Any], known: frozenset[str]) -> dict[str,
 def how_to_delete(keys: Sequence[str]) -> str:
     """Return what to do about unknown keys of config.json or of a table in it: a line to type in the folder."""
     advice = "If they change the model, it is not supported. If they do not, delete them from config.json"
-    # A stranger chose the keys: what a shell or Python would act on is in no line to type.
-    if not all(_PLAIN.fullmatch(key) for key in keys):
+    # A stranger chose the keys: what a shell or Python would act on is in no line to type, and none fills a screen.
+    if len(keys) > _MOST_DELETED or not all(_PLAIN.fullmatch(key) for key in keys):
         return f"{advice}."
     return (
         f"{advice}, here from wherever they stand in it:\n"

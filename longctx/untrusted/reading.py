@@ -12,7 +12,7 @@ import re
 import reprlib
 import stat
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from longctx.untrusted.git_lfs import ADVICE, is_pointer
 
@@ -44,10 +44,8 @@ def read_bounded(path: Path, most_bytes: int) -> bytes:
 
     OSError where it cannot be read.
     """
-    # Without waiting: to open a pipe that nobody writes to would hang.
-    handle = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
-    with os.fdopen(handle, "rb") as file:
-        state = os.fstat(handle)
+    with _opened(path) as file:
+        state = os.fstat(file.fileno())
         if stat.S_ISDIR(state.st_mode):
             raise IsADirectoryError(None, "it is a folder", str(path))
         if not stat.S_ISREG(state.st_mode):
@@ -65,9 +63,14 @@ def read_bounded(path: Path, most_bytes: int) -> bytes:
 
 def check_fetched(path: Path) -> None:
     """Raise NotFetchedError for a Git LFS pointer; OSError if the file cannot be read."""
-    with path.open("rb") as file:
-        if is_pointer(file.read(_HEAD)):
+    with _opened(path) as file:
+        if stat.S_ISREG(os.fstat(file.fileno()).st_mode) and is_pointer(file.read(_HEAD)):
             raise NotFetchedError(NOT_FETCHED)
+
+
+def _opened(path: Path) -> BinaryIO:
+    """Open a file without waiting: to open a pipe that nobody writes to would hang."""
+    return os.fdopen(os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK), "rb")
 
 
 def read_json(path: Path, *, most_bytes: int = MOST_JSON_BYTES, most_values: int = MOST_JSON_VALUES) -> Any:
