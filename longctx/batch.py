@@ -118,10 +118,10 @@ class PackedDocuments:
         added = range(self.num_documents, self.num_documents + len(starts))
         return PackedDocuments((*self.bounds, *starts[1:], num_tokens), (*(self.padding or ()), *added))
 
-    def marked(self, document_ids: Tensor) -> PackedDocuments:
-        """The same documents, with those known as padding whose tokens have a negative id in ``document_ids`` [B, T].
+    def with_padding(self, document_ids: Tensor) -> PackedDocuments:
+        """Return the same documents, with ``padding`` as ``document_ids`` [B, T] say it: negative for padding.
 
-        As they are if that was said before, or if these are not the tokens of the whole sequence.
+        Unchanged if padding is known already, or if these are not the tokens of the whole sequence.
         """
         if self.padding is not None or document_ids.numel() != self.num_tokens:
             return self
@@ -188,7 +188,7 @@ class Batch:
 
     def __post_init__(self) -> None:
         # Once a batch, of its tokens as a whole: after a split no rank could tell.
-        object.__setattr__(self, "documents", self.documents.marked(self.document_ids))
+        object.__setattr__(self, "documents", self.documents.with_padding(self.document_ids))
 
     @property
     def cu_seqlens(self) -> Tensor:

@@ -18,7 +18,7 @@ from typing import Any
 import xxhash
 
 from longctx.errors import DataError, LongCtxError
-from longctx.untrusted.reading import check_fetched, parse_json, read_bounded
+from longctx.untrusted.reading import NOT_FETCHED, NotFetchedError, check_fetched, parse_json, read_bounded
 
 MANIFEST = "manifest.json"
 CHECKPOINTS = "checkpoints"
@@ -179,11 +179,13 @@ def read_manifest_bytes(folder: Path) -> tuple[bytes, int]:
 
 
 def wrong_size(path: Path, num_bytes: int) -> str:
-    """Return what a file does that does not have the bytes that its manifest says."""
+    """Return what is wrong with a file that is not as long as its manifest says: a sentence without its subject."""
     try:
-        check_fetched(path)
-    except ValueError as error:
-        return str(error).removeprefix("it ")
+        # One that cannot be read has the wrong size all the same.
+        with contextlib.suppress(OSError):
+            check_fetched(path)
+    except NotFetchedError:
+        return NOT_FETCHED
     return f"has {path.stat().st_size} bytes, the manifest says {num_bytes}"
 
 

@@ -14,5 +14,5 @@ def as_bytes(x: Tensor) -> Tensor:
 
 
 def rows_as_bytes(x: Tensor) -> Tensor:
-    """Return a tensor of any strides as bytes, uint8 of the same shape but for a last axis of its values' bytes."""
+    """Return the bytes of a tensor [..., X] of any strides, uint8 [..., X · itemsize]; copied unless contiguous."""
     return as_bytes(x.contiguous()).view(x.shape[:-1] + torch.Size([x.shape[-1] * x.itemsize]))

@@ -275,7 +275,7 @@ class Decoder(nn.Module):
         documents, plans = plan_layers(
             self.config, cores, cu_seqlens, tokens_Bt, dtype, placement=placement, chunk=new_tokens, head_groups=groups
         )
-        positions_Bt = _with_places_for_padding(self.config, positions_Bt, document_ids)
+        positions_Bt = _positions_in_table(self.config, positions_Bt, document_ids)
         length = _longest_document(self.config, documents, positions_Bt, document_ids, cache, chunk)
         _check_pass(self.config, training_pass, positions_Bt, length)
         token_Bt, stats_documents_Bt = _tokens_and_documents(
@@ -442,25 +442,25 @@ def _longest_document(
     if not stretches and config.position != "learned":
         return 0
     if cache is None:
-        return _marked(documents, document_ids).longest
+        return _with_padding(documents, document_ids).longest
     if chunk is None:
         return int(positions_Bt.max()) + 1  # documents know the newest tokens alone
     return chunk.sequence_tokens
 
 
-def _with_places_for_padding(config: ModelConfig, positions_Bt: Tensor, document_ids: Tensor | None) -> Tensor:
-    """The positions, of which none of padding is behind a learned table: rows may be longer than their documents."""
+def _positions_in_table(config: ModelConfig, positions_Bt: Tensor, document_ids: Tensor | None) -> Tensor:
+    """Return positions that a learned table has: those of padding are 0, for rows may be longer than documents."""
     if config.position != "learned" or document_ids is None:
         return positions_Bt
     return positions_Bt.masked_fill(document_ids < 0, 0)
 
 
 @outside_graphs  # ids are data: a graph that read them would serve one batch
-def _marked(documents: PackedDocuments, document_ids: Tensor | None) -> PackedDocuments:
-    """The documents with those known that are padding."""
+def _with_padding(documents: PackedDocuments, document_ids: Tensor | None) -> PackedDocuments:
+    """Return the documents with their padding known, if ``document_ids`` tell it."""
     if document_ids is None:
         return documents
-    return documents.marked(document_ids)
+    return documents.with_padding(document_ids)
 
 
 def _check_pass(config: ModelConfig, training_pass: TrainingPass, positions_Bt: Tensor, length: int) -> None:

@@ -36,12 +36,13 @@ def check_rows(tokenizer: ModelTokenizer, ids: np.ndarray, where: str) -> np.nda
 def without_row(tokenizer: ModelTokenizer, token: int, rows: int) -> str:
     """Name a token that a model of so many rows does not have, and say what to do."""
     size = max(tokenizer.vocab_size, token + 1)
-    advice = f"Give the model a row for it in transformers: model.resize_token_embeddings({size}),"
+    begins = "Leave it out of the text. Or give"
     # What frames every document cannot be left out.
-    if token not in (tokenizer.special.begin, tokenizer.special.end):
-        advice = f"Leave it out of the text. Or g{advice[1:]}"
+    if token in (tokenizer.special.begin, tokenizer.special.end):
+        begins = "Give"
     return (
-        f"{tokenizer.spelt(token)}, and the model has rows for the ids 0 to {rows - 1}.\n{advice} then "
+        f"{tokenizer.spelt(token)}, and the model has rows for the ids 0 to {rows - 1}.\n"
+        f"{begins} the model a row for it in transformers: model.resize_token_embeddings({size}), then "
         "model.save_pretrained(DIR) and tokenizer.save_pretrained(DIR). `longctx convert --to hf` makes a folder that "
         "it loads."
     )

@@ -26,7 +26,7 @@ _MOST_DIGITS = 40
 """Digits of the longest whole number: 128 bits are 39. Beyond, Python computes where others overflow."""
 
 _HEAD = 64
-NOT_FETCHED = f"it is a Git LFS pointer, and the file was not fetched: {ADVICE}"
+NOT_FETCHED = f"is a Git LFS pointer, and the file was not fetched: {ADVICE}"
 
 _SHOWN = reprlib.Repr()
 _SHOWN.maxlevel, _SHOWN.maxlist, _SHOWN.maxtuple, _SHOWN.maxdict, _SHOWN.maxset = 3, 12, 12, 12, 12
@@ -57,7 +57,7 @@ def read_bounded(path: Path, most_bytes: int) -> bytes:
         if len(content) > most_bytes:
             raise ValueError(f"it has more than {most_bytes:,} bytes")
         if is_pointer(content[:_HEAD]):
-            raise NotFetchedError(NOT_FETCHED)
+            raise NotFetchedError(f"it {NOT_FETCHED}")
         return content
 
 
@@ -65,7 +65,7 @@ def check_fetched(path: Path) -> None:
     """Raise NotFetchedError for a Git LFS pointer; OSError if the file cannot be read."""
     with _opened(path) as file:
         if stat.S_ISREG(os.fstat(file.fileno()).st_mode) and is_pointer(file.read(_HEAD)):
-            raise NotFetchedError(NOT_FETCHED)
+            raise NotFetchedError(f"it {NOT_FETCHED}")
 
 
 def _opened(path: Path) -> BinaryIO:

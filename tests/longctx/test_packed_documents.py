@@ -133,10 +133,10 @@ def test_padding_is_no_document_when_the_longest_is_looked_for(kinds, more):
     given = PackedDocuments.of_lengths(lengths, numbers)
     assert (given.longest, given.padding) == (longest, numbers)
     ids = torch.cat([torch.full((n,), -1 if padding else 3) for n, padding in kinds] or [torch.zeros(0)])
-    found = PackedDocuments.of(bounds_of(lengths)).marked(ids[None])
+    found = PackedDocuments.of(bounds_of(lengths)).with_padding(ids[None])
     assert (found.longest, found.lengths) == (longest, given.lengths)
     assert found.padding == tuple(number for number in numbers if lengths[number]), "no token says so of an empty one"
-    assert PackedDocuments.of(bounds_of(lengths)).marked(torch.ones(1, sum(lengths) + 1)).padding is None
+    assert PackedDocuments.of(bounds_of(lengths)).with_padding(torch.ones(1, sum(lengths) + 1)).padding is None
     padded = given.padded(given.num_tokens + more)
     assert (padded.longest, padded.num_tokens) == (longest, given.num_tokens + more)
     assert padded.padding == (*numbers, *range(given.num_documents, padded.num_documents))
