@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import re
 import signal
 import tempfile
 import zlib
+from collections import defaultdict
 from pathlib import Path
 
 import pytest
@@ -14,6 +16,11 @@ from hypothesis import settings
 
 from tests.cuda_builds import cuda_builds
 from tests.faults import FaultRows
+
+# Importing torch, DeepSpeed and 500 test modules makes millions of objects, none of them garbage.
+gc.disable()
+# Tests run side by side, one on each core; tiny tensors are slower with more threads.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 LONGEST = (
     "tests/launcher/test_pretrain.py",
@@ -63,7 +70,8 @@ def cuda_python(request: pytest.FixtureRequest) -> str:
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Keep the tests of the part that was asked for, the longest files first.
 
-    A test's part follows from its name, so it never changes.
+    A test's part follows from its name, so it never changes. Of the cases of a test that is marked ``few(n)``, n run in
+    ``make test``, chosen by their names; the others are slow.
     """
     match = re.fullmatch(r"([1-9]\d*)/([1-9]\d*)", config.getoption("--part"))
     if match is None or int(match[1]) > int(match[2]):
@@ -72,11 +80,32 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         # Whatever records a row is one of the suite, directly or by another fixture.
         if "fault_rows" in getattr(item, "fixturenames", ()):
             item.add_marker("fault")
+    _mark_other_cases_slow(items)
     part, parts = int(match[1]), int(match[2])
     kept = [item for item in items if zlib.crc32(item.nodeid.encode()) % parts == part - 1]
-    config.hook.pytest_deselected(items=[item for item in items if item not in set(kept)])
+    deselected = set(items) - set(kept)
+    config.hook.pytest_deselected(items=[item for item in items if item in deselected])
     place = {file: number for number, file in enumerate(LONGEST)}
     items[:] = sorted(kept, key=lambda item: place.get(item.nodeid.partition("::")[0], len(place)))
+
+
+def _mark_other_cases_slow(items: list[pytest.Item]) -> None:
+    cases: dict[str, list[pytest.Item]] = defaultdict(list)
+    for item in items:
+        if item.get_closest_marker("few") and not item.get_closest_marker("slow"):
+            cases[item.nodeid.partition("[")[0]].append(item)
+    for of_one_test in cases.values():
+        marker = of_one_test[0].get_closest_marker("few")
+        assert marker is not None
+        for item in sorted(of_one_test, key=lambda item: zlib.crc32(item.nodeid.encode()))[marker.args[0] :]:
+            item.add_marker("slow")
+
+
+def pytest_collection_finish() -> None:
+    """Leave what was imported out of every later collection of garbage, which would look at all of it each time."""
+    gc.collect()
+    gc.freeze()
+    gc.enable()
 
 
 def pytest_configure(config) -> None:

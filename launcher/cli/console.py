@@ -260,14 +260,16 @@ def interruptible(action: Callable[[], Result]) -> Result:
             has_ended.set()
 
     worker = threading.Thread(target=work, name=ABANDONED, daemon=True)
-    worker.start()
     # Without a time-out Ctrl-C would not be heard. Not join(): interrupted, it takes the thread for ended (3.11).
     try:
+        # start() waits for the thread, which may be well into its work when Ctrl-C comes.
+        worker.start()
         while not has_ended.wait(0.1):
             pass
     except KeyboardInterrupt:
-        assert worker.ident is not None, "it was started"
-        ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(worker.ident), ctypes.py_object(KeyboardInterrupt))
+        if worker.ident is not None:
+            interrupt = ctypes.py_object(KeyboardInterrupt)
+            ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(worker.ident), interrupt)
         has_ended.wait(_CLEANING_SECONDS)
         raise
     if errors:

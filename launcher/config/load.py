@@ -7,6 +7,7 @@ import dataclasses
 import json
 import os
 import tomllib
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -125,11 +126,17 @@ def from_values(values: dict[str, Any], base: ModelConfig | None = None) -> RunC
     values = {**values, "model": lay_over(values.get("model", {}), base)}
     try:
         # JSON's strict mode takes tables for dataclasses and whole numbers for floats, and nothing else for another.
-        return TypeAdapter(RunConfig).validate_json(json.dumps(values, default=_refuse_date), strict=True)
+        return _adapter().validate_json(json.dumps(values, default=_refuse_date), strict=True)
     except ValidationError as error:
         first = error.errors()[0]
         where = ".".join(str(p) for p in first["loc"])
         raise ConfigError(f"{where}={first['input']!r}: {first['msg']}.") from error
+
+
+@cache
+def _adapter() -> TypeAdapter[RunConfig]:
+    # To build it takes longer than to validate with it.
+    return TypeAdapter(RunConfig)
 
 
 def _refuse_date(value: Any) -> None:

@@ -8,6 +8,8 @@ import subprocess
 import sys
 import time
 
+import pytest
+
 from benchmarks import build
 from benchmarks.delivering import tables
 
@@ -26,6 +28,7 @@ def test_long_documents_stand_among_the_others(monkeypatch, tmp_path):
     assert sum(len(text.encode()) < 1000 for text in texts) > 30
 
 
+@pytest.mark.slow
 def test_both_encode_the_same_text(monkeypatch, tmp_path):
     monkeypatch.setattr(build, "LONG_BYTES", 100_000)
     monkeypatch.setattr(build, "VOCABULARY", 1000)

@@ -49,6 +49,7 @@ def test_shards_and_plain_tokens_are_the_same_documents(made):
     assert np.array_equal(np.concatenate(rows), tokens.ids()[: len(rows) * SEQ_LEN])
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("contender", HERE, ids=lambda contender: contender.name)
 def test_a_contender_gives_rows_without_end(made, tmp_path, contender: Contender):
     opened = contender.open(made, tmp_path, SEQ_LEN)
@@ -136,6 +137,7 @@ def test_the_work_of_ranks():
     assert details.Work.of([8, 1, 1, 2], [3, 0, 1, 2], dealt).most == 9
 
 
+@pytest.mark.slow
 def test_figures_become_bounds_and_tables(made, monkeypatch):
     monkeypatch.setattr(contest, "MOST_SECONDS", 0.02)
     monkeypatch.setattr(details, "COMPUTED_SECONDS", 0.001)

@@ -97,6 +97,7 @@ for outcome in t.build_run(steps, Path(sys.argv[1])).all_steps(): print(outcome.
 """
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_a_signal_leaves_an_archive_of_all_that_was_done(tmp_path):
     words = [sys.executable, "-c", SIGNALLED, str(tmp_path)]
@@ -347,6 +348,7 @@ def test_a_gpu_is_busy_while_one_kernel_runs():
 # --- the command --------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_without_a_gpu_it_measures_nothing_and_says_so(monkeypatch, capsys):
     monkeypatch.setenv("PATH", "")
     monkeypatch.delenv("DRY", raising=False)
@@ -371,6 +373,7 @@ def test_a_part_that_there_is_not_is_refused(words, monkeypatch):
     assert ended.value.code == 2
 
 
+@pytest.mark.slow
 def test_an_unknown_step_is_refused_with_those_there_are(monkeypatch, capsys):
     monkeypatch.setenv("DRY", "1")
     monkeypatch.setenv("STEPS", "speed")

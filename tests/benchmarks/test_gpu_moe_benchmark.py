@@ -13,6 +13,7 @@ from benchmarks.moe import least_bytes
 from benchmarks.moe_layers import Case, Shape, even_choices, zipf_choices
 
 
+@pytest.mark.slow
 def test_everything_once_on_the_cpu(tmp_path, capsys):
     path = tmp_path / "result.json"
     assert benchmark.main(["--device", "cpu", "--tiny", "--output", str(path)]) == 0

@@ -144,6 +144,7 @@ sys.exit(conclude("nothing", {}, [Bound("time", %s, 1.0)], options))
 """
 
 
+@pytest.mark.slow
 def test_what_a_benchmark_concludes_is_what_the_runner_reads(monkeypatch):
     def run_command(command: list[str], timeout: float) -> str:
         return original([sys.executable, "-c", SCRIPT % figure, *command[3:]], timeout)

@@ -16,6 +16,7 @@ def figures() -> list[Figure]:
     return scale.measure((16, 32), 2**12, documents=500, steps=4)
 
 
+@pytest.mark.slow
 def test_every_figure_stands_at_every_size_and_in_one_table(figures: list[Figure]):
     assert len(figures) > 40
     assert all(list(figure.values) == [16, 32] for figure in figures)

@@ -26,6 +26,7 @@ def test_help_of_every_script(name, monkeypatch, capsys):
     assert "--help" in capsys.readouterr().out
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("name", list(decoder.SHAPES))
 def test_a_step_beside_its_floor_at_a_tiny_size(name, monkeypatch):
     pytest.importorskip("transformers")

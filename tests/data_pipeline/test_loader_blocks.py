@@ -189,6 +189,7 @@ def test_the_next_block_is_planned_before_it_is_needed(shards: ShardSet, monkeyp
     assert [threads[block] for block in (1, 2)] == ["longctx-plan"] * 2
 
 
+@pytest.mark.few(5)
 @pytest.mark.parametrize("degree", [1, 2, 3, 4, 8])
 @pytest.mark.parametrize(("workers", "prefetch_steps"), [(1, 0), (1, 1), (4, 3)])
 def test_feeds_give_one_stream_whoever_reads_it(shards: ShardSet, stream, degree, workers, prefetch_steps):

@@ -36,6 +36,7 @@ def lines_of(refusal: pytest.ExceptionInfo[ConfigError], script: str) -> list[tu
     return [(int(command[2]), command[4:]) for command in commands]
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("script", [pretrain, verify])
 @pytest.mark.parametrize(
     "flags", [[], ["--config", "quickstart-experts", "--run.device", "auto"], ["--parallel.ulysses=2"]]

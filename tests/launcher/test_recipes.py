@@ -192,6 +192,7 @@ def rest(shards: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return train_miniatures(REST, shards, tmp_path_factory.mktemp("rest"))
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("name", FEW)
 def test_a_miniature_is_trained_and_exported(name: str, few: Path, tmp_path: Path):
     check_export(name, few, tmp_path)

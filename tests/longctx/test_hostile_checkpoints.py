@@ -281,6 +281,7 @@ def open_in_every_way(folder: Path, output: Path) -> list[Callable[[], object]]:
     return [lambda: open_checked(folder), lambda: export_checkpoint(folder, output, tokenizer="none"), read_all]
 
 
+@pytest.mark.few(31)
 @pytest.mark.parametrize("forgery", FORGED)
 def test_a_sealed_manifest_that_cannot_be_right_is_refused(folder: Path, tmp_path: Path, forgery: str):
     change, said = FORGED[forgery]

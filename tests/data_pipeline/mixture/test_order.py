@@ -214,6 +214,7 @@ class TestStages:
         rows, _ = all_rows(order)
         assert pieces_of(rows) == whole(folder, "mixed")
 
+    @pytest.mark.slow
     @settings(max_examples=25)
     @given(lengths=st.lists(st.tuples(st.sampled_from([7, 31, 64, 128, 500]), st.integers(1, 9)), max_size=12))
     def test_however_often_the_length_changes(self, folder: Path, lengths: list[tuple[int, int]]):

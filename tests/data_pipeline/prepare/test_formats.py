@@ -143,6 +143,7 @@ def gzip_bomb() -> bytes:
     return gzip.compress(b"a" * (256 << 20), 1)
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("ending", [".zst", ".gz"])
 @pytest.mark.parametrize("kind", ["txt", "jsonl", "json", "csv"])
 def test_a_compressed_file_that_becomes_far_more_than_a_record_is_damage(

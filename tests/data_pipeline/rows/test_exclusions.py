@@ -155,6 +155,7 @@ def run_through(
 
 
 class TestInMidEpoch:
+    @pytest.mark.slow
     @settings(max_examples=40, deadline=None)
     @given(
         changes=st.lists(st.tuples(st.integers(0, 60), SETS), min_size=1, max_size=4),
@@ -175,6 +176,7 @@ class TestInMidEpoch:
         for token in tokens_of(shards, never):
             assert found[token] == 1
 
+    @pytest.mark.slow
     @settings(max_examples=20, deadline=None)
     @given(first=st.integers(0, 150), excluded=SETS, more=st.integers(0, 20))
     def test_what_is_brought_back_within_its_block_is_not_lost(self, copied, first, excluded, more):
@@ -350,6 +352,7 @@ class TestMixtures:
         )
         return folder / "mixture.toml"
 
+    @pytest.mark.slow
     @settings(max_examples=25, deadline=None)
     @given(row=st.integers(0, 250), one=SETS, two=SETS, again=st.integers(0, 60))
     def test_no_token_of_others_is_lost_or_repeated(self, mixture: Path, row: int, one, two, again: int):

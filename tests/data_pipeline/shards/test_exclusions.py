@@ -199,6 +199,7 @@ class TestOneFlippedBit:
         assert found == FLIPS
         assert verify(folder) == []
 
+    @pytest.mark.slow
     def test_of_an_excluded_shard_is_found_when_asked_and_spoils_no_length(self, folder: Path):
         """Its offsets are checked before their lengths are kept: damage of tokens is kept apart from damage of them."""
         wanted, draw = lengths_of(ShardSet.open(folder)).tolist(), random.Random(4)

@@ -234,6 +234,7 @@ class TestOneFlippedBit:
         draw = random.Random(seed)
         return [(draw.randrange(path.stat().st_size), draw.randrange(8)) for _ in range(FLIPS)]
 
+    @pytest.mark.few(1)
     @pytest.mark.parametrize("file", ["00000.arrow", "00001.sums", "manifest.json"])
     def test_is_refused_and_found(self, copied: Path, file: str):
         path = copied / file

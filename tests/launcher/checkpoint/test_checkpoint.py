@@ -154,6 +154,7 @@ def copied(written, tmp_path) -> Path:
 # Written here, read there.
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(("source", "target"), EVERY_PAIR, ids=str)
 def test_any_stage_and_world_goes_on_from_what_another_wrote(shards, written, source, target, tmp_path):
     resume = {"run.resume": written(source) / CHECKPOINTS / "step_000002"}

@@ -108,6 +108,7 @@ def test_every_degree_and_stage_goes_on_from_every_other(written, target):
     run_distributed(read_each, world, [(written(source), expert, stage) for source in WRITERS], timeout=500)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ranks", [(2, 2, 1), pytest.param((2, 2, 3), marks=pytest.mark.slow)], ids=str)
 def test_the_state_does_not_show_who_wrote_it(written, ranks):
     """Whatever the degree and stage, the same training leaves the same tensors, but for rounding."""

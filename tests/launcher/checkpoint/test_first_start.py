@@ -62,6 +62,7 @@ def test_the_same_command_begins_begins_again_and_goes_on(shards, base, never_sa
     assert (folder / "logs" / "rank_0.log").read_text().count(said) == 1
 
 
+@pytest.mark.slow
 def test_what_was_recorded_of_experts_is_no_reason_to_refuse_a_second_start(shards, base, never_saved, tmp_path):
     """It is this run's own; without an earlier start it is another's."""
     recorded = {**SAME, "train.steps": 2, "train.record_routing": tmp_path / "routing"}

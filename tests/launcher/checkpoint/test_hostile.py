@@ -84,6 +84,7 @@ def heard(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(logging.getLogger("launcher"), "propagate", True)
 
 
+@pytest.mark.few(12)
 @pytest.mark.parametrize("forgery", [*FORGED, *UNTRAINABLE])
 def test_a_sealed_manifest_that_cannot_be_right_is_passed_over(run: Path, caplog, forgery: str):
     folder = run / CHECKPOINTS / "step_000004"

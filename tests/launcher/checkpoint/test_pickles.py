@@ -134,6 +134,7 @@ def test_in_a_shard_folder_and_its_cache(shards: Path, tmp_path: Path, payload, 
     assert verify_shards(folder)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "kind", ["plain", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("torch", "numpy"))]
 )

@@ -122,6 +122,7 @@ def fail_on_one_rank(shards: Path, output: Path, changed: dict[str, Any], words:
     end_guarded(shards, output, changed, 1, words)
 
 
+@pytest.mark.slow
 def test_an_error_is_met_a_step_later_by_all_ranks(shards, tmp_path):
     words = [
         "CheckpointError",

@@ -302,6 +302,7 @@ def test_a_hugging_face_folder_gives_the_same(capsys, world, run, evaluated, tmp
     assert lines(tmp_path / "out") == wanted
 
 
+@pytest.mark.slow
 def test_text_in_a_store_is_the_same_text(capsys, world, run, tmp_path, store: Store):  # noqa: F811
     fill(store, world / "data/validation", "corpora/held-out")
     fill(store, world / "corpus", "corpora/texts")

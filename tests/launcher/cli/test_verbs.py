@@ -215,6 +215,7 @@ class TestProcess:
         assert process.stderr.read() == ""
         assert process.wait(timeout=30) == 0
 
+    @pytest.mark.slow
     def test_interrupted_training_of_a_tokenizer_leaves_nothing(self, tmp_path):
         options = ["--source", "stdlib", "--vocab-size", 8000, "--output", tmp_path / "f.model"]
         process = start("tokenizer", "train", *options)

@@ -118,6 +118,7 @@ class TestHelp:
         assert "Did you mean model" in err
         assert len(err.splitlines()) < SCREEN
 
+    @pytest.mark.few(2)
     @pytest.mark.parametrize("name", _CHOICES)
     def test_closed_sets_are_choices_and_each_is_known(self, name, capfd, monkeypatch):
         out = said(["--help", name], capfd, monkeypatch)[1]

@@ -87,6 +87,7 @@ def test_hosts_that_do_not_answer_fail_on_one_line(capsys, tmp_path, monkeypatch
     assert line.startswith("fail  ssh on node-00, node-01")
 
 
+@pytest.mark.slow
 def test_a_host_is_this_very_command(capsys, tmp_path, monkeypatch):
     """A program in ssh's place gives the line to a shell of this machine, as a server would on another one."""
     put_ssh(tmp_path, monkeypatch, 'exec sh -c "$last"')

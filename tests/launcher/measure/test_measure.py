@@ -55,6 +55,7 @@ def measure_on_ranks(folder: str) -> None:
     assert len(set(said)) == 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_ranks_measure_together_and_have_one_profile(ranks, tmp_path):
     run_distributed(measure_on_ranks, ranks, str(tmp_path))
@@ -74,6 +75,7 @@ def test_a_process_of_its_own_measures_and_its_profile_is_read(tmp_path, monkeyp
     assert load_hardware("measured") == hardware
 
 
+@pytest.mark.slow
 def test_what_fails_in_a_process_is_said(tmp_path):
     with pytest.raises(RuntimeError, match="KeyError: 'no such sizes'"):
         measure_machine(MeasureOptions(device="cpu", sizes="no such sizes"), tmp_path, lambda _: None)

@@ -137,6 +137,7 @@ COUNTED: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize("name", COUNTED)
 def test_training_flops_are_those_that_pytorch_counts(name: str) -> None:
     """Every product of a real forward and backward pass, with attention that multiplies nothing it does not need."""

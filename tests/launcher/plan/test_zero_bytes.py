@@ -115,6 +115,7 @@ def check(stage: int, dtype: str, kinds: tuple[str, ...], steps: tuple[tuple[int
             assert -0.01 <= said / peak - 1 <= 0.1, f"{where}: {said:,} bytes said, {peak:,} seen: {held}"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("stage", "step"), [*(pytest.param(s, STEPS[0], marks=pytest.mark.slow) for s in (1, 3)), (2, STEPS[1])]
 )

@@ -218,6 +218,7 @@ def test_environment_is_flattened(full_page: str) -> None:
         assert f"<tr><td>{key}</td><td>{value}</td></tr>" in part
 
 
+@pytest.mark.slow
 def test_a_report_of_the_same_files_is_the_same_text(tmp_path: Path) -> None:
     folder = make_run(tmp_path / "run", [train(1), validation(2)])
     assert page_of(folder) == page_of(folder)
@@ -391,6 +392,7 @@ def test_the_loss_has_an_axis_of_tokens_and_work_has_a_part(tmp_path: Path) -> N
     assert 'class="label">TFLOP/s</div><div class="value">100<' in page
 
 
+@pytest.mark.slow
 def test_loads_of_a_large_model_are_drawn_from_the_steps_that_have_them(tmp_path: Path) -> None:
     rng = np.random.default_rng(0)
     records = []

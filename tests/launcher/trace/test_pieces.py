@@ -83,6 +83,7 @@ def test_even_routing_sends_what_random_choices_send_on_average(ranks, experts, 
     assert all(abs(mine - drawn) < 4 * 32 for mine, drawn in zip(sizes.send_counts, sent, strict=True))
 
 
+@pytest.mark.slow
 def test_a_trace_needs_no_deepspeed():
     """A Python with PyTorch's CUDA build is all that it asks for."""
     absent = (

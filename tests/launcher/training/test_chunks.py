@@ -74,6 +74,7 @@ def train_with_little_memory(shards: Path, folder: Path) -> None:
     train_each(shards, {folder / "auto": {"train.steps": 4, "train.chunk_tokens": "auto"}})
 
 
+@pytest.mark.slow
 def test_a_run_with_little_memory_takes_chunks_and_says_so(shards, tmp_path):
     run_distributed(train_with_little_memory, 2, shards, tmp_path, timeout=120)
     check_same(tmp_path / "auto", tmp_path / "whole")

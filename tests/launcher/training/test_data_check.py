@@ -206,6 +206,7 @@ def end_on_changed_data(folder: Path, output: Path, change: str, changed: dict) 
     assert [row["step"] for row in rows(output) if row["kind"] == "train"] == [1, 2, 3]
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("change", CHANGES)
 def test_shards_that_change_under_a_run_end_every_rank(shards: Path, tmp_path: Path, change: str):
     folder = Path(shutil.copytree(shards, tmp_path / "data"))

@@ -69,9 +69,9 @@ def alone(shards: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     ("ranks", "ways"),
     [
         pytest.param(2, {"shared": shared(500), "fixed": {**SAME, "parallel.context": 2}}, marks=pytest.mark.slow),
-        pytest.param(3, {"shared": shared(300)}, marks=pytest.mark.slow),
+        (3, {"shared": shared(300)}),
         pytest.param(3, {"long": shared(86, zero__stage=2)}, marks=pytest.mark.slow),
-        (4, {"heads": shared(300, parallel__ulysses=2, zero__stage=3)}),
+        pytest.param(4, {"heads": shared(300, parallel__ulysses=2, zero__stage=3)}, marks=pytest.mark.slow),
     ],
 )
 def test_losses_and_norms_are_those_of_one_process(ranks, ways, shards, alone, tmp_path):
@@ -80,6 +80,7 @@ def test_losses_and_norms_are_those_of_one_process(ranks, ways, shards, alone, t
         check_equal(tmp_path / name, alone)
 
 
+@pytest.mark.slow
 def test_context_groups_side_by_side_share_experts(shards, tmp_path):
     """Two groups of two ranks, experts over all four, rows that differ by one from micro-batch to micro-batch."""
     step = {"train.tokens_per_step": 256 * 10, "zero.stage": 2}

@@ -56,6 +56,7 @@ def excluded_of(checkpoint: Path) -> list[int]:
     return CheckpointReader(checkpoint).manifest["training"]["loader"].get("excluded", [])
 
 
+@pytest.mark.slow
 def test_a_run_goes_on_without_it_and_says_so(folder: Path, tmp_path: Path):
     output = tmp_path / "run"
     run_distributed(train_each, 2, folder, {output: {"train.stop_after": 2}}, timeout=100)
@@ -90,6 +91,7 @@ def train_on_one(folder: Path, output: Path, changed: dict) -> None:
     train(folder, output, changed)
 
 
+@pytest.mark.slow
 def test_bringing_it_back_is_on_record_too(folder: Path, tmp_path: Path):
     output = tmp_path / "run"
     exclude(folder, [BAD], reason="a test")

@@ -37,6 +37,7 @@ def stop_and_go_on(shards: Path, whole: Path, named: Path, stopped: Path) -> Non
     train(shards, stopped, {**AUTO, "run.resume": "latest"})
 
 
+@pytest.mark.slow
 def test_auto_is_settled_and_stays_the_same_when_the_run_goes_on(shards, tmp_path):
     whole, named, stopped = (tmp_path / name for name in ("whole", "named", "stopped"))
     run(stop_and_go_on, 2, shards, whole, named, stopped)

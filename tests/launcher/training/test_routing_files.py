@@ -242,6 +242,7 @@ def test_recording_changes_nothing(recorded, base):
     assert sorted(p.name for p in recorded[1].iterdir()) == [f"step_{n:06d}.safetensors" for n in (1, 2)]
 
 
+@pytest.mark.slow
 def test_two_ranks_choose_what_one_chose(followed, recorded):
     """Files of the follower are the leader's."""
     folder, routing = recorded

@@ -76,6 +76,7 @@ def check_rows(corpus: ShardSet, config: RunConfig, pieces: list[list[Piece]]) -
         assert documents == whole.documents
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize(("context", "ulysses"), [(1, 1), (2, 1), (3, 1), (4, 2), (6, 3), (2, 2), (5, 1)])
 @pytest.mark.parametrize("kind", KINDS)
 @settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])

@@ -123,6 +123,7 @@ def resume(stage: int, shards: Path, output: Path) -> None:
     train(shards, output, changed)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "stage"),
     [

@@ -87,6 +87,7 @@ def warn_and_refuse(shards: Path, folder: Path) -> None:
     refuse_for_memory(shards, folder)
 
 
+@pytest.mark.slow
 def test_what_a_run_may_not_have_meant_is_said_before_it_builds_anything(shards, tmp_path):
     """All of it was silent; a run that did not fit was killed by the kernel."""
     run(warn_and_refuse, 2, shards, tmp_path)

@@ -123,6 +123,7 @@ def short_rows(products: str, seeds: int) -> list[dict[str, Any]]:
     return [{**CHUNKS, **SHORT, "train.products": products, "run.seed": seed} for seed in range(seeds)]
 
 
+@pytest.mark.few(1)
 @pytest.mark.timeout(200)
 @pytest.mark.parametrize("products", PRODUCTS)
 def test_short_rows_agree_in_bfloat16(products):

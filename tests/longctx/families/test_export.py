@@ -155,6 +155,7 @@ OPTIONS = {
 }  # fmt: skip
 
 
+@pytest.mark.few(6)
 @pytest.mark.parametrize("model_type", FAMILIES)
 def test_a_miniature_trained_with_every_option_says_the_same_in_transformers(model_type, tmp_path):
     """The whole export of a checkpoint, whose logits are compared with those of transformers."""

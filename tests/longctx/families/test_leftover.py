@@ -37,6 +37,7 @@ def logits(folder: Path) -> torch.Tensor:
         return model(torch.arange(40)[None]).logits
 
 
+@pytest.mark.few(5)
 @pytest.mark.parametrize("name", FAMILIES)
 def test_transformers_computes_the_same_with_each_key_and_without(name, tmp_path):
     transformers = pytest.importorskip("transformers")

@@ -39,6 +39,7 @@ def models(tmp_path_factory):
     return get
 
 
+@pytest.mark.few(10)
 @pytest.mark.parametrize("name", CASES)
 def test_logits_loss_and_gradients(name, models, tmp_path):
     theirs, folder = models(name)
@@ -79,6 +80,7 @@ FOLDERS = [name for name in CASES if not name.startswith("llama ")] + ["llama wi
 """Ropes change a folder's config alone, which ``test_conversion_families`` looks at."""
 
 
+@pytest.mark.few(8)
 @pytest.mark.parametrize("name", FOLDERS)
 def test_a_folder_comes_back_bit_for_bit(name, models, tmp_path):
     theirs, folder = models(name)

@@ -30,6 +30,7 @@ def prompts_of(lengths, seed: int = 4) -> list[list[int]]:
     return [torch.randint(97, (length,), generator=generator).tolist() for length in lengths]
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize("name", MODELS)
 def test_every_kind_of_attention_and_experts(name):
     # The last two enter together, with as many tokens each.

@@ -17,6 +17,7 @@ def pair(request, tmp_path_factory):
     return model, in_transformers(model, tmp_path_factory.mktemp("beams") / "hf")
 
 
+@pytest.mark.few(6)
 @pytest.mark.parametrize("num_beams", [2, 4])
 @pytest.mark.parametrize("length_penalty", [1.0, 0.0, 2.0, -1.0])
 def test_beams_are_transformers_beams(pair, num_beams, length_penalty):

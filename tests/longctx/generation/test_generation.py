@@ -35,6 +35,7 @@ def test_greedy_is_transformers_greedy(model, reference):
     assert len(seen) > 10, "models that repeat one token prove little"
 
 
+@pytest.mark.few(7)
 @pytest.mark.parametrize(
     "options",
     [

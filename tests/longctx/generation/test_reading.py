@@ -35,6 +35,7 @@ def test_chunks_change_no_likelihood(name):
         torch.testing.assert_close(token_nll(decoder, ids, chunk_tokens=chunk_tokens), wanted, rtol=1e-6, atol=1e-6)
 
 
+@pytest.mark.few(7)
 @pytest.mark.parametrize("name", MODELS)
 def test_chunks_change_no_token(name):
     decoder = build(name)

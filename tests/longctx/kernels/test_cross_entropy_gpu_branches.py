@@ -22,6 +22,7 @@ def no_graphs_of_others():
     torch.compiler.reset()
 
 
+@pytest.mark.few(6)
 @pytest.mark.parametrize("run", RUNS)
 @pytest.mark.parametrize("dtype", BOUNDS, ids=str)
 @pytest.mark.parametrize("options", [PLAIN, ALL], ids=["plain", "all"])

@@ -88,6 +88,7 @@ def test_a_group_over_its_limit_has_nothing_left(tmp_path):
     assert left(tmp_path) == 0
 
 
+@pytest.mark.slow
 def test_gaps_of_the_heap_are_given_back():
     if not hasattr(ctypes.CDLL(None), "malloc_trim"):
         pytest.skip("this C library has no malloc_trim")

@@ -94,6 +94,7 @@ def execution_of(keep, chunk_tokens, head_groups, *, compiler=None, recompute="a
     )
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("dtype", BOUNDS, ids=str)
 @pytest.mark.parametrize("name", QUICK)
 def test_losses_and_gradients(name, dtype):

@@ -58,6 +58,7 @@ def train(config, execution: Execution, dtype: torch.dtype) -> dict[str, torch.T
     return {**loss._asdict(), **gradients(lm)}
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize(
     ("name", "ways"),
     [

@@ -48,6 +48,7 @@ def train(config, execution: Execution, dtype: torch.dtype) -> tuple[torch.Tenso
     return (*loss, *gradients(lm).values())
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("name", CONFIGS)
 def test_no_way_to_keep_changes_a_bit(name, dtype):
@@ -78,12 +79,14 @@ INPUT, ATTENTION, IDS = 2 * T * M, 2 * T * H * D + 8 * T * H, 8 * T * K
 """bfloat16, but for log-sum-exps in float64 and ids in int64."""
 
 
+@pytest.mark.slow
 def test_nothing_is_kept_of_experts_whose_output_no_backward_reads():
     """The residual sum does not read what is added to it; their float32 sums would be twice the layer's input."""
     assert kept_by_a_layer("attention") == INPUT + ATTENTION + IDS
     assert kept_by_a_layer("inputs") == INPUT + IDS
 
 
+@pytest.mark.slow
 def test_where_a_norm_reads_the_output_it_is_kept_in_the_dtype_that_the_norm_reads():
     # The second norm of a sandwich reads the sum with the shared expert, rounded.
     assert kept_by_a_layer("attention", norm_order="sandwich") == INPUT + ATTENTION + IDS + 2 * T * M
@@ -107,6 +110,7 @@ def test_a_result_that_nobody_should_read_is_not_a_number(monkeypatch):
     assert second.isnan().all()
 
 
+@pytest.mark.slow
 def test_inputs_alone_compute_attention_twice():
     ran = []
     for keep in KEEPS:
@@ -225,6 +229,7 @@ def test_what_is_handed_over_once_is_refused_a_second_time():
         loss.backward()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("keep", ["inputs", *(pytest.param(keep, marks=pytest.mark.slow) for keep in KEEPS[:2])])
 def test_neither_a_finished_nor_an_abandoned_graph_holds_memory(keep):
     decoder, batch = Decoder(tiny_config(num_layers=3), execution=Execution(keep, "host")), one_document(1, 64)

@@ -45,6 +45,7 @@ def train(name: str, rows: int, execution: Execution) -> dict[str, torch.Tensor]
     return {**loss._asdict(), **gradients(lm)}
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("rows", BATCHES)
 @pytest.mark.parametrize(
     ("name", "cases"),

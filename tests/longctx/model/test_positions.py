@@ -127,6 +127,7 @@ def test_packed_documents_equal_documents_alone(name):
     torch.testing.assert_close(torch.cat(alone, 1)[0], whole, **EXACT)
 
 
+@pytest.mark.few(22)
 @pytest.mark.parametrize("name", POSITIONS)
 @pytest.mark.parametrize("num_padding", [1, 23, 88])
 def test_padding_changes_nothing(name, num_padding):

@@ -237,6 +237,7 @@ def watched(function, *args, tokens_dim=1):
         return function(*args)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("chunk_tokens", [0, 24])
 def test_no_region_writes_to_its_arguments(chunk_tokens, dtype, monkeypatch):

@@ -50,6 +50,7 @@ def build_mesh(case: Case) -> Mesh:
     return Mesh.build(context=world, ulysses=case.ulysses, ranks_per_node=case.ranks_per_node)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("world_size", "all_p2p"),
     [(1, False), (3, True), (4, False), *(pytest.param(n, True, marks=pytest.mark.slow) for n in (1, 2, 4))],
@@ -65,6 +66,7 @@ def check_every_way(all_p2p):
             check_case(Case(layout=layout, documents=documents, mask=mask, **way), mesh, EXACT)
 
 
+@pytest.mark.slow
 def test_six_ranks_of_two_nodes_and_eight_that_split_heads():
     run_distributed(check_six, 6)
     run_distributed(check_eight, 8)
@@ -88,6 +90,7 @@ ODD_TOKENS = 70
 """Twice five times seven: halves of equal parts of five and of seven ranks."""
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(200)
 @pytest.mark.parametrize(
     ("world_size", "cases"), [(5, 6), *(pytest.param(n, 18, marks=pytest.mark.slow) for n in (5, 7))]
@@ -118,6 +121,7 @@ RULES = {
 RULES_ON = (("blockwise", 2), ("reference", 3), ("blockwise", 4))
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("kernel", "world_size", "all_p2p"),
     [
@@ -170,6 +174,7 @@ the sum of many is rounded once more: √2 where the first was all, less where s
 """
 
 
+@pytest.mark.few(1)
 @each_layout
 @both_ways
 def test_bfloat16_is_no_worse_on_many_ranks(products, layouts):

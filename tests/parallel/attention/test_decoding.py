@@ -100,6 +100,7 @@ def compare(decoder: Decoder, ids: list[int], wanted: tuple[list[int], Tensor], 
 # --- several sequences, and beams -----------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_several_sequences_equal_one_process():
     run_distributed(check_sequences, 2, ["window", "linear", "experts"])
 
@@ -154,6 +155,7 @@ def check_gathers():
     assert counts == [2, 2, 2], "two layers"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("world_size", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_text_that_comes_in_turns(world_size):
     """Chunks after generated tokens: a rank's keys are then runs of chunks and dealt tokens in turn."""

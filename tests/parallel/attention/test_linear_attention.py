@@ -42,6 +42,7 @@ def run_one(layout, cu_seqlens, causal, mesh, dtype, **options):
 BOUNDS = {torch.float64: 1e-13, torch.float32: 5e-7, torch.bfloat16: 5e-3}
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("world_size", [1, 2, 3, pytest.param(4, marks=pytest.mark.slow)])
 def test_every_layout_and_packing_is_the_closed_form(world_size):
     run_distributed(check_layouts, world_size)

@@ -92,6 +92,7 @@ def check_kinds():
         check_kind(name, mesh)
 
 
+@pytest.mark.slow
 def test_kinds_equal_one_process_where_heads_are_split_too():
     run_distributed(check_split_heads, 4)
 

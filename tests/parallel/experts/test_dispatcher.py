@@ -102,6 +102,7 @@ def check(mesh: Mesh, case: str, tolerance=EXACT, dtype=torch.float64, *, choice
     return got
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("ranks", [1, 3, *(pytest.param(n, marks=pytest.mark.slow) for n in (2, 4))])
 def test_experts_across_ranks_equal_one_process(ranks):
     run_distributed(check_all, ranks)
@@ -152,6 +153,7 @@ def check_options(products):
             check(mesh, case, bound, torch.bfloat16, tile_tokens=tile_tokens, products=products)
 
 
+@pytest.mark.slow
 def test_grouped_products_of_gpus_across_ranks_equal_one_process():
     run_distributed(check_as_on_gpus, 3)
 

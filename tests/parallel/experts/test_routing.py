@@ -61,6 +61,7 @@ def check_ways() -> None:
         check(replace(CONFIG, balance_scope=scope), layout, context, expert, keep="attention" if number else "all")
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("experts_per_token", [1, 2, 3])
 def test_ranks_and_chunks_of_padding_alone(experts_per_token):
     """They send nobody a token, and enter every exchange."""

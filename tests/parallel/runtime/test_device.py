@@ -160,6 +160,7 @@ print(psutil.Process().memory_info().rss - before)
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not has_native_bfloat16(), reason="this processor multiplies bfloat16 as float32, which keeps none")
 def test_memory_of_a_cpus_products_stops_growing():
     grown = []

@@ -86,6 +86,7 @@ FEW = list(zip(itertools.cycle(DOCUMENTS), MASKS, strict=False))
 """All masks, and all documents at least once."""
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("cases", [FEW, pytest.param(EVERY, marks=pytest.mark.slow)], ids=["few", "every"])
 @pytest.mark.parametrize("kind", ["contiguous", "zigzag", "striped", "balanced"])
 @pytest.mark.parametrize("way", [("p2p", RING), ("two_level", 2), ("two_level", 4)], ids=str)

@@ -90,6 +90,7 @@ def check(kind: str, ways: list[dict[str, Any]]) -> None:
 CHUNKS = {"keep": "attention", "store": "host", "chunk_tokens": 11}
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("ranks", "kind", "ways"),
     [

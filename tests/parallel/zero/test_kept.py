@@ -126,6 +126,7 @@ def compare(got: tuple, wanted: tuple, dtype: torch.dtype, where: str) -> None:
     assert abs(got[1] - norm) <= bounds[1] * norm, where
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(("kind", "stage", "ways"), [("dense", 1, WAYS), ("sandwich", 3, FEW_WAYS)])
 @pytest.mark.timeout(300)
 def test_every_way_gives_one_process_gradients(kind, stage, ways):

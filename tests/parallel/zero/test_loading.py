@@ -111,6 +111,7 @@ def check_loading(cases: list[Case], moments: bool, block: int) -> None:
 QUICK = [(0, torch.float32, 2), (1, torch.bfloat16, 1), (2, torch.bfloat16, 2), (3, torch.float32, 2)]
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(("world", "cases"), [(2, QUICK), (3, [CASES[0], CASES[5]])])
 def test_every_value_is_read_once_over_all_ranks(world, cases):
     run_distributed(check_loading, world, cases, True, 1000)

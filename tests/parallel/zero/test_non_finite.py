@@ -187,6 +187,7 @@ def check_goes_on(ways: list[Way], expert: int) -> None:
         check_unchanged(runner, held(plain))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("ways", "expert"),
     [
@@ -235,6 +236,7 @@ def check_no_targets(stage: int) -> None:
     assert runner.run.norms[-1] > 0
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("stage", range(4))
 def test_a_step_without_targets_is_taken(stage):
     run_distributed(check_no_targets, 2, stage)

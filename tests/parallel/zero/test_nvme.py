@@ -167,6 +167,7 @@ def check_evaluation(zero: ZeroOptions) -> None:
             assert torch.equal(engine.partition.working_part(r.name, parameters[r.name]), r.values), r.name
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(200)
 def test_a_validation_between_steps_reads_them_too(tmp_path):
     run_distributed(check_evaluation, 2, weights_at(str(tmp_path)), timeout=150)

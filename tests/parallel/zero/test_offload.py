@@ -45,6 +45,7 @@ def test_weights_in_the_machines_memory_train_like_one_process():
     run_distributed(check, 2, "moe", 2, (3,), PARAMETERS, timeout=150)
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(200)
 def test_a_second_copy_within_a_node_trains_like_one_process():
     run_distributed(check, 4, "dense", 4, (3,), HPZ, timeout=150)

@@ -143,6 +143,7 @@ WORLDS = [(1, 1), (2, 2), (4, 4), (4, 2)]
 
 
 # A few of all combinations: the slow test below has every one of them.
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     ("kind", "world_size", "context", "stages"),
     [
@@ -179,6 +180,7 @@ def test_parameters_start_where_grouped_products_of_gpus_want_them():
     run_distributed(check_alignment, 2)
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(200)
 @pytest.mark.parametrize("stage", [*(pytest.param(stage, marks=pytest.mark.slow) for stage in (1, 2)), 3])
 def test_fused_overlapped_and_in_small_buckets_they_train_like_one_process(stage):
@@ -202,6 +204,7 @@ def check_recompute():
         assert all(torch.equal(a, b) for a, b in zip(plain.counts, again.counts, strict=True))
 
 
+@pytest.mark.slow
 def test_recomputation_changes_no_bit():
     run_distributed(check_recompute, 2)
 
@@ -246,6 +249,7 @@ def check_state(
     assert seen[:4] == pytest.approx(seen[4:], rel=1e-6)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("stage", "other"), [(0, 3), (2, 1), *(pytest.param(*pair, marks=pytest.mark.slow) for pair in MORE_MOVES)]
 )

@@ -172,6 +172,7 @@ QUICK = [
 ]
 
 
+@pytest.mark.few(1)
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize(
     ("spread", "kinds"),
@@ -221,6 +222,7 @@ def check_bfloat16(expected: Path, products: Products, stages: Sequence[int]) ->
             assert torch.allclose(buffer, wanted.states[FEW - 1][name, "master"], atol=1e-7)
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize(
     ("products", "stages"),

@@ -205,6 +205,7 @@ def held_at_the_first_part(start: Start, output: Path) -> subprocess.Popen[str]:
         shutil.rmtree(output)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("sent", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.slow)])
 def test_an_interrupt_ends_all_at_once(
     start: Start, undisturbed: dict[str, bytes], tmp_path: Path, sent: signal.Signals
@@ -225,6 +226,7 @@ def test_an_interrupt_ends_all_at_once(
     finish(start, tmp_path / "out", undisturbed)
 
 
+@pytest.mark.slow
 def test_a_second_build_in_the_same_place_is_refused(start: Start, undisturbed: dict[str, bytes], tmp_path: Path):
     first = held_at_the_first_part(start, tmp_path / "out")
     second = start()

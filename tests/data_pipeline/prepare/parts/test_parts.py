@@ -51,6 +51,7 @@ def interrupt_after(monkeypatch: pytest.MonkeyPatch, parts: int) -> None:
     monkeypatch.setattr(order, "encode_part", interrupted)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("workers", [1, 2, 3])
 def test_the_bytes_do_not_depend_on_the_number_of_workers(
     build: Build, expected: dict[str, bytes], tmp_path: Path, workers: int

@@ -69,6 +69,7 @@ def test_a_parent_that_is_gone_is_no_failing_disk(source: Source, tokenizer: Tok
 
 
 # The folder has such a tokenizer.json in it.
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     "kind", [pytest.param("json", marks=pytest.mark.slow), "Hugging Face folder", "SentencePiece of others"]
 )

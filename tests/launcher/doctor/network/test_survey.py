@@ -224,6 +224,7 @@ def test_a_large_cluster_is_a_sample():
     assert found.num_pairs == 40 * 39 // 2
 
 
+@pytest.mark.slow
 def test_ranks_of_this_machine_for_real():
     found = survey_this_machine(1)
     assert (found.silent, found.blocked, found.problems) == ({}, [], {})

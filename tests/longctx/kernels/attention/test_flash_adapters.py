@@ -230,6 +230,7 @@ def test_flex_attention_itself_agrees():
     torch.testing.assert_close(*ours, atol=1e-5, rtol=1e-5)
 
 
+@pytest.mark.slow
 def test_flex_compiles_no_more_once_lengths_have_changed(monkeypatch):
     """The ninth compilation of one function would end the run, and a variable scale is none that its kernels take."""
     graphs = []

@@ -285,6 +285,7 @@ def test_evaluation_keeps_nothing():
     torch.testing.assert_close(out, by_definition(module, x, gates, choices).detach())
 
 
+@pytest.mark.few(3)
 @both_ways
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("options", [{}, {"tile_tokens": 12}, {"recompute": "none"}, {"recompute": "all"}], ids=str)
