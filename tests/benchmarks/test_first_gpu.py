@@ -108,7 +108,7 @@ def test_a_signal_leaves_an_archive_of_all_that_was_done(tmp_path):
         time.sleep(0.05)
     process.send_signal(signal.SIGTERM)
     said, _ = process.communicate(timeout=60)
-    assert said.split()[-3:] == [OK, FAIL, SKIP]
+    assert said.split()[-3:] == [OK, FAIL, SKIP], said
     report = json.loads(archive.read_member(tmp_path / "r.tgz", "report.json"))
     assert [step["verdict"] for step in report["steps"]] == [OK, FAIL, SKIP]
     assert report["steps"][1]["problem"] == "ended by a signal"

@@ -26,6 +26,7 @@ def test_every_figure_stands_at_every_size_and_in_one_table(figures: list[Figure
     assert sum(len(table.splitlines()) - 2 for table in tables) == len(figures)
 
 
+@pytest.mark.slow
 def test_what_must_not_grow_does_not(figures: list[Figure]):
     found = {(figure.part, figure.case): list(figure.values.values()) for figure in figures}
     for (part, case), values in found.items():

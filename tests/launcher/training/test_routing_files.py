@@ -253,6 +253,7 @@ def test_two_ranks_choose_what_one_chose(followed, recorded):
         assert all(torch.equal(mine[name], theirs[name]) for name in theirs)
 
 
+@pytest.mark.slow
 def test_two_ranks_that_follow_one_are_a_rounding_apart(followed, recorded):
     """Validation, too, which nobody follows in."""
     for mine, theirs in zip(rows(followed / "alike"), rows(recorded[0]), strict=True):

@@ -37,7 +37,7 @@ def base(shards, tmp_path_factory) -> Path:
     return folder
 
 
-@pytest.mark.few(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["zigzag", "experts"])
 def test_the_sample_is_the_greedy_continuation_by_one_process(base, name):
     tokenizer, model = load_tokenizer(base / name), load_model(base / name)

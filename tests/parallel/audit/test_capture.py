@@ -27,7 +27,7 @@ assert gone() is None, "what was copied waits for Python to look for cycles"
 """
 
 
-@pytest.mark.few(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("what", ["nothing", "compiler"])
 def test_a_look_imports_no_compiler_and_its_copies_go_with_it(what):
     subprocess.run([sys.executable, "-c", SCRIPT, what], check=True, timeout=120)

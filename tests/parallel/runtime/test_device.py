@@ -152,10 +152,9 @@ from parallel.runtime.device import choose_device
 if CHOOSES:
     choose_device("cpu")
 x, weight = torch.ones(1000, 128, dtype=torch.bfloat16), torch.ones(128, 128, dtype=torch.bfloat16)
+before = psutil.Process().memory_info().rss
 for rows in range(1, 1000):
     x[:rows] @ weight
-    if rows == 700:
-        before = psutil.Process().memory_info().rss
 print(psutil.Process().memory_info().rss - before)
 """
 
@@ -165,13 +164,15 @@ print(psutil.Process().memory_info().rss - before)
 def test_memory_of_a_cpus_products_stops_growing():
     grown = []
     environment = {k: v for k, v in os.environ.items() if "CACHE_CAPACITY" not in k}
+    # Code that goes is given back at once: gaps of the heap would be counted too, 0 to 100 MB by chance.
+    environment |= {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536"}
     for chooses in (True, False):
         program = PRODUCTS.replace("CHOOSES", str(chooses))
         ran = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, timeout=120)
         assert ran.returncode == 0, ran.stderr.decode()
         grown.append(int(ran.stdout))
-    # By default the last 299 sizes have code of their own, and all of it is kept.
-    assert 10 * grown[0] < grown[1], grown
+    # 256 sizes in place of 999.
+    assert 3 * grown[0] < grown[1], grown
 
 
 def test_the_cpu_tells_its_name_and_memory():
