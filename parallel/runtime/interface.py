@@ -7,19 +7,21 @@ import socket
 
 import psutil
 
+from parallel.runtime.listening import meeting_host
+
 INTERFACE_VARIABLE = "GLOO_SOCKET_IFNAME"
 """Variable by which a user names the interface, and by which gloo hears of it."""
 
 
 def choose_gloo_interface() -> None:
-    """Name the interface that routes to MASTER_ADDR, unless the user named one.
+    """Name the interface that routes to where the ranks meet, unless the user named one.
 
     Left alone, gloo advertises the address of the host's name, which on many machines is 127.0.0.1 and unreachable
     from the others.
     """
     if os.environ.get(INTERFACE_VARIABLE) or "MASTER_ADDR" not in os.environ:
         return
-    name = interface_towards(os.environ["MASTER_ADDR"])
+    name = interface_towards(meeting_host())
     if name is not None:
         os.environ[INTERFACE_VARIABLE] = name
 

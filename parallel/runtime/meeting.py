@@ -8,8 +8,11 @@ import threading
 import time
 from collections.abc import Callable
 from datetime import timedelta
+from typing import Any
 
 import torch.distributed as dist
+
+from parallel.runtime.listening import is_agents_store, listen, meeting_host
 
 MEET_SECONDS = 45.0
 """How long ranks wait for the last one to come. With the seconds that an end takes, a start fails within a minute."""
@@ -18,19 +21,20 @@ MEET_SECONDS = 45.0
 def meeting_store(rank: int, world_size: int, timeout: timedelta) -> dist.Store:
     """The store: rank 0 has it, and returns at once; the others when they reach it.
 
-    OSError where that takes longer than ``timeout`` (twice that, where a stranger answers nothing), RuntimeError
-    (torch's) where rank 0 cannot have the port.
+    OSError if that takes longer than ``timeout`` (twice that if a stranger answers nothing), or if rank 0 cannot have
+    the port.
     """
-    host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    host, port = meeting_host(), int(os.environ["MASTER_PORT"])
     if rank != 0:
         _reach(host, port, timeout.total_seconds())
-    # torchrun has a store of its own there, which outlives the ranks that it starts again.
-    is_agents = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-    is_master = rank == 0 and not is_agents
+    is_master = rank == 0 and not is_agents_store()
 
     def build() -> dist.TCPStore:
         # Without a wait for all ranks: that would end by a time-out which tells nobody who is missing.
-        options = {"wait_for_workers": False, "multi_tenant": True}
+        options: dict[str, Any] = {"wait_for_workers": False, "multi_tenant": True}
+        if is_master:
+            # By itself the store listens on every interface; whoever reaches it may write into it.
+            options["master_listen_fd"] = listen(host, port).detach()
         return dist.TCPStore(host, port, world_size, is_master=is_master, timeout=timeout, **options)
 
     if is_master:
@@ -39,7 +43,7 @@ def meeting_store(rank: int, world_size: int, timeout: timedelta) -> dist.Store:
         store = _within(build, timeout.total_seconds())
     # Under torchrun's store the keys of a start that failed are still there.
     prefix = "longctx"
-    if is_agents:
+    if is_agents_store():
         prefix = f"longctx/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
     return dist.PrefixStore(prefix, store)
 

@@ -193,6 +193,10 @@ class Launch:
         """The process that a user starts."""
         return psutil.Process(self._process.pid)
 
+    def is_running(self) -> bool:
+        """Whether it has not ended."""
+        return self._process.poll() is None
+
     def launchers(self) -> list[psutil.Process]:
         """Those that it starts on this machine, each with ranks of its own."""
         return [process for process in self.family() if "deepspeed.launcher.launch" in _words_of(process)]

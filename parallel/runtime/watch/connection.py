@@ -5,13 +5,16 @@ from __future__ import annotations
 import contextlib
 import socket
 import threading
+import time
 from collections.abc import Callable
 from typing import Any
 
-from parallel.runtime.watch.failure import FAILED, Failure, Lines, line_of
-from parallel.runtime.watch.hub import died, keep_alive
+from parallel.runtime.watch.door import keep_alive
+from parallel.runtime.watch.failure import FAILED, Failure, Lines, line_of, line_of_key
+from parallel.runtime.watch.hub import died
 from parallel.runtime.watch.processes import RankProcess
 
+_MEANWHILE_SECONDS = 0.2
 _ANSWER_SECONDS = 3.0
 """How long a failing rank waits for the hub to say whose failure was the first."""
 
@@ -24,7 +27,7 @@ class Connection:
         connection: socket.socket,
         *,
         rank: int,
-        token: str,
+        key: str,
         version: str,
         remark: str,
         on_failure: Callable[[Failure], None],
@@ -45,7 +48,7 @@ class Connection:
         self.first: Failure | None = None
         """The run's first failure, of any rank; None as long as there is none."""
         keep_alive(connection)
-        self._hello = line_of("hello", token=token, process=vars(RankProcess.own(rank)), version=version)
+        self._hello = line_of_key(key) + line_of("hello", process=vars(RankProcess.own(rank)), version=version)
 
     def start(self) -> None:
         """Say who this is, and listen: the answer may be why the run ends."""
@@ -57,9 +60,16 @@ class Connection:
         self._heard.wait(seconds)
         return self.first
 
-    def wait_met(self, seconds: float) -> bool:
-        """Whether all ranks have come within so many seconds; those that fail before end this process."""
-        return self._met.wait(seconds)
+    def wait_met(self, seconds: float, meanwhile: Callable[[], None] | None = None) -> bool:
+        """Whether all ranks have come within so many seconds; those that fail before end this process.
+
+        ``meanwhile`` is called a few times a second.
+        """
+        deadline = time.monotonic() + seconds
+        while not self._met.wait(_MEANWHILE_SECONDS) and time.monotonic() < deadline:
+            if meanwhile is not None:
+                meanwhile()
+        return self._met.is_set()
 
     def tell(self, kind: str, **values: Any) -> None:
         """Tell the hub something of this rank."""

@@ -3,16 +3,25 @@
 from __future__ import annotations
 
 import json
-import os
+import logging
 import socket
+from functools import partial
 from typing import Protocol
 
+from longctx.errors import ClusterError
+from parallel.runtime.listening import meeting_host
 from parallel.runtime.watch.guard import start_guard
 from parallel.runtime.watch.hub import Hub
+from parallel.runtime.watch.key import KEY_VARIABLE, Key, handed_key, new_key, read_key
 from parallel.runtime.watch.member import Member
 from parallel.runtime.watch.options import WatchOptions
 
-_KEY = "longctx/watch"
+log = logging.getLogger(__name__)
+# Without a run folder there is no log file.
+log.addHandler(logging.NullHandler())
+
+_WHERE, _ASKED, _TOLD = "longctx/watch", "longctx/watch/asked", "longctx/watch/told"
+"""In the store: where the hub listens; that a rank has no other way to the key; the key, once one has."""
 _GUARD_SECONDS = 10.0
 """Beyond the time-out: when a stopped rank is let go on that is alone on its machine."""
 
@@ -32,6 +41,14 @@ class Store(Protocol):
         """The value under a key, once it is there."""
         ...
 
+    def check(self, keys: list[str], /) -> bool:
+        """Whether all keys are there."""
+        ...
+
+    def delete_key(self, key: str, /) -> bool:
+        """Remove a key and its value."""
+        ...
+
 
 def watching() -> Member | None:
     """This process's part in the watch over all ranks; None in a process that is alone, and before ranks meet."""
@@ -47,23 +64,62 @@ def say_when_interrupted(text: str) -> None:
 def start_watch(store: Store, options: WatchOptions) -> None:
     """Watch over all ranks, which meet in ``store``; returns when all have come. Collective.
 
-    When one does not come, or has other code, this process ends as after any failure. OSError where rank 0's machine
-    cannot be reached.
+    When one does not come, or has other code, this process ends as after any failure. OSError if rank 0's machine
+    cannot be reached, ClusterError if the ranks that meet there have all come.
     """
     global _member
-    hub, host = None, os.environ["MASTER_ADDR"]
     if options.rank == 0:
-        hub, host = Hub(options), "127.0.0.1"
-        store.set(_KEY, json.dumps([hub.port, hub.token]))
-    # The machine of rank 0 is the one where ranks meet: launchers start it there.
-    port, token = json.loads(store.get(_KEY))
-    connection = socket.create_connection((host, port), timeout=options.meet)
-    connection.settimeout(None)
-    _member = Member(connection, options, token=token, hub=hub, interrupted=_interrupted)
-    _member.wait_for_all()
+        key = new_key()
+        hub = Hub(options, host=meeting_host(), key=key)
+        store.set(_WHERE, json.dumps({"port": hub.address[1], "file": str(key.file or "")}))
+        _member = _join(hub.address, options, key=key.value, hub=hub)
+        _member.wait_for_all(meanwhile=partial(_tell_if_asked, store, key))
+        # Whoever comes now is none of this run, and hears that it is not.
+        store.delete_key(_TOLD)
+        store.set(_WHERE, "{}")
+        port = hub.address[1]
+    else:
+        where = json.loads(store.get(_WHERE))
+        if not where:
+            raise ClusterError(
+                f"rank {options.rank} came to a run whose ranks have all come. Another run uses this port: choose one "
+                "of its own (--master_port)."
+            )
+        # The machine of rank 0 is the one where ranks meet: launchers start it there.
+        port = int(where["port"])
+        _member = _join((meeting_host(), port), options, key=_find_key(store, where["file"]))
+        _member.wait_for_all()
     # Nobody else ends a rank of this machine that is stopped. Later than the others end.
     if len(_member.line.neighbours) == 1:
         start_guard(options.timeout + _GUARD_SECONDS, port)
+
+
+def _join(address: tuple[str, int], options: WatchOptions, *, key: str, hub: Hub | None = None) -> Member:
+    connection = socket.create_connection(address, timeout=options.meet)
+    connection.settimeout(None)
+    return Member(connection, options, key=key, hub=hub, interrupted=_interrupted)
+
+
+def _find_key(store: Store, file: str) -> str:
+    """The key that the hub knows ranks by."""
+    key = handed_key() or read_key(file)
+    if key is None:
+        store.set(_ASKED, socket.gethostname())
+        key = store.get(_TOLD).decode()
+    return key
+
+
+def _tell_if_asked(store: Store, key: Key) -> None:
+    """Put the key into the store if a rank has no other way to it, and say so once."""
+    if not store.check([_ASKED]) or store.check([_TOLD]):
+        return
+    log.warning(
+        "%s cannot read the key of the run's watch where rank 0 wrote it, so until all ranks have come it lies in the "
+        "store where they meet, for all who reach that port. Hand %s, 32 random letters and digits, to every rank.",
+        store.get(_ASKED).decode(errors="replace"),
+        KEY_VARIABLE,
+    )
+    store.set(_TOLD, key.value)
 
 
 def stop_watch() -> None:

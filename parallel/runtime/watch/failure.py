@@ -64,6 +64,11 @@ def line_of(kind: str, **values: Any) -> bytes:
     return (json.dumps({"kind": kind, **values}) + "\n").encode()
 
 
+def line_of_key(key: str) -> bytes:
+    """The first line of a rank's, before any message: it is compared as bytes, and a stranger's is never parsed."""
+    return f"{key}\n".encode()
+
+
 class Lines:
     """The messages in a stream of bytes."""
 

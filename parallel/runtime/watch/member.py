@@ -11,6 +11,7 @@ import signal
 import socket
 import threading
 import time
+from collections.abc import Callable
 from typing import NoReturn
 
 from longctx.errors import ClusterError
@@ -21,7 +22,7 @@ from parallel.runtime.watch.hub import Hub
 from parallel.runtime.watch.interrupts import EndingSignals, failure_of
 from parallel.runtime.watch.last_words import end_process, say
 from parallel.runtime.watch.options import WatchOptions
-from parallel.runtime.watch.processes import is_first, kill, rouse, stopped_before_meeting
+from parallel.runtime.watch.processes import is_first, kill, rouse, stopped_before_meeting, wait_until_ended
 
 log = logging.getLogger(__name__)
 # Without a run folder there is no log file, and the console has heard it from another rank.
@@ -46,7 +47,7 @@ class Member:
         connection: socket.socket,
         options: WatchOptions,
         *,
-        token: str,
+        key: str,
         hub: Hub | None = None,
         interrupted: str = "Interrupted.",
     ) -> None:
@@ -54,13 +55,13 @@ class Member:
         self._rank, self._hub, self._options = options.rank, hub, options
         self._interrupted, self._last_act, self._has_reported = interrupted, options.last_act, False
         self._taking_over, self._main_is_ending = threading.Lock(), False
-        self._telling, self._has_told = threading.Lock(), False
+        self._telling, self._has_told, self._speaks_for_another = threading.Lock(), False, False
         self.signals = EndingSignals(self._end_for_signal, grace_seconds=GRACE_SECONDS)
         self._beats = Beats(options)
         self.line = Connection(
             connection,
             rank=options.rank,
-            token=token,
+            key=key,
             version=options.version,
             remark=options.remark,
             on_failure=self._see_to_the_end,
@@ -69,10 +70,10 @@ class Member:
         # Only now: the first thing heard may need all of the above.
         self.line.start()
 
-    def wait_for_all(self) -> None:
-        """Return once all ranks have come; ClusterError where the hub does not say so in time."""
+    def wait_for_all(self, meanwhile: Callable[[], None] | None = None) -> None:
+        """Return once all ranks have come, calling ``meanwhile`` now and then; ClusterError if that takes too long."""
         # The hub itself says who is missing; it needs time to.
-        if not self.line.wait_met(self._options.meet + REPORT_SECONDS):
+        if not self.line.wait_met(self._options.meet + REPORT_SECONDS, meanwhile):
             raise ClusterError(
                 f"rank {self._rank} came to rank 0 and heard no more of it for {self._options.meet:.0f} s.\n"
                 "Its process is stopped, or the network to its machine is cut: look there, then start again."
@@ -110,6 +111,9 @@ class Member:
             kill(first.kills or stopped_before_meeting(self.line.neighbours), after=_ROUSED_SECONDS)
         if self._hub is not None:
             self._hub.linger(GRACE_SECONDS)
+        if self._speaks_for_another:
+            # One behind it that comes to this late would find that none before it runs, and say it again.
+            wait_until_ended([one for one in self.line.neighbours if one.rank > self._rank], REPORT_SECONDS)
         end_process(code)
 
     def leave(self) -> None:
@@ -134,7 +138,7 @@ class Member:
         if self._main_is_ending:
             # It has a message to write or to wait for; what follows is for the case that it cannot.
             time.sleep(REPORT_SECONDS + ALIKE_SECONDS)
-        self.end(self._code_of(failure))
+        self.end(_code_of(failure, was_interrupted=self.signals.was_interrupted))
 
     def _tell_of_another(self) -> None:
         """Log why another rank ends this one, and say it where that rank cannot: once, before the process ends."""
@@ -149,13 +153,8 @@ class Member:
             log.error("%s, and this rank stops:\n%s", failure.source(), failure.text)
             # After Ctrl-C every rank ends; a second one ends each without a word, one a little before another.
             if not self.signals.was_interrupted and self._speaks(failure):
+                self._speaks_for_another = True
                 say(failure.text)
-
-    def _code_of(self, failure: Failure) -> int:
-        """The exit code of this rank."""
-        if failure.silent and self.signals.was_interrupted:
-            return INTERRUPTED
-        return failure.code
 
     def _speaks(self, failure: Failure) -> bool:
         """Whether this rank says what another one cannot."""
@@ -188,6 +187,13 @@ class Member:
     def _end_for_signal(self, number: signal.Signals) -> None:
         if not self._main_is_ending:
             self.end_for(failure_of(number, rank=self._rank, interrupted=self._interrupted))
+
+
+def _code_of(failure: Failure, *, was_interrupted: bool) -> int:
+    """The exit code of a rank."""
+    if failure.silent and was_interrupted:
+        return INTERRUPTED
+    return failure.code
 
 
 def text_of(failure: Failure, rank: int) -> str:

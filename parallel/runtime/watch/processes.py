@@ -87,6 +87,13 @@ def is_first(rank: int, neighbours: Sequence[RankProcess]) -> bool:
     return all(process.state() != "running" for process in neighbours if 0 < process.rank < rank)
 
 
+def wait_until_ended(processes: Sequence[RankProcess], seconds: float) -> None:
+    """Return once none of them runs on this machine, or after so many seconds."""
+    deadline = time.monotonic() + seconds
+    while any(process.state() == "running" for process in processes) and time.monotonic() < deadline:
+        time.sleep(0.02)
+
+
 def stopped_before_meeting(neighbours: Sequence[RankProcess]) -> list[dict[str, Any]]:
     """Ranks of this run, started by the same launcher as this one, that are stopped; none once all have met."""
     found, names = [], ("MASTER_ADDR", "MASTER_PORT", "WORLD_SIZE")

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-import json
 import signal
 import socket
 import time
-from contextlib import ExitStack
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from random import Random
+from typing import Any
 
 import pytest
 
 from parallel.runtime.watch.failure import Failure, Lines, line_of
 from parallel.runtime.watch.hub import Hub
+from parallel.runtime.watch.key import KEY_VARIABLE, Key, read_key
 from parallel.runtime.watch.options import WatchOptions
 from parallel.runtime.watch.overseer import Overseer
 from parallel.runtime.watch.processes import RankProcess
@@ -215,33 +218,173 @@ def test_ranks_that_are_done_leave_in_any_order(tmp_path):
         assert (ended.codes, ended.said) == ([0] * RANKS, [""] * RANKS)
 
 
-def test_strangers_are_not_listened_to(tmp_path):
-    ranks = Ranks(tmp_path, ["time.sleep(1.5)"] * RANKS)
-    ranks.wait_until_met()
-    port, token = json.loads((tmp_path / "longctx_watch").read_text())
-    failed = line_of("failed", **Failure(rank=1, code=1, text="no").to_values())
-    greeting = line_of("hello", token=f"{token}x", process=vars(RankProcess.own(1)), version="")
-    for data in (b"GET / HTTP/1.1\r\n\r\n", failed, greeting + failed, b"[1, 2]\n", b"\xff\xfe\n", b"{}\n", b""):
-        with socket.create_connection(("127.0.0.1", port)) as connection:
+KEY = Key("k" * 32)
+FAILED = line_of("failed", **Failure(rank=1, code=1, text="no").to_values())
+
+
+def hello(of_rank: int, **values: Any) -> bytes:
+    """What a rank says after its key."""
+    process = {**vars(RankProcess.own(of_rank)), "machine": f"machine {of_rank}", **values}
+    return line_of("hello", process=process, version="")
+
+
+def open_hub(ranks: int = 2, key: Key = KEY) -> Hub:
+    return Hub(WatchOptions(rank=0, world_size=ranks, timeout=60.0, meet=60.0), host="127.0.0.1", key=key)
+
+
+@contextmanager
+def connected(hub: Hub, *sent: bytes) -> Iterator[socket.socket]:
+    with socket.create_connection(hub.address, timeout=20.0) as connection:
+        for data in sent:
             connection.sendall(data)
-    ended = ranks.wait()
+        yield connection
+
+
+def is_closed(connection: socket.socket) -> bool:
+    """Whether the hub closes it, within its time-out."""
+    try:
+        return connection.recv(65_536) == b""
+    except ConnectionError:
+        return True
+
+
+def heard_until(connection: socket.socket, wanted: bytes) -> None:
+    received = b""
+    while wanted not in received:
+        data = connection.recv(65_536)
+        assert data, received
+        received += data
+
+
+RANK_1 = KEY.value.encode() + b"\n"
+STRANGE = {
+    "web": b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n",
+    "brackets": b"[" * 60_000 + b"\n",
+    "another key": b"l" * 32 + b"\n" + hello(1),
+    "a message in place of the key": hello(1) + FAILED,
+    "no rank": RANK_1 + FAILED,
+    "brackets behind the key": RANK_1 + b"[" * 60_000 + b"]" * 60_000 + b"\n",
+    "rank Infinity": RANK_1 + hello(1, rank=float("inf")),
+    "rank NaN": RANK_1 + hello(1, rank=float("nan")),
+    "a rank of many digits": RANK_1 + b'{"kind": "hello", "process": {"rank": ' + b"9" * 5_000 + b"}}\n",
+    "no object": RANK_1 + b"[1, 2]\n",
+    "no JSON": RANK_1 + b"\xff\xfe\n",
+    "no kind": RANK_1 + b"{}\n",
+    "zeros": bytes(70_000),
+}
+
+
+@pytest.mark.parametrize("sent", STRANGE.values(), ids=STRANGE)
+def test_what_strangers_say_is_dropped_and_the_ranks_meet(sent):
+    hub = open_hub()
+    with connected(hub, RANK_1, hello(0)) as first:
+        with connected(hub, sent) as stranger:
+            assert is_closed(stranger)
+        with connected(hub, RANK_1, hello(1)) as second:
+            for line in (first, second):
+                heard_until(line, b'"kind": "met"')
+    hub.stop()
+
+
+def test_any_bytes_are_dropped_and_the_ranks_meet():
+    hub, random = open_hub(), Random(0)
+    with connected(hub, RANK_1, hello(0)) as first:
+        for number in range(400):
+            data = random.randbytes(random.randint(1, 200))
+            # Every second one knows the key, as no stranger does.
+            if number % 2:
+                data = RANK_1 + data
+            with connected(hub, data + b"\n" * 40):
+                pass
+        with connected(hub, RANK_1, hello(1)):
+            heard_until(first, b'"kind": "met"')
+    hub.stop()
+
+
+def test_a_part_of_the_key_is_no_hint():
+    """It is compared once it is whole: a wrong part looks like a right one."""
+    hub = open_hub()
+    for part in (KEY.value[:7].encode(), b"x" * 7):
+        with connected(hub, part) as stranger:
+            stranger.settimeout(0.3)
+            with pytest.raises(TimeoutError):
+                stranger.recv(1)
+    hub.stop()
+
+
+def test_a_bounded_number_may_wait_and_none_once_all_have_come():
+    hub, ranks = open_hub(), ExitStack()
+    with ExitStack() as strangers:
+        idle = [strangers.enter_context(connected(hub)) for _ in range(1_500)]
+        first = ranks.enter_context(connected(hub, RANK_1, hello(0)))
+        # The oldest went as the newest came.
+        assert is_closed(idle[0])
+        assert len(hub._door._guests) < 100
+        ranks.enter_context(connected(hub, RANK_1, hello(1)))
+        heard_until(first, b'"kind": "met"')
+        assert is_closed(idle[-1])
+    with pytest.raises(ConnectionRefusedError):
+        socket.create_connection(hub.address)
+    ranks.close()
+    hub.stop()
+
+
+def test_a_hub_that_fails_ends_the_run_by_its_own_name(monkeypatch):
+    def look(self) -> None:
+        raise OverflowError("a bug")
+
+    hub = open_hub()
+    with connected(hub, RANK_1, hello(0)) as first, connected(hub, RANK_1, hello(1)) as second:
+        heard_until(first, b'"kind": "met"')
+        monkeypatch.setattr(Overseer, "look", look)
+        for line in (first, second):
+            heard_until(line, b"the hub of the run's watch failed: OverflowError('a bug')")
+
+
+def test_the_store_never_has_the_key_and_the_file_goes(tmp_path):
+    environment = {"LOCAL_SIZE": str(RANKS), "TMPDIR": str(tmp_path)}
+    ended = Ranks(tmp_path / "store", ["meet('looked')"] * RANKS, environment).wait()
     assert (ended.codes, ended.said) == ([0] * RANKS, [""] * RANKS)
+    assert not list(tmp_path.glob("watch-*"))
+    assert (tmp_path / "store" / "longctx_watch").read_text() == "{}"
+
+
+@pytest.mark.parametrize("handed", [None, "a" * 32])
+def test_ranks_without_a_folder_in_common_ask_unless_they_were_handed_the_key(handed, tmp_path):
+    environment = {"HOME": "/dev/null/home", "LOCAL_SIZE": "1"}
+    if handed:
+        environment[KEY_VARIABLE] = handed
+    ended = Ranks(tmp_path, ["meet('looked')"] * RANKS, environment).wait()
+    assert (ended.codes, ended.said) == ([0] * RANKS, [""] * RANKS)
+    assert (tmp_path / "longctx_watch_asked").exists() == (handed is None)
+    assert not (tmp_path / "longctx_watch_told").exists()
+
+
+def test_a_file_of_the_key_is_private_and_holds_nothing_else(tmp_path):
+    file = tmp_path / "key"
+    file.write_text("k" * 32)
+    file.chmod(0o600)
+    (tmp_path / "link").symlink_to(file)
+    assert read_key(str(file)) == "k" * 32
+    assert read_key(str(tmp_path / "link")) is None
+    file.chmod(0o644)
+    assert read_key(str(file)) is None
+    # A stranger may name any file of this user's: nothing but a key leaves it.
+    file.write_text("-----BEGIN OPENSSH PRIVATE KEY-----")
+    file.chmod(0o600)
+    for path in (file, tmp_path, tmp_path / "none", "", "/dev/zero", "\0"):
+        assert read_key(str(path)) is None
 
 
 def test_hundreds_of_ranks_hear_at_once():
     ranks = 300
-    hub = Hub(WatchOptions(rank=0, world_size=ranks, timeout=60.0, meet=60.0))
+    hub = open_hub(ranks)
     failed = line_of("failed", **Failure(rank=7, code=1, text="x" * 8_000).to_values())
     with ExitStack() as stack:
-        lines = [stack.enter_context(socket.create_connection(("127.0.0.1", hub.port))) for _ in range(ranks)]
-        for rank, line in enumerate(lines):
-            process = {**vars(RankProcess.own(rank)), "machine": f"machine {rank}"}
-            line.sendall(line_of("hello", token=hub.token, process=process, version=""))
+        lines = [stack.enter_context(connected(hub, RANK_1, hello(rank))) for rank in range(ranks)]
         lines[7].sendall(failed)
         for line in lines:
-            received = b""
-            while failed not in received:
-                received += line.recv(65_536)
+            heard_until(line, failed)
     hub.stop()
 
 

@@ -34,7 +34,12 @@ class Ranks:
         """None of ``acts`` is a rank that never comes."""
         self.folder = folder
         folder.mkdir(exist_ok=True)
-        shared = {"WORLD_SIZE": str(len(acts)), "MASTER_ADDR": "127.0.0.1", "PYTHONPATH": str(REPOSITORY)}
+        shared = {
+            "WORLD_SIZE": str(len(acts)),
+            "LOCAL_SIZE": str(len(acts)),
+            "MASTER_ADDR": "127.0.0.1",
+            "PYTHONPATH": str(REPOSITORY),
+        }
         self.processes = [
             subprocess.Popen(
                 [sys.executable, str(Path(__file__).with_name("watched_rank.py")), str(folder), act],

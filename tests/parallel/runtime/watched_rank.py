@@ -42,6 +42,15 @@ class FolderStore:
             time.sleep(0.01)
         return path.read_bytes()
 
+    def check(self, keys: list[str], /) -> bool:
+        """Look for files."""
+        return all((FOLDER / key.replace("/", "_")).exists() for key in keys)
+
+    def delete_key(self, key: str, /) -> bool:
+        """Remove a file."""
+        (FOLDER / key.replace("/", "_")).unlink(missing_ok=True)
+        return True
+
 
 def block() -> None:
     """Wait in C, without Python's lock, for a mutex that this thread holds."""

@@ -1,0 +1,95 @@
+"""The key of a run's watch, by which the hub knows the ranks: how it gets from rank 0 to the others.
+
+Ranks meet in torch's store, into which whoever reaches its port may look and write. So the key does not travel there:
+
+* a starter may hand it to every rank in ``LONGCTX_WATCH_KEY``;
+* else rank 0 writes it into a file that this user alone may read: on one machine in the folder of temporary files, on
+  several in ``~/.cache/longctx``, which a cluster's machines often share. The file goes once all ranks have come;
+* a rank that can do neither asks for it in the store, and rank 0 warns that it lies there.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import secrets
+import stat
+import tempfile
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+from parallel.runtime.listening import is_one_machine
+
+KEY_VARIABLE = "LONGCTX_WATCH_KEY"
+_FORM = re.compile(r"[0-9a-zA-Z]{16,128}")
+_LOOK_SECONDS = 2.0
+"""How long a rank looks for a file that another machine has written: NFS shows it late."""
+
+
+@dataclass(frozen=True)
+class Key:
+    """The key, and the file from which the other ranks read it."""
+
+    value: str
+    file: Path | None = None
+
+    def remove(self) -> None:
+        """Remove the file: all ranks have read it."""
+        if self.file is not None:
+            with contextlib.suppress(OSError):
+                self.file.unlink()
+            with contextlib.suppress(OSError):
+                self.file.parent.rmdir()
+
+
+def handed_key() -> str | None:
+    """Return the key that a starter handed to this rank, if it has the form of one."""
+    value = os.environ.get(KEY_VARIABLE, "")
+    if _FORM.fullmatch(value):
+        return value
+    return None
+
+
+def new_key() -> Key:
+    """Return the key of a run that begins, on rank 0: the one that was handed to it, or a new one in a private file.
+
+    Without a file if none can be written.
+    """
+    handed = handed_key()
+    if handed is not None:
+        return Key(handed)
+    value = secrets.token_hex(32)
+    folder = None
+    if not is_one_machine():
+        folder = Path("~/.cache/longctx").expanduser()
+    with contextlib.suppress(OSError, RuntimeError):
+        if folder is not None:
+            folder.mkdir(parents=True, exist_ok=True)
+        # The folder is made with the rights of its user alone.
+        file = Path(tempfile.mkdtemp(prefix="watch-", dir=folder)) / "key"
+        with os.fdopen(os.open(file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as out:
+            out.write(value)
+        return Key(value, file)
+    return Key(value)
+
+
+def read_key(file: str) -> str | None:
+    """Return the key in a file of this user's that nobody else may read; None if there is no such file.
+
+    The path comes from the store, where a stranger may have put it: what has not the form of a key is not returned.
+    """
+    deadline = time.monotonic() + _LOOK_SECONDS
+    while True:
+        with contextlib.suppress(OSError, ValueError):
+            with os.fdopen(os.open(file, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK), "rb") as read:
+                status = os.fstat(read.fileno())
+                is_private = status.st_uid == os.getuid() and not stat.S_IMODE(status.st_mode) & 0o077
+                value = read.read(256).decode("ascii", "replace")
+            if is_private and stat.S_ISREG(status.st_mode) and _FORM.fullmatch(value):
+                return value
+            return None
+        if is_one_machine() or time.monotonic() > deadline:
+            return None
+        time.sleep(0.05)
