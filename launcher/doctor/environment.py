@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-import os
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import torch
 
-from launcher.doctor.finding import Finding, Verdict
+from launcher.cluster.remote_shell import check_assignment
+from launcher.doctor.finding import Finding
+from longctx.errors import ConfigError
 
 _PREFIX, _PREFIX_WITH_GPUS = "PYTHON", "NCCL"
 """Of what deepspeed hands over by itself, all that a check depends on: the second where this machine has GPUs."""
@@ -17,38 +18,17 @@ _ASSIGNMENT = re.compile(r"([A-Za-z_][A-Za-z0-9_]*)=(.*)")
 _REFERENCE = re.compile(r"(\$[A-Za-z_][A-Za-z0-9_]*|\$\{[A-Za-z_][A-Za-z0-9_]*\})")
 
 
-def environment_files() -> list[Path]:
-    """The files of `KEY=VALUE` lines that deepspeed reads, in its order: later ones win."""
-    name = os.environ.get("DS_ENV_FILE", ".deepspeed_env")
-    found: list[Path] = []
-    for folder in (Path.home(), Path.cwd()):
-        path = folder / name
-        if path.is_file() and path not in found:
-            found.append(path)
-    return found
-
-
 def check_environment_files(paths: Sequence[Path]) -> list[Finding]:
-    """A finding for each line that is no assignment.
-
-    Without a ``=``, also in an empty line, deepspeed ends with a traceback; after a ``#`` its shell ignores the rest of
-    the command. Other lines set another variable than their writer meant.
-    """
+    """Return a finding for each line that is no assignment, or of which a shell on another host would run a part."""
     findings = []
     for path in paths:
         for number, line in enumerate(_lines(path), 1):
-            if not _ASSIGNMENT.fullmatch(line.strip()):
-                findings.append(_no_assignment(line, f"{path}:{number}"))
+            try:
+                check_assignment(line, f"{path}:{number}")
+            except ConfigError as error:
+                problem, _, advice = str(error).partition("\n")
+                findings.append(Finding(check="environment", verdict="fail", value=problem, advice=advice))
     return findings
-
-
-def _no_assignment(line: str, where: str) -> Finding:
-    """The finding of a line that is not ``KEY=VALUE``."""
-    verdict: Verdict = "warn"
-    if "=" not in line or line.lstrip().startswith("#"):
-        verdict = "fail"
-    advice = "deepspeed takes every line for an assignment: remove empty lines, comments and `export`"
-    return Finding(check="environment", verdict=verdict, value=f"{where} is not KEY=VALUE", advice=advice)
 
 
 def exports(environment: Mapping[str, str], paths: Sequence[Path]) -> str:

@@ -8,7 +8,8 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from launcher.doctor.environment import check_environment_files, environment_files
+from launcher.cluster.remote_shell import environment_files
+from launcher.doctor.environment import check_environment_files
 from launcher.doctor.finding import Finding, Verdict, printable
 from launcher.doctor.machine import Facts, Machine, Options
 from launcher.doctor.probe import Probe, probe_in

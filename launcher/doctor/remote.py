@@ -15,7 +15,8 @@ from pathlib import Path
 from typing import IO
 
 from launcher.cluster.hostfile import check_host_name
-from launcher.doctor.environment import environment_files, exports
+from launcher.cluster.remote_shell import environment_files
+from launcher.doctor.environment import exports
 from launcher.doctor.finding import printable
 from launcher.doctor.machine import Machine, Options, machine_from_json
 from longctx.errors import ClusterError

@@ -13,6 +13,7 @@ from typing import Any
 from launcher.checkpoint.store import store_at
 from launcher.cluster.exit import FAILED, INTERRUPTED
 from launcher.cluster.hostfile import read_hostfile
+from launcher.cluster.remote_shell import check_start
 from launcher.cluster.suspects import hosts_of, suspected_ranks
 from launcher.config.load import load_run_config
 from launcher.config.sections import AUTO, RunConfig
@@ -46,7 +47,11 @@ class Supervised:
 
     @classmethod
     def of(cls, command: TrainingCommand, patience: Patience, tell: Tell) -> Supervised:
-        """ConfigError where the command's settings make no run."""
+        """ConfigError if the command's settings make no run, or if a shell of another machine would run a part of it.
+
+        ClusterError for a hostfile that cannot be used.
+        """
+        check_start(command.starter, command.arguments)
         config = load_run_config(list(command.arguments))
         return cls(command, config, Judge(patience, config.last_step, config.checkpoint.every_steps > 0), tell)
 

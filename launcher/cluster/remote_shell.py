@@ -1,0 +1,148 @@
+"""What ``deepspeed`` would hand to a shell on other machines, checked before it is started.
+
+Over several hosts ``deepspeed`` joins the whole line by spaces and gives it to ``pdsh``, and that to a shell of every
+host: the working directory, the variables it exports, the script and its arguments, none of them quoted (0.19.8,
+``multinode_runner.py``; an argument with a space stands in double quotes, in which ``$(…)`` still runs). On one machine
+it starts ranks without a shell. So what a shell would not read as it stands is refused here, and what cannot be refused
+here, because it is read from a file, is read strictly.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from launcher.cluster.hostfile import DEFAULT_HOSTFILE, check_host_name, read_hostfile
+from longctx.errors import ConfigError
+from longctx.untrusted.reading import read_bounded, shown
+
+# Neither a tilde nor a brace, which are the shell's in some places, nor "%", which is pdsh's.
+_PLAIN = re.compile(r"[A-Za-z0-9_@+=:,./-]+")
+_PLAIN_WORDS = re.compile(r"[A-Za-z0-9_@+=:,./ -]+")
+_REFERENCE = r"\$(?:[A-Za-z_]\w*|\{[A-Za-z_]\w*\})"
+_VALUE = re.compile(
+    rf"""(?:[A-Za-z0-9_@+=:,./-]|{_REFERENCE}|'[^'%\x00-\x1f]*'|"(?:[^"%`$\\\x00-\x1f]|{_REFERENCE})*")*""", re.ASCII
+)
+_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
+_EXPORTED = ("MLFLOW", "PYTHON", "MV2", "UCX", "NCCL", "NEBULA")
+"""How the names of variables begin that ``deepspeed`` exports to other machines."""
+_MOST_BYTES = 2**20
+_CHECKED = {
+    "--master_addr": "the name or address of a host",
+    "--master_port": "a number",
+    "--ssh_port": "a number",
+    "--include": "hosts and slots, such as node-01@node-02:0,2",
+    "-i": "hosts and slots, such as node-01@node-02:0,2",
+    "--exclude": "hosts and slots, such as node-01@node-02:0,2",
+    "-e": "hosts and slots, such as node-01@node-02:0,2",
+    "--venv_script": "a path",
+    "--launcher_args": "options of pdsh",
+}
+"""Options of ``deepspeed`` whose values a shell or ssh reads, and what each is."""
+
+
+def check_start(starter: Sequence[str], arguments: Sequence[str]) -> None:
+    """Check a line that starts with ``deepspeed``: its hosts, its environment files, and what a shell would read.
+
+    ``starter`` is everything up to the script, with it; ``arguments`` are what the script takes. Other starters are
+    left alone: torchrun and srun start ranks without a shell.
+
+    ClusterError for a hostfile that cannot be used; ConfigError for what a shell of another machine would not read as
+    it stands. Nothing has been started then.
+    """
+    if not any(Path(word).name in ("deepspeed", "ds") or word == "deepspeed.launcher.runner" for word in starter):
+        return
+    options = _options(starter)
+    hostfile = options.get("--hostfile", options.get("-H"))
+    if hostfile is None and DEFAULT_HOSTFILE.is_file():
+        hostfile = str(DEFAULT_HOSTFILE)
+    hosts = 1
+    if hostfile is not None:
+        hosts = len(read_hostfile(Path(hostfile)))
+    for option, what in _CHECKED.items():
+        _check_option(option, options.get(option), what)
+    if hosts == 1 and "--force_multi" not in starter:
+        return
+    for path in environment_files():
+        check_environment_file(path)
+    for name, value in os.environ.items():
+        if name.startswith(_EXPORTED) and not _VALUE.fullmatch(value):
+            raise _refusal(f"the value of the variable {name}", "Change it, or unset it.")
+    _check_plain(str(Path.cwd()), "the working directory", "Start from a folder without them.", _PLAIN)
+    _check_plain(starter[-1], "the script", "Give its path without them.", _PLAIN)
+    for word in arguments:
+        # deepspeed puts one with a space into double quotes.
+        advice = "Put the value into the file of --config, which no shell reads."
+        _check_plain(word, "the argument", advice, _PLAIN_WORDS)
+
+
+def environment_files(environment: Mapping[str, str] = os.environ) -> list[Path]:
+    """Return the files of ``KEY=VALUE`` lines that deepspeed reads, in its order: later ones win."""
+    name = environment.get("DS_ENV_FILE", ".deepspeed_env")
+    found: list[Path] = []
+    for folder in (Path.home(), Path.cwd()):
+        path = folder / name
+        if path.is_file() and path not in found:
+            found.append(path)
+    return found
+
+
+def check_environment_file(path: Path) -> None:
+    """Raise ConfigError unless each line of a file is ``KEY=VALUE`` with a value in which a shell runs nothing."""
+    try:
+        text = read_bounded(path, _MOST_BYTES).decode()
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{path} cannot be read: {error}.") from error
+    for number, line in enumerate(text.splitlines(), 1):
+        check_assignment(line, f"{path}:{number}")
+
+
+def check_assignment(line: str, where: str) -> None:
+    """Raise ConfigError unless a line is ``KEY=VALUE`` with a value in which a shell runs nothing."""
+    name, equals, value = line.strip().partition("=")
+    if not equals or not _NAME.fullmatch(name):
+        raise ConfigError(
+            f"{where} is not KEY=VALUE.\n"
+            "deepspeed takes every line for an assignment: remove empty lines, comments and `export`."
+        )
+    if not _VALUE.fullmatch(value):
+        # The value may be a secret.
+        raise _refusal(
+            f"{where}: the value of {name}",
+            "A value may be in single quotes, and may refer to variables there, as in PATH=/opt/bin:$PATH.",
+        )
+
+
+def _options(starter: Sequence[str]) -> dict[str, str]:
+    """Options of the starter that have a value, after a space or a ``=``."""
+    found: dict[str, str] = {}
+    for word, behind in zip(starter, [*starter[1:], ""], strict=True):
+        flag, equals, value = word.partition("=")
+        if word.startswith("-"):
+            found[flag] = value if equals else behind
+    return found
+
+
+def _check_option(option: str, value: str | None, what: str) -> None:
+    if value is None:
+        return
+    if option == "--master_addr" and ":" not in value:
+        check_host_name(value)
+    # ssh and pdsh would read a host that begins with a dash as an option.
+    is_host = what.startswith("hosts")
+    if not _PLAIN_WORDS.fullmatch(value) or (is_host and re.search(r"(^|[@,:])-", value)):
+        raise ConfigError(f"{option} {shown(value)} must be {what}.")
+
+
+def _check_plain(word: str, what: str, advice: str, rule: re.Pattern[str]) -> None:
+    if not rule.fullmatch(word):
+        raise _refusal(f"{what} {shown(word)}", advice)
+
+
+def _refusal(what: str, advice: str) -> ConfigError:
+    return ConfigError(
+        f"{what} has characters in it that a shell does not read as they stand. Over several hosts deepspeed hands "
+        f"the whole line to a shell of each.\n{advice}"
+    )
