@@ -107,10 +107,11 @@ def write_rank_file(folder: Path, rank: int, pieces: Sequence[Piece], values: It
     return WrittenFile(path.name, written.num_bytes, written.hash, listed, written.block_hashes)
 
 
-def commit(target: Path, files: Sequence[WrittenFile], contents: Contents) -> str:
+def commit(target: Path, files: Sequence[WrittenFile], contents: Contents, records: Sequence[Path] = ()) -> str:
     """Write what stands beside the ranks' files, and give the folder its name; returns the manifest's hash.
 
-    From that on the checkpoint exists. Every file must be on the disk.
+    From that on the checkpoint exists. Every file must be on the disk; ``records``, files of the run to which lines are
+    appended, are put there first: a checkpoint that outlived what was recorded up to it would go on with a hole.
     """
     partial, listed = hidden_folder(target), list(files)
     for name, content in contents.tokenizer_files.items():
@@ -123,6 +124,9 @@ def commit(target: Path, files: Sequence[WrittenFile], contents: Contents) -> st
     sync_path(path)
     _check_read_back(path, xxhash.xxh3_128_hexdigest(text))
     sync_path(partial)
+    for record in filter(Path.exists, records):
+        sync_path(record)
+        sync_path(record.parent)
     # The run has taken this step before, and was resumed from an earlier checkpoint.
     if target.exists():
         set_aside(target)

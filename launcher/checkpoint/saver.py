@@ -36,6 +36,8 @@ from launcher.checkpoint.save import (
 )
 from launcher.checkpoint.store import store_at
 from launcher.config.sections import RunConfig
+from launcher.metrics.goodput.timeline import TIMELINE_FILE
+from launcher.metrics.record import METRICS_FILE
 from launcher.plan.checkpoint_copy import copies_checkpoints
 from longctx.config import ModelConfig
 from longctx.errors import CheckpointError
@@ -96,10 +98,11 @@ class Saver:
         copies: bool = False,
         ranks_here: int = 1,
         mirror: Mirror | None = None,
+        records: Sequence[Path] = (),
     ) -> None:
         """``copies`` lets training go on meanwhile, where the machine has memory for the copies of its ``ranks_here``.
-        Rank 0's ``mirror`` sends what is committed to a store."""
-        self._folder, self._engine = run_folder, engine
+        Rank 0's ``mirror`` sends what is committed to a store. ``records`` are on the disk before a checkpoint is."""
+        self._folder, self._engine, self._records = run_folder, engine, records
         self._model, self._tokenizer_files = model, tokenizer_files
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="saver", initializer=_let_training_go_first)
         self._copies = Copies(engine, self._thread, wanted=copies, ranks_here=ranks_here)
@@ -223,7 +226,7 @@ class Saver:
         files = gather_on_rank_0(result)
         save.is_committing, save.work = True, None
         if dist.get_rank() == 0:
-            save.work = self._thread.submit(commit, save.target, files, save.contents)
+            save.work = self._thread.submit(commit, save.target, files, save.contents, self._records)
 
     def _tell(self, save: _Save, manifest_hash: str | None) -> None:
         """Say that a checkpoint is committed; rank 0 proves it if it can be, and lets older ones go."""
@@ -329,6 +332,7 @@ def run_saver(
         copies=copies_checkpoints(config, step),
         ranks_here=ranks_here,
         mirror=mirror,
+        records=(folder / METRICS_FILE, folder / TIMELINE_FILE),
     )
 
 

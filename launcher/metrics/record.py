@@ -151,6 +151,28 @@ def truncate_after(folder: Path | str, step: int) -> int:
     return settle(Path(folder), last_step=step)
 
 
+def missing_steps(folder: Path | str, step: int) -> list[range]:
+    """Return the runs of steps up to ``step`` of which no row is left, in order; the folder's own steps alone count.
+
+    A run that went on in a new folder has rows from there on: its first row is that of the resume.
+    """
+    path = Path(folder) / METRICS_FILE
+    records: list[Record] = []
+    if path.is_file():
+        records = read_metrics(folder)
+    taken = {record["step"] for record in records if record["kind"] == "train"}
+    first = 0
+    if records and records[0].get("event") == "resume":
+        first = records[0]["step"]
+    found: list[range] = []
+    for one in sorted(set(range(first + 1, step + 1)) - taken):
+        if found and found[-1].stop == one:
+            found[-1] = range(found[-1].start, one + 1)
+        else:
+            found.append(range(one, one + 1))
+    return found
+
+
 def settle(folder: Path, *, last_step: int | None) -> int:
     """Leave only whole lines of steps up to ``last_step`` (None: of any step) in ``metrics.jsonl``."""
     path = folder / METRICS_FILE

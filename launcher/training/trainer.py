@@ -12,7 +12,7 @@ from typing import Any
 
 from launcher.checkpoint.folder import remove_leftovers, set_aside_newer
 from launcher.checkpoint.retention import VALIDATION_LOSS
-from launcher.metrics.record import DISCARDED_FILE, METRICS_FILE, Record, truncate_after
+from launcher.metrics.record import DISCARDED_FILE, METRICS_FILE, Record, missing_steps, truncate_after
 from launcher.metrics.trackers.feed import TrackerFeed, open_trackers
 from launcher.metrics.writer import Lines, RecordWriter
 from launcher.run_folder import write_config_and_environment
@@ -235,6 +235,7 @@ def _rewind_on_rank_0(run: Run, step: int) -> None:
         return
     if not run.begins_again:
         rewind(run.folder, step)
+        _say_missing_rows(run, step)
         return
     # Also what was recorded of step 0.
     moved = rewind(run.folder, -1)
@@ -245,6 +246,28 @@ def _rewind_on_rank_0(run: Run, step: int) -> None:
         METRICS_FILE,
         run.folder / DISCARDED_FILE,
     )
+
+
+def _say_missing_rows(run: Run, step: int) -> None:
+    """Warn of rows that a checkpoint of this folder says were written, and that are gone."""
+    newest = list_checkpoints(run.folder)
+    missing = missing_steps(run.folder, step)
+    if not missing or not newest or int(newest[-1].name.removeprefix("step_")) != step:
+        return
+    steps = ", ".join(str(r.start) if len(r) == 1 else f"{r.start} to {r.stop - 1}" for r in missing[:_MISSING_NAMED])
+    if len(missing) > _MISSING_NAMED:
+        steps += ", …"
+    log.warning(
+        "%s has no rows of steps %s, which checkpoint %s has taken: a file system that failed may have lost them. The "
+        "weights are whole, curves and reports have a gap there.",
+        run.folder / METRICS_FILE,
+        steps,
+        newest[-1].name,
+    )
+
+
+_MISSING_NAMED = 5
+"""Gaps that a warning names."""
 
 
 def rewind(folder: Path, step: int) -> int:

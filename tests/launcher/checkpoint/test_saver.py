@@ -15,7 +15,7 @@ import launcher.checkpoint.host_copy
 import launcher.checkpoint.save
 import launcher.checkpoint.saver
 from launcher.checkpoint.disk import HashedWriter, read_back
-from launcher.metrics.record import read_metrics
+from launcher.metrics.record import METRICS_FILE, read_metrics
 from launcher.plan.checkpoint_copy import copies_checkpoints
 from longctx.checkpoint_files.blocks import describe_file
 from longctx.checkpoint_format import CHECKPOINTS, MANIFEST, PROVED, CheckpointReader, list_checkpoints
@@ -223,3 +223,39 @@ def test_a_flipped_bit_is_seen_on_the_disk(tmp_path):
 def test_a_folder_that_does_not_exist_is_an_os_error(tmp_path):
     with pytest.raises(OSError, match="No such file"):
         HashedWriter(tmp_path / "nowhere" / "file")
+
+
+def train_watching_syncs(shards: Path, folder: Path) -> None:
+    """``train``, and check at each sync of the metrics that they are whole and the checkpoint is not there yet."""
+    seen, sync = [], launcher.checkpoint.save.sync_path
+
+    def watched(path: Path) -> None:
+        sync(path)
+        if path.name == METRICS_FILE:
+            steps = {row["step"] for row in read_metrics(folder) if row["kind"] == "train"}
+            saved = len(list_checkpoints(folder))
+            assert set(range(1, 2 * saved + 3)) <= steps
+            seen.append(saved)
+
+    launcher.checkpoint.save.sync_path = watched
+    train(shards, folder, {"parallel.context": 1})
+    assert seen == list(range(STEPS // 2)), "before each checkpoint"
+
+
+def test_rows_are_on_the_disk_before_their_checkpoint_is(shards, tmp_path):
+    run_distributed(train_watching_syncs, 1, shards, tmp_path / "run")
+
+
+@pytest.mark.parametrize("lost", ["first", "all"])
+def test_a_resume_names_rows_that_are_gone(shards, tmp_path, lost):
+    folder = tmp_path / "run"
+    run_distributed(train_each, 1, shards, {folder: {"parallel.context": 1, "train.steps": 4}})
+    lines = (folder / METRICS_FILE).read_text().splitlines(keepends=True)
+    left = {"first": [line for line in lines if '"step": 1,' not in line and '"step": 2,' not in line], "all": []}
+    (folder / METRICS_FILE).write_text("".join(left[lost]))
+    changed = {"parallel.context": 1, "train.steps": 6, "run.resume": "latest"}
+    run_distributed(train_each, 1, shards, {folder: changed})
+    log = (folder / "logs" / "rank_0.log").read_text()
+    named = {"first": "no rows of steps 1 to 2,", "all": "no rows of steps 1 to 4,"}
+    assert log.count(named[lost]) == 1
+    assert "step_000004 has taken" in log

@@ -60,7 +60,7 @@ def test_a_port_that_is_taken(scene: Scene, monkeypatch: pytest.MonkeyPatch):
         taken.listen()
         monkeypatch.setattr(test_accidents, "free_port", lambda: taken.getsockname()[1])
         # Rank 0 says whose port it is; rank 1, on another machine, that nobody answers there.
-        seen, seconds = scene.refused("ddress already in use", 1, SHORT)
+        seen, seconds = scene.refused("Address already in use", 1, SHORT)
     scene.record("cluster", "a port in use", injected="the one where ranks meet", seen=seen, seconds=seconds)
 
 

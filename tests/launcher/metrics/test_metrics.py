@@ -23,7 +23,7 @@ from launcher.metrics.expert_load import (
     mean_violation,
     worst_max_over_mean,
 )
-from launcher.metrics.record import read_metrics, truncate_after, without_timing
+from launcher.metrics.record import missing_steps, read_metrics, truncate_after, without_timing
 from launcher.metrics.writer import Lines, MetricsWriter
 from launcher.wording import short_duration
 from longctx.errors import ConfigError, DataError
@@ -427,3 +427,16 @@ def test_a_small_models_counts_stand_in_every_step():
     assert shortened(record) == record
     assert steps_between_loads(8, 64) == 1
     assert steps_between_loads(48, 128) == 64
+
+
+def test_gaps_between_rows_are_found(tmp_path):
+    assert missing_steps(tmp_path, 3) == [range(1, 4)]
+    write_all(tmp_path, [train(step) for step in (2, 3, 5, 9)])
+    assert missing_steps(tmp_path, 9) == [range(1, 2), range(4, 5), range(6, 9)]
+    assert missing_steps(tmp_path, 3) == [range(1, 2)]
+
+
+def test_a_folder_that_goes_on_from_another_one_begins_there(tmp_path):
+    resumed = {"kind": "event", "event": "resume", "step": 6, "time": TRAIN["time"]}
+    write_all(tmp_path, [resumed, train(7), train(9)])
+    assert missing_steps(tmp_path, 9) == [range(8, 9)]
