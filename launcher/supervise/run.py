@@ -47,10 +47,7 @@ class Supervised:
 
     @classmethod
     def of(cls, command: TrainingCommand, patience: Patience, tell: Tell) -> Supervised:
-        """ConfigError if the command's settings make no run, or if a shell of another machine would run a part of it.
-
-        ClusterError for a hostfile that cannot be used.
-        """
+        """ConfigError if the settings make no run or a shell would run a part of them, ClusterError for a hostfile."""
         check_start(command.starter, command.arguments)
         config = load_run_config(list(command.arguments))
         return cls(command, config, Judge(patience, config.last_step, config.checkpoint.every_steps > 0), tell)
