@@ -222,7 +222,6 @@ class Saver:
             self._save = None
             self._tell(save, result)
             return
-        # Every byte of every rank is on the disk.
         files = gather_on_rank_0(result)
         save.is_committing, save.work = True, None
         if dist.get_rank() == 0:

@@ -65,8 +65,7 @@ class Supervised:
                 line = self._line(stop)
                 if line is None:
                     return INTERRUPTED
-                earlier = last_stop(self.folder), last_audit(self.folder)
-                ending = attempt(line.words, stop)
+                earlier, ending = (last_stop(self.folder), last_audit(self.folder)), attempt(line.words, stop)
                 if ending.left_behind:
                     self.tell(f"longctx run: ended {ending.left_behind} processes that the launcher had left behind.")
                 if stop.signal is not None:
