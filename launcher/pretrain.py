@@ -22,7 +22,7 @@ from longctx_train import end_if_names_clash
 # Before any package of ours: another's of the same name would end in an ImportError.
 end_if_names_clash()
 
-from launcher.cluster.exit import DONE, end_stopped, run_script
+from launcher.cluster.exit import DONE, NOT_IN_STORE, end_stopped, run_script
 from launcher.cluster.hostfile import check_hostfile
 from launcher.cluster.scheduler import check_tasks
 from launcher.cluster.stopping import Stop
@@ -67,12 +67,15 @@ def main(argv: list[str], stop: Stop | None = None) -> int:
     native = device.type == "cuda" or has_native_bfloat16()
     native, device_type = broadcast_object((native, device.type))
     config = config.resolve(native_bfloat16=native, device_type=device_type)
-    stopped = Trainer(build_run(config, device, stop)).train()
+    trainer = Trainer(build_run(config, device, stop))
+    stopped = trainer.train()
     # Only now: after an error NCCL waits here for kernels that wait for this rank.
     stop_process_group()
-    if stopped is None:
-        return DONE
-    return end_stopped(stopped)
+    if stopped is not None:
+        return end_stopped(stopped)
+    if not trainer.is_in_store:
+        return NOT_IN_STORE
+    return DONE
 
 
 if __name__ == "__main__":

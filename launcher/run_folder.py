@@ -15,13 +15,14 @@ from contextlib import suppress
 from datetime import datetime
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TextIO
 
 from launcher.cluster.exit import is_for_console
 from launcher.metrics.record import METRICS_FILE
 from longctx import __version__
 from longctx.errors import ClusterError, ConfigError
 from longctx.files import replaced_file
+from longctx.untrusted.terminal import for_terminal
 
 if TYPE_CHECKING:  # the report reads this file's names without torch
     from launcher.config.sections import RunConfig
@@ -108,7 +109,7 @@ def start_logging(folder: Path, rank: int) -> None:
     """Log INFO to ``logs/rank_N.log`` on every rank; on the console, INFO of rank 0 and warnings of the others."""
     to_file = _LogFile(folder / LOGS / f"rank_{rank}.log")
     to_file.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
-    to_console = logging.StreamHandler(sys.stdout)
+    to_console = _Console(sys.stdout)
     if rank == 0:
         to_console.setLevel(logging.INFO)
         to_console.setFormatter(logging.Formatter("%(message)s"))
@@ -124,6 +125,13 @@ def start_logging(folder: Path, rank: int) -> None:
         logger.setLevel(logging.INFO)
         logger.propagate = False
         logger.handlers = [to_file, to_console]
+
+
+class _Console(logging.StreamHandler[TextIO]):
+    """The console, which may be a terminal: names of files and documents are strangers'."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        return for_terminal(super().format(record), self.stream)
 
 
 class _LogFile(logging.FileHandler):

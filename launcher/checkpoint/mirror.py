@@ -40,6 +40,8 @@ class _There:
     def __init__(self, run_folder: Path, store: Store, retention: Retention, *, step: int) -> None:
         self._run, self._store, self._retention, self._step = run_folder, store, retention, step
         self._met = False
+        self.refused: Path | None = None
+        """The last checkpoint that this machine could not send; None if a later one was sent."""
         self._known: dict[int, Candidate] = {}
         """What was read of the checkpoints there: it does not change, but for their proof."""
 
@@ -68,7 +70,9 @@ class _There:
         except CheckpointError as error:
             # Of this machine, not of the store: to try again would not help.
             log.warning("%s is not sent to %s: %s", folder.name, self._store, error)
+            self.refused = folder
             return
+        self.refused = None
         if sent:
             log.info("Sent %s to %s in %s.", folder.name, self._store, short_duration(time.monotonic() - began))
         self.prove(folder)
@@ -138,8 +142,11 @@ class Mirror:
         with self._changed:
             return {step_of(folder) for folder in (self._waiting, self._sending) if folder is not None}
 
-    def finish(self, seconds: float) -> None:
-        """Wait until all is sent, at most so long, and while the store takes it; the log says what is missing."""
+    def finish(self, seconds: float) -> bool:
+        """Wait until all is sent, at most so long, and while the store takes it; the log says what is missing.
+
+        Returns whether the newest checkpoint is in the store.
+        """
         with self._changed:
             self._ends, self._failures = True, 0
             self._changed.notify_all()
@@ -155,6 +162,7 @@ class Mirror:
             log.warning(
                 "%s is not in %s%s\nIt is in %s. The next start of the run sends it.", name, self._store, why, self._run
             )
+        return not is_left and self._there.refused is None
 
     def _wait_for_all(self, end: float) -> None:
         """Return when nothing is left to send, the store does not take it, or at the time ``end``."""

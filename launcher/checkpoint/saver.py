@@ -272,12 +272,17 @@ class Kept:
         if self._mirror is not None:
             self._mirror.start()
 
-    def leave(self, seconds: float = threading.TIMEOUT_MAX) -> None:
-        """Wait until all is sent, at most so long. Nothing is committed after that."""
-        if self._mirror is not None:
-            self._mirror.finish(seconds)
-            # What stayed because it was on its way.
-            self._prune()
+    def leave(self, seconds: float = threading.TIMEOUT_MAX) -> bool:
+        """Wait until all is sent, at most so long. Nothing is committed after that.
+
+        Returns whether the newest is in the run's store; True without one.
+        """
+        if self._mirror is None:
+            return True
+        is_sent = self._mirror.finish(seconds)
+        # What stayed because it was on its way.
+        self._prune()
+        return is_sent
 
     def wait(self) -> None:
         """Return when nothing is left to do."""

@@ -25,6 +25,7 @@ from tyro.conf import arg
 
 from launcher.cluster.exit import is_for_console
 from launcher.wording import short_duration
+from longctx.untrusted.terminal import for_terminal, spelled
 
 Result = TypeVar("Result")
 Json = Annotated[bool, arg(help="Print JSON instead of a table.")]
@@ -81,7 +82,7 @@ def flush_results() -> None:
 def _write(stream: TextIO, text: str) -> None:
     """Write at once. When the reader has gone (``| head``), the rest goes nowhere; the exit code stays the verb's."""
     try:
-        stream.write(text)
+        stream.write(for_terminal(text, stream))
         stream.flush()
     except BrokenPipeError:
         # Python would fail once more when it closes the stream at its end.
@@ -203,7 +204,7 @@ def progress(
         TimeElapsedColumn(),
     )
     with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
-        task = bar.add_task(label, total=total, note="")
+        task = bar.add_task(spelled(label), total=total, note="")
 
         def update(done: int, total: int | None = None, note: str = "", counted: int | None = None) -> None:
             known = bar.tasks[0].total
@@ -213,7 +214,7 @@ def progress(
                 # The guess was too low. update() reads None as "unchanged", so the total is taken away by hand.
                 bar.tasks[0].total = total = known = None
             parts = [part for part in (note, pace.text(done, known, time.monotonic(), counted)) if part]
-            bar.update(task, completed=done, total=total, note=", ".join(parts))
+            bar.update(task, completed=done, total=total, note=spelled(", ".join(parts)))
 
         yield update
 

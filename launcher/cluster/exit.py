@@ -30,8 +30,9 @@ log = logging.getLogger(__name__)
 # Without a run folder there is no log file: Python would print each error a second time.
 log.addHandler(logging.NullHandler())
 
-DONE, FAILED, WRONG_USAGE, STOPPED, INTERRUPTED = 0, 1, 2, 75, 130
-"""STOPPED is what sysexits.h calls a temporary failure: the run was asked to stop, has saved, and can go on."""
+DONE, FAILED, WRONG_USAGE, NOT_IN_STORE, STOPPED, INTERRUPTED = 0, 1, 2, 74, 75, 130
+"""By sysexits.h: STOPPED is a temporary failure (the run was asked to stop, has saved, and can go on), NOT_IN_STORE one
+of input and output (the run is done, and its last checkpoint is here and not in its store)."""
 # What gloo, NCCL and the store by which ranks met say when another rank has ended.
 _LOST_PEER = (
     *("Connection closed by peer", "Connection reset by peer", "Broken pipe", "Timed out waiting", "timed out"),

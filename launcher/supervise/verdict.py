@@ -6,7 +6,7 @@ import signal
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from launcher.cluster.exit import DONE, INTERRUPTED, WRONG_USAGE
+from launcher.cluster.exit import DONE, INTERRUPTED, NOT_IN_STORE, WRONG_USAGE
 from launcher.cluster.stopping import LAUNCHER
 from launcher.supervise.attempt import Ending
 
@@ -86,6 +86,11 @@ class Judge:
         if twice:
             return f"{' and '.join(twice)} computed wrong numbers in two attempts: that machine is not to be trusted."
         self.suspects += state.wrong
+        # All steps are taken: another attempt does nothing but send.
+        if ending.code == NOT_IN_STORE and self.attempts <= self.patience.retries:
+            return AGAIN
+        if ending.code == NOT_IN_STORE:
+            return f"the run is done, and after {self.attempts} attempts its last checkpoint is not in its store."
         if is_the_same:
             return f"two attempts in a row ended {self.where()}: to start it again would not help."
         if self.attempts > self.patience.retries:

@@ -28,7 +28,7 @@ from launcher.training.stopping import Stopping, agree_on_stop
 from launcher.training.validation import validate
 from longctx.checkpoint_format import list_checkpoints
 from longctx.errors import TrainingError
-from parallel.runtime.process import on_every_rank
+from parallel.runtime.process import broadcast_object, on_every_rank
 
 log = logging.getLogger(__name__)
 
@@ -56,6 +56,8 @@ class Trainer:
         self._plan_watch = PlanWatch(run.expected)
         self._dead_experts = dead_experts or DeadExpertWatch(run.expert_layers, run.model.num_experts)
         self._stopping = Stopping(run)
+        self.is_in_store = True
+        """Whether the run's store has its last checkpoint, once the run is done; True without a store."""
 
     def train(self) -> str | None:
         """Run the remaining steps, validating and saving as the config says, and write the report. Collective.
@@ -65,7 +67,8 @@ class Trainer:
         run, config, last = self.run, self.run.config, self.run.config.last_step
         self.progress = self._stopping.settle(self.progress)
         if self.progress.step >= last and not self.progress.validation_due:
-            return _leave_as_it_is(run, self.progress.step)
+            self.is_in_store = _leave_as_it_is(run, self.progress.step)
+            return None
         self._open_folder()
         run.stop.begin_steps()
         lines = Lines(
@@ -97,7 +100,7 @@ class Trainer:
             compared = self._plan_watch.record(self.progress.step)
             writer.write(compared)
             log.info("%s", checked_line(compared))
-        _finish(run, self.progress.step)
+        self.is_in_store = _finish(run, self.progress.step)
         return None
 
     def take_step(self) -> Record:
@@ -209,25 +212,29 @@ def _training_state(run: Run, progress: Progress, validation_losses: Mapping[int
     }
 
 
-def _leave_as_it_is(run: Run, step: int) -> None:
-    """Say that nothing is to be done, and write nothing. The run's store may lack what was saved last."""
+def _leave_as_it_is(run: Run, step: int) -> bool:
+    """Say that nothing is to be done, and write nothing; returns whether the store has what was saved last."""
     log.info("Nothing to do: the run is at step %d of %d. Raise train.steps to go on.", step, run.config.last_step)
     run.saver.kept.begin()
-    run.saver.kept.leave()
+    return broadcast_object(run.saver.kept.leave())
 
 
-def _finish(run: Run, step: int) -> None:
-    """Wait for the last checkpoint, write the report, and log where both are. Collective."""
+def _finish(run: Run, step: int) -> bool:
+    """Wait for the last checkpoint, write the report, and log where both are. Collective.
+
+    Returns whether the run's store has that checkpoint; True without a store.
+    """
     run.saver.finish()
-    run.saver.kept.leave()
+    is_in_store = broadcast_object(run.saver.kept.leave())
     if not run.is_rank_0:
-        return
+        return is_in_store
     # matplotlib takes a second to import, which the first step would wait for.
     from launcher.report.page import write_report
 
     report = write_report(run.folder)
     newest = list_checkpoints(run.folder)[-1]
     log.info("Done: %d steps. Checkpoint %s, report %s.", step, newest, report)
+    return is_in_store
 
 
 def _rewind_on_rank_0(run: Run, step: int) -> None:

@@ -20,6 +20,7 @@ import xxhash
 from longctx.errors import DataError
 from longctx.tokenizer.chunks import CHUNK_CHARACTERS, IsCertain, Neighbours, certain_chunks, ends_word
 from longctx.tokenizer.contract import Chunk, Tokenizer, check_characters
+from longctx.tokenizer.growth import check_growth, library_faults
 from longctx.tokenizer.special import JSON_FILE, read_object, special_ids, with_generation_config
 
 _ANCHOR = "a"
@@ -36,7 +37,8 @@ class FastTokenizer(Tokenizer):
         self._fast = _build(content, self._json, path)
         self._added = self._fast.get_added_tokens_decoder()
         self.kind = f"tokenizer.json {self._json['model'].get('type', 'model')}"
-        before, after = _frame(self._fast)
+        with library_faults(path):
+            before, after = _frame(self._fast)
         own = {"bos": before, "begin": before, "end": after}
         special = special_ids(files, self._fast.token_to_id, path=path, file=JSON_FILE, **own)
         vocabulary = self._fast.get_vocab(with_added_tokens=True)
@@ -63,8 +65,10 @@ class FastTokenizer(Tokenizer):
         for is_first in (True, False):
             numbers = [number for number, chunk in enumerate(chunks) if chunk.is_first == is_first]
             texts = [chunks[number].text for number in numbers]
-            for number, found in zip(numbers, self._encode_texts(texts, is_first=is_first), strict=True):
-                ids[number] = found
+            with library_faults(self.path):
+                found = self._encode_texts(texts, is_first=is_first)
+            for number, of_text in zip(numbers, found, strict=True):
+                ids[number] = of_text
         return ids
 
     def decode_chunks(self, ids: Sequence[np.ndarray], chunks: Sequence[Chunk]) -> list[str]:
@@ -78,7 +82,8 @@ class FastTokenizer(Tokenizer):
             if chunk.is_first:
                 before = []
             parts.append(before + part.tolist())
-        texts = self._fast.decode_batch(parts, skip_special_tokens=False)
+        with library_faults(self.path):
+            texts = self._fast.decode_batch(parts, skip_special_tokens=False)
         for number, chunk in enumerate(chunks):
             if not chunk.is_first:
                 texts[number] = texts[number].removeprefix(anchor_text)
@@ -196,10 +201,14 @@ def _build(content: bytes, parsed: dict[str, Any], path: Path) -> tokenizers.Tok
     """The library's tokenizer, without truncation, padding and chance; DataError for what is no tokenizer.json."""
     if not isinstance(parsed.get("model"), dict):
         raise DataError(f"tokenizer={path} is not a tokenizer.json: it has no model. Copy it again.")
+    check_growth(parsed, path)
     if parsed["model"].get("dropout"):
         return _from_json(parsed | {"model": parsed["model"] | {"dropout": None}}, path)
     try:
-        fast = tokenizers.Tokenizer.from_str(content.decode())
+        with library_faults(path):
+            fast = tokenizers.Tokenizer.from_str(content.decode())
+    except DataError:
+        raise
     except Exception as error:  # the library raises no narrower class
         raise DataError(f"tokenizer={path} cannot be read by `tokenizers`: {error}. Copy it again.") from error
     return _plain(fast)
@@ -208,7 +217,10 @@ def _build(content: bytes, parsed: dict[str, Any], path: Path) -> tokenizers.Tok
 def _from_json(content: dict[str, Any], path: Path) -> tokenizers.Tokenizer:
     """The library's tokenizer of an edited tokenizer.json."""
     try:
-        return _plain(tokenizers.Tokenizer.from_str(json.dumps(content, ensure_ascii=False)))
+        with library_faults(path):
+            return _plain(tokenizers.Tokenizer.from_str(json.dumps(content, ensure_ascii=False)))
+    except DataError:
+        raise
     except Exception as error:  # the library raises no narrower class
         raise DataError(f"tokenizer={path} cannot be read by `tokenizers`: {error}. Copy it again.") from error
 

@@ -14,6 +14,7 @@ from data_pipeline.prepare.readers.csv_rows import read_csv, read_tsv
 from data_pipeline.prepare.readers.json_lines import read_lines
 from data_pipeline.prepare.readers.json_values import read_json
 from data_pipeline.prepare.readers.opened import OpenFile, opened
+from data_pipeline.prepare.readers.records import check_growth
 from data_pipeline.prepare.readers.tables import check_arrow, check_parquet, read_arrow, read_parquet
 from data_pipeline.prepare.readers.text import check_text, read_text
 from data_pipeline.stores.urls import ObjectPath
@@ -38,7 +39,7 @@ def read(piece: Piece, text_field: str) -> Iterator[tuple[Item, int]]:
         return
     file = piece.file
     reader = _READERS[file.format.kind]
-    documents = items = 0
+    documents = items = characters = 0
     try:
         with opened(piece) as source:
             if git_lfs.is_pointer(source.head()):
@@ -46,7 +47,10 @@ def read(piece: Piece, text_field: str) -> Iterator[tuple[Item, int]]:
                 return
             for item in reader(source, text_field):
                 checked = _check(item, file.format.kind)
-                documents += isinstance(checked, Document)
+                if isinstance(checked, Document):
+                    documents += 1
+                    characters += len(checked.text)
+                    check_growth(characters, piece.size)
                 items += 1
                 yield checked, source.bytes_read
     except _DAMAGE as error:

@@ -9,6 +9,8 @@ from data_pipeline.prepare.documents import DamageError, Document, Item, Skip
 
 MAX_RECORD_BYTES = 1 << 30
 """A longer line, array element, CSV line or compressed text is taken for damage, so that none fills the memory."""
+MAX_GROWTH = 4096
+"""Times its own size that a file may become, beyond such a record: gzip packs a thousandfold."""
 _MOST_NAMES = 12
 
 
@@ -41,6 +43,12 @@ def check_length(count: int) -> None:
     """Raise DamageError for a record that is longer than any may be."""
     if count > MAX_RECORD_BYTES:
         raise DamageError(f"a record is longer than {MAX_RECORD_BYTES >> 30} GiB")
+
+
+def check_growth(characters: int, file_bytes: int) -> None:
+    """Raise DamageError for texts of so many characters from a file that is far too small for them."""
+    if characters > MAX_RECORD_BYTES + MAX_GROWTH * file_bytes:
+        raise DamageError(f"its {file_bytes:,} bytes become more than {characters:,} characters")
 
 
 def read_bounded(stream: BinaryIO) -> bytes:

@@ -16,6 +16,8 @@ from data_pipeline.prepare.readers.records import no_field
 _ROWS = 256
 _BATCH_BYTES = 1 << 25
 """Text of a batch of rows, about: rows of megabytes come one by one."""
+_DICTIONARY_PAGE = 2
+"""Kind of a Parquet page."""
 _FILE_MAGIC = b"ARROW1"
 _NOT_ARROW = (pa.ArrowInvalid, OSError)
 """What Arrow raises for bytes that mean nothing, and the system for a disk that fails: ``read`` tells them apart."""
@@ -27,20 +29,20 @@ _FILE_END = 10
 
 def read_parquet(opened: OpenFile, text_field: str) -> Iterator[Item]:
     """Yield one document a row, read in batches of rows: a table larger than memory is no trouble."""
+    problem = check_parquet(opened, text_field)
+    if problem is not None:
+        yield problem
+        return
     with _parquet(opened) as table:
-        problem = _find_problem(opened.name, table.schema_arrow, text_field)
-        if problem is not None:
-            yield problem
-            return
         groups = range(table.num_row_groups)
         if opened.piece.stop is not None:
             groups = range(opened.piece.start, opened.piece.stop)
         done, total = 0, sum(table.metadata.row_group(group).num_rows for group in groups)
         # Group by group: one of them may have rows of megabytes, and the others short ones.
         for group in groups:
-            rows = _batch_rows(table, group, text_field)
+            rows = _batch_rows(opened.raw, table, group, text_field)
             for batch in table.iter_batches(batch_size=rows, row_groups=[group], columns=[text_field]):
-                yield from _rows(_as_bytes(batch.column(0)), opened.name, opened.piece.first + done)
+                yield from _rows(batch.column(0), opened.name, opened.piece.first + done)
                 done += batch.num_rows
                 opened.share = done / total
 
@@ -54,7 +56,7 @@ def read_arrow(opened: OpenFile, text_field: str) -> Iterator[Item]:
         return
     number = 0
     for batch in batches:
-        column = _as_bytes(batch.column(text_field))
+        column = batch.column(text_field)
         # Arrow trusts offsets that it finds in a file; a damaged one would read beyond the buffer.
         column.validate(full=True)
         for start in range(0, len(column), _ROWS):
@@ -78,15 +80,56 @@ def _parquet(opened: OpenFile) -> pq.ParquetFile:
     if opened.file.format.compression:
         raise pa.ArrowInvalid("Parquet within another compression; decompress the file first")
     # Read through a buffer and not ahead: otherwise a whole row group of the column is in memory.
+    opened.raw.seek(0)
     return pq.ParquetFile(opened.raw, buffer_size=1 << 20, pre_buffer=False)
 
 
-def _batch_rows(table: pq.ParquetFile, group: int, text_field: str) -> int:
-    """How many rows of a row group are decompressed at once."""
+def _batch_rows(raw: BinaryIO, table: pq.ParquetFile, group: int, text_field: str) -> int:
+    """How many rows of a row group are decompressed at once.
+
+    Arrow writes a batch's rows out. A dictionary of one long text and a thousand rows that name it are kilobytes in the
+    file, so a row counts as what the dictionary may hold.
+    """
     described = table.metadata.row_group(group)
-    columns = (described.column(number) for number in range(described.num_columns))
-    size = sum(column.total_uncompressed_size for column in columns if column.path_in_schema == text_field)
-    return max(1, min(_ROWS, _BATCH_BYTES * described.num_rows // max(1, size)))
+    columns = [described.column(number) for number in range(described.num_columns)]
+    columns = [column for column in columns if column.path_in_schema == text_field]
+    size = sum(column.total_uncompressed_size for column in columns)
+    longest = max(size // max(1, described.num_rows), *(_dictionary_bytes(raw, column) for column in columns), 1)
+    return max(1, min(_ROWS, _BATCH_BYTES // longest))
+
+
+def _dictionary_bytes(raw: BinaryIO, column: pq.ColumnChunkMetaData) -> int:
+    """Bytes of a column's dictionary once it is decompressed; 0 without one.
+
+    They stand in the header of its page alone, which begins with two whole numbers of Thrift's compact protocol: the
+    kind of page, and these bytes. What is no such header counts as the whole column, or Arrow fails at it.
+    """
+    at, whole = raw.tell(), max(1, column.total_uncompressed_size)
+    begin = column.dictionary_page_offset or column.data_page_offset
+    raw.seek(begin)
+    header = raw.read(16)
+    raw.seek(at)
+    numbers: list[int] = []
+    position = 0
+    for _ in range(2):
+        # A field whose number is one more than the last, and whose type is i32.
+        if header[position : position + 1] != b"\x15":
+            return whole
+        value = shift = 0
+        while True:
+            position += 1
+            if position >= len(header):
+                return whole
+            value |= (header[position] & 0x7F) << shift
+            shift += 7
+            if not header[position] & 0x80:
+                break
+        position += 1
+        numbers.append(value >> 1)
+    kind, num_bytes = numbers
+    if kind != _DICTIONARY_PAGE:
+        return 0
+    return num_bytes
 
 
 def _open_arrow(opened: OpenFile) -> tuple[pa.Schema, Iterator[pa.RecordBatch]]:
@@ -181,10 +224,9 @@ def _as_bytes(column: pa.Array) -> pa.Array:
 
 def _rows(column: pa.Array, file: str, first: int) -> Iterator[Item]:
     """Yield the documents of some rows of the text column."""
-    for number, value in enumerate(column, start=first):
+    for number, text in enumerate(_values(column), start=first):
         name = f"{file}:{number}"
         try:
-            text = value.as_py()
             if isinstance(text, bytes):
                 text = text.decode()
         except UnicodeDecodeError as error:
@@ -194,3 +236,14 @@ def _rows(column: pa.Array, file: str, first: int) -> Iterator[Item]:
             yield Skip(name, "null")
         else:
             yield Document(name, text)
+
+
+def _values(column: pa.Array) -> Iterator[str | bytes | None]:
+    """Yield the texts of a column one by one, those of a dictionary too."""
+    if not pa.types.is_dictionary(column.type):
+        for value in _as_bytes(column):
+            yield value.as_py()
+        return
+    entries = _as_bytes(column.dictionary)
+    for index in column.indices:
+        yield entries[index.as_py()].as_py() if index.is_valid else None

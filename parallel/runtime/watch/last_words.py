@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn
 
+from longctx.untrusted.terminal import spelled
 from parallel.runtime.parents import PDSH, Launcher, is_begun_by_process_1, launcher_above
 
 _LAUNCHER_SECONDS = 15.0
@@ -55,7 +56,7 @@ def say(text: str) -> None:
     show_cursor = ""
     if sys.stderr.isatty():
         show_cursor = "\x1b[?25h"
-    words = f"{show_cursor}\n{text}\n\n"
+    words = f"{show_cursor}\n{spelled(text)}\n\n"
     with contextlib.suppress(OSError, ValueError):
         sys.stderr.flush()
         if not _say_after_launcher(words):

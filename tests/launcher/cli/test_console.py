@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import os
+import pty
 import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 
@@ -124,3 +127,52 @@ except KeyboardInterrupt:
 
 def hear_interrupts() -> None:
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+TITLE = "\x1b]0;owned\x07"
+"""What a terminal takes for its title."""
+
+
+def on_a_terminal(*words: str) -> bytes:
+    """What a command writes to a terminal that both its streams are."""
+    ours, theirs = pty.openpty()
+    process = subprocess.Popen(
+        [sys.executable, "-m", "launcher", *words],
+        cwd=REPOSITORY,
+        stdin=subprocess.DEVNULL,
+        stdout=theirs,
+        stderr=theirs,
+        env={**os.environ, "TERM": "xterm", "COLUMNS": "200"},
+    )
+    os.close(theirs)
+    said = b""
+    # The system says that nobody holds the other end any more by an error.
+    while True:
+        try:
+            data = os.read(ours, 65_536)
+        except OSError:
+            break
+        if not data:
+            break
+        said += data
+    os.close(ours)
+    process.wait(60)
+    return said
+
+
+def test_names_and_texts_of_strangers(shards: Path, tmp_path):
+    source = tmp_path / f"source{TITLE}"
+    source.mkdir()
+    (source / f"good{TITLE}.txt").write_text(f"a text {TITLE} " * 50)
+    (source / f"bad{TITLE}.jsonl").write_text("no JSON\n")
+    tokenizer = next(shards.glob("tokenizer*"))
+    built = ["data", "build", "--source", str(source), "--tokenizer", str(tokenizer), "--output", str(tmp_path / "out")]
+    commands = {
+        "build": [*built, "--validation-fraction", "0"],
+        "row": ["data", "inspect", str(tmp_path / "out"), "--row", "0", "--seq-len", "128"],
+        "a path that is not there": ["data", "inspect", str(tmp_path / f"none{TITLE}")],
+    }
+    for name, words in commands.items():
+        said = on_a_terminal(*words)
+        assert b"\\x1b]0;owned" in said, (name, said)
+        assert b"\x1b]0;" not in said, (name, said)

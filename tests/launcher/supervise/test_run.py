@@ -56,6 +56,21 @@ def test_without_a_checkpoint_it_begins_anew(capsys, tmp_path: Path):
     assert len((trainer.run / "metrics.discarded.jsonl").read_text().splitlines()) == 1
 
 
+def test_a_run_that_is_done_and_not_in_its_store_is_sent_again(capsys, tmp_path: Path):
+    """However often it takes: that nothing advances is no reason to stop."""
+    done = Act(steps=range(1, 11), saves=(10,), code=74)
+    trainer = Trainer(tmp_path, done, Act(code=74), Act(code=74), Act(code=0))
+    code, _, err = call(capsys, "run", *NOW, "--", *trainer.words())
+    assert code == 0, err
+    assert trainer.resumes() == [None, *["newest-good"] * 3]
+    (tmp_path / "never").mkdir()
+    trainer = Trainer(tmp_path / "never", done, *[Act(code=74)] * 3)
+    code, _, err = call(capsys, "run", *NOW, "--retries", 1, "--", *trainer.words())
+    assert code == 74
+    assert len(trainer.calls()) == 2
+    assert "after 2 attempts its last checkpoint is not in its store" in err
+
+
 def test_one_line_begins_a_run_and_goes_on_with_it(capsys, tmp_path: Path):
     trainer = Trainer(tmp_path, Act(steps=(1, 2), saves=(2,), code=2), Act(steps=range(3, 11), code=0))
     line = ("run", *NOW, "--", *trainer.words("--run.resume", "newest-good"))
