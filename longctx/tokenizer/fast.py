@@ -108,9 +108,7 @@ class FastTokenizer(Tokenizer):
         """The ids of each text, in which no special token is."""
         if not texts:
             return []
-        fast = self._fast
-        if not is_first:
-            fast = self._later
+        fast = self._fast if is_first else self._later
         encoded = [_ids(found) for found in fast.encode_batch_fast(texts, add_special_tokens=False)]
         for number, ids in enumerate(encoded):
             if self.is_control[ids].any():
