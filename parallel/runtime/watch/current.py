@@ -8,7 +8,6 @@ import socket
 from functools import partial
 from typing import Protocol
 
-from longctx.errors import ClusterError
 from parallel.runtime.listening import meeting_host
 from parallel.runtime.watch.guard import start_guard
 from parallel.runtime.watch.hub import Hub
@@ -65,7 +64,7 @@ def start_watch(store: Store, options: WatchOptions) -> None:
     """Watch over all ranks, which meet in ``store``; returns when all have come. Collective.
 
     When one does not come, or has other code, this process ends as after any failure. OSError if rank 0's machine
-    cannot be reached, ClusterError if the ranks that meet there have all come.
+    cannot be reached, or if the ranks that meet there have all come.
     """
     global _member
     if options.rank == 0:
@@ -81,10 +80,7 @@ def start_watch(store: Store, options: WatchOptions) -> None:
     else:
         where = json.loads(store.get(_WHERE))
         if not where:
-            raise ClusterError(
-                f"rank {options.rank} came to a run whose ranks have all come. Another run uses this port: choose one "
-                "of its own (--master_port)."
-            )
+            raise OSError("the ranks of the run there have all come; another run uses this port")
         # The machine of rank 0 is the one where ranks meet: launchers start it there.
         port = int(where["port"])
         _member = _join((meeting_host(), port), options, key=_find_key(store, where["file"]))
