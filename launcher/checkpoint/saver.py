@@ -203,7 +203,7 @@ class Saver:
             self._go_on(save)
 
     def _go_on(self, save: _Save) -> None:
-        """The next stage: rank 0 commits, or the checkpoint is there. Collective."""
+        """The next stage: rank 0 commits what all have put on the disk, or the checkpoint is there. Collective."""
         result, problem = None, None
         try:
             if save.work is not None:

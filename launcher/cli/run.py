@@ -34,9 +34,12 @@ def run(
         raise ConfigError(f"--retries {retries} must be at least 0.")
     if not 0 <= wait_seconds <= 86400:
         raise ConfigError(f"--wait-seconds {wait_seconds:g} must be between 0 and 86400, a day.")
+    from launcher.cluster.remote_shell import check_deepspeed_line
     from launcher.supervise.command import TrainingCommand
     from launcher.supervise.run import Supervised
     from launcher.supervise.verdict import Patience
 
     patience = Patience(retries=retries, wait_seconds=wait_seconds)
-    return Supervised.of(TrainingCommand.of(command), patience, note).run()
+    line = TrainingCommand.of(command)
+    check_deepspeed_line(line.starter, line.arguments)
+    return Supervised.of(line, patience, note).run()

@@ -43,7 +43,7 @@ _CHECKED = {
 """Options of ``deepspeed`` whose values a shell or ssh reads, and what each is."""
 
 
-def check_start(starter: Sequence[str], arguments: Sequence[str]) -> None:
+def check_deepspeed_line(starter: Sequence[str], arguments: Sequence[str]) -> None:
     """Check a line that starts with ``deepspeed``: its hosts, its environment files, and what a shell would read.
 
     ``starter`` is everything up to the script, with it; ``arguments`` are what the script takes. Other starters are
@@ -63,7 +63,7 @@ def check_start(starter: Sequence[str], arguments: Sequence[str]) -> None:
         hosts = len(read_hostfile(Path(hostfile)))
     for option, what in _CHECKED.items():
         _check_option(option, options.get(option), what)
-    if hosts == 1 and "--force_multi" not in starter:
+    if hosts == 1 and not any(len(word) > 2 and "--force_multi".startswith(word) for word in starter):
         return
     for path in environment_files():
         check_environment_file(path)
@@ -116,12 +116,18 @@ def check_assignment(line: str, where: str) -> None:
 
 
 def _options(starter: Sequence[str]) -> dict[str, str]:
-    """Options of the starter that have a value, after a space or a ``=``."""
+    """Options of the starter that are checked, with their values: after a space, after a ``=``, or ``-Hvalue``.
+
+    deepspeed takes the beginning of a name for the name, as Python's argparse does.
+    """
     found: dict[str, str] = {}
     for word, behind in zip(starter, [*starter[1:], ""], strict=True):
         flag, equals, value = word.partition("=")
-        if word.startswith("-"):
-            found[flag] = value if equals else behind
+        for name in ("--hostfile", "-H", *_CHECKED):
+            if name.startswith("--") and len(flag) > 2 and name.startswith(flag):
+                found[name] = value if equals else behind
+            elif not name.startswith("--") and word.startswith(name):
+                found[name] = word.removeprefix(name).removeprefix("=") or behind
     return found
 
 

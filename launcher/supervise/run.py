@@ -13,7 +13,6 @@ from typing import Any
 from launcher.checkpoint.store import store_at
 from launcher.cluster.exit import FAILED, INTERRUPTED
 from launcher.cluster.hostfile import read_hostfile
-from launcher.cluster.remote_shell import check_start
 from launcher.cluster.suspects import hosts_of, suspected_ranks
 from launcher.config.load import load_run_config
 from launcher.config.sections import AUTO, RunConfig
@@ -47,8 +46,7 @@ class Supervised:
 
     @classmethod
     def of(cls, command: TrainingCommand, patience: Patience, tell: Tell) -> Supervised:
-        """ConfigError if the settings make no run or a shell would run a part of them, ClusterError for a hostfile."""
-        check_start(command.starter, command.arguments)
+        """ConfigError if the command's settings make no run."""
         config = load_run_config(list(command.arguments))
         return cls(command, config, Judge(patience, config.last_step, config.checkpoint.every_steps > 0), tell)
 
@@ -65,7 +63,8 @@ class Supervised:
                 line = self._line(stop)
                 if line is None:
                     return INTERRUPTED
-                earlier, ending = (last_stop(self.folder), last_audit(self.folder)), attempt(line.words, stop)
+                earlier = last_stop(self.folder), last_audit(self.folder)
+                ending = attempt(line.words, stop)
                 if ending.left_behind:
                     self.tell(f"longctx run: ended {ending.left_behind} processes that the launcher had left behind.")
                 if stop.signal is not None:

@@ -76,7 +76,7 @@ def _growth(step: dict[str, Any]) -> float:
     if kind == "Prepend":
         return max(1.0, float(len(str(step.get("prepend", "")))))
     if kind == "Precompiled":
-        return max(1.0, _longest(step.get("precompiled_charsmap")) / 8)
+        return max(1.0, float(_longest(step.get("precompiled_charsmap"))))
     return 1.0
 
 

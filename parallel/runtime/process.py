@@ -21,6 +21,7 @@ from parallel.runtime.code_version import code_version
 from parallel.runtime.flight_recorder import advice, dump_collectives, record_collectives
 from parallel.runtime.groups import control_group, forget_groups, warm, world_group
 from parallel.runtime.interface import choose_gloo_interface
+from parallel.runtime.listening import meeting_host
 from parallel.runtime.meeting import MEET_SECONDS, meeting_store
 from parallel.runtime.watch.current import start_watch, stop_watch, watching
 from parallel.runtime.watch.last_words import say
@@ -91,7 +92,7 @@ def start_process_group(
     except (RuntimeError, ValueError, OSError) as error:
         text = (
             f"rank {rank} of {world_size} on {socket.gethostname()} could not meet the others at "
-            f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}: {str(error).splitlines()[0]}\n"
+            f"{meeting_host()}:{os.environ.get('MASTER_PORT')}: {str(error).splitlines()[0]}\n"
             "Check that every host of the hostfile reaches that address, and that the port is free (--master_port)."
         )
         # Rank 0 knows who is missing and not why: where it did not get there, one rank of each machine says so, too.

@@ -14,7 +14,7 @@ from data_pipeline.prepare.readers.csv_rows import read_csv, read_tsv
 from data_pipeline.prepare.readers.json_lines import read_lines
 from data_pipeline.prepare.readers.json_values import read_json
 from data_pipeline.prepare.readers.opened import OpenFile, opened
-from data_pipeline.prepare.readers.records import check_growth
+from data_pipeline.prepare.readers.records import check_expansion
 from data_pipeline.prepare.readers.tables import check_arrow, check_parquet, read_arrow, read_parquet
 from data_pipeline.prepare.readers.text import check_text, read_text
 from data_pipeline.stores.urls import ObjectPath
@@ -50,7 +50,7 @@ def read(piece: Piece, text_field: str) -> Iterator[tuple[Item, int]]:
                 if isinstance(checked, Document):
                     documents += 1
                     characters += len(checked.text)
-                    check_growth(characters, piece.size)
+                    check_expansion(characters, piece.size)
                 items += 1
                 yield checked, source.bytes_read
     except _DAMAGE as error:

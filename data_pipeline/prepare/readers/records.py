@@ -45,7 +45,7 @@ def check_length(count: int) -> None:
         raise DamageError(f"a record is longer than {MAX_RECORD_BYTES >> 30} GiB")
 
 
-def check_growth(characters: int, file_bytes: int) -> None:
+def check_expansion(characters: int, file_bytes: int) -> None:
     """Raise DamageError for texts of so many characters from a file that is far too small for them."""
     if characters > MAX_RECORD_BYTES + MAX_GROWTH * file_bytes:
         raise DamageError(f"its {file_bytes:,} bytes become more than {characters:,} characters")

@@ -12,6 +12,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
+from parallel.runtime.listening import meeting_host
 from parallel.runtime.watch.failure import FAILED, Failure, line_of
 from parallel.runtime.watch.judge import Hang, RankState, judge, late
 from parallel.runtime.watch.options import WatchOptions
@@ -116,7 +117,7 @@ class Overseer:
         if time.monotonic() - self._started < options.meet:
             return
         # Ranks of other code may have come, and the rest be kept by an error that this explains.
-        address = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
+        address = f"{meeting_host()}:{os.environ.get('MASTER_PORT')}"
         self._end(self.roll.differing() or self.roll.missing(options.meet, address))
 
     def _states_now(self, now: float) -> dict[int, RankState]:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from launcher.cluster.remote_shell import check_start
+from launcher.cluster.remote_shell import check_deepspeed_line
 from longctx.errors import ClusterError, ConfigError
 from tests.launcher.cli.calls import call
 
@@ -162,18 +162,22 @@ def test_variables_and_folders(start, tmp_path, monkeypatch):
     (tmp_path / "a b").mkdir()
     monkeypatch.chdir(tmp_path / "a b")
     with pytest.raises(ConfigError, match=r"the working directory .* has characters"):
-        check_start(["deepspeed", "--hostfile", str(tmp_path / "hostfile"), SCRIPT], [])
+        check_deepspeed_line(["deepspeed", "--hostfile", str(tmp_path / "hostfile"), SCRIPT], [])
 
 
 def test_one_machine_has_no_shell(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / ".deepspeed_env").write_text("no assignment")
-    check_start(["deepspeed", "--num_gpus", "2", SCRIPT], ["--run.name", "$(x)"])
-    check_start(["torchrun", "--standalone", SCRIPT], ["$(x)"])
+    check_deepspeed_line(["deepspeed", "--num_gpus", "2", SCRIPT], ["--run.name", "$(x)"])
+    check_deepspeed_line(["torchrun", "--standalone", SCRIPT], ["$(x)"])
     (tmp_path / "hostfile").write_text("localhost slots=2\n")
-    check_start(["deepspeed", "--hostfile", "hostfile", SCRIPT], ["$(x)"])
+    check_deepspeed_line(["deepspeed", "--hostfile", "hostfile", SCRIPT], ["$(x)"])
     with pytest.raises(ConfigError):
-        check_start(["deepspeed", "--hostfile", "hostfile", "--force_multi", SCRIPT], ["$(x)"])
+        check_deepspeed_line(["deepspeed", "--hostfile", "hostfile", "--force_multi", SCRIPT], ["$(x)"])
     (tmp_path / "hostfile").write_text("-oProxyCommand=x slots=2\n")
     with pytest.raises(ClusterError):
-        check_start(["deepspeed", "-H", "hostfile", SCRIPT], [])
+        check_deepspeed_line(["deepspeed", "-H", "hostfile", SCRIPT], [])
+    # As argparse reads it: the beginning of a name, and a value without a space.
+    for option in (["--hostf", "hostfile"], ["--host=hostfile"], ["-Hhostfile"], ["-H=hostfile"]):
+        with pytest.raises(ClusterError):
+            check_deepspeed_line(["deepspeed", *option, SCRIPT], [])
