@@ -11,7 +11,8 @@ import dataclasses
 import errno
 import json
 import platform
-from collections.abc import Iterable, Mapping, Sequence
+import socket
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -34,6 +35,7 @@ from longctx.checkpoint_format import (
 from longctx.config import ModelConfig
 from longctx.errors import CheckpointError
 from longctx.files import sync_path, write_synced
+from parallel.runtime.messages.sums import Sum, is_sum_of
 
 if TYPE_CHECKING:  # importing DeepSpeed takes seconds, and decides on a device
     from parallel.zero.engine import ZeroEngine
@@ -92,12 +94,17 @@ class Contents:
         )
 
 
-def write_rank_file(folder: Path, rank: int, pieces: Sequence[Piece], values: Iterable[Tensor]) -> WrittenFile:
+def write_rank_file(
+    folder: Path, rank: int, pieces: Sequence[Piece], values: Iterable[Tensor], sums: Sequence[Sum] = ()
+) -> WrittenFile:
     """Write a rank's values into one file, onto the disk; CheckpointError unless the disk gives them back.
 
-    Values are taken one piece after the other: views of what ZeRO holds leave the device a part at a time.
+    Values are taken one piece after the other: views of what ZeRO holds leave the device a part at a time. With
+    ``sums``, one of each piece, CheckpointError where values are no longer those that were summed.
     """
     path = folder / f"rank_{rank:05d}.safetensors"
+    if sums:
+        values = _unchanged(rank, pieces, values, sums)
     written = write_pieces(path, pieces, values)
     _check_read_back(path, written.hash)
     listed = []
@@ -134,6 +141,19 @@ def commit(target: Path, files: Sequence[WrittenFile], contents: Contents, recor
     # A rename is on the disk when its parent folder is.
     sync_path(target.parent)
     return manifest["hash"]
+
+
+def _unchanged(rank: int, pieces: Sequence[Piece], values: Iterable[Tensor], sums: Sequence[Sum]) -> Iterator[Tensor]:
+    """The values, each behind a comparison with its sum."""
+    for one, tensor, total in zip(pieces, values, sums, strict=True):
+        if not is_sum_of(total, tensor.contiguous()):
+            raise CheckpointError(
+                f"{one.name} ({one.role}) of rank {rank} is not what the last update left there: bits have changed "
+                "while it was saved.\n"
+                f"The memory of {socket.gethostname()} fails: go on elsewhere with --run.resume latest. Earlier "
+                "checkpoints are untouched."
+            )
+        yield tensor
 
 
 def _check_read_back(path: Path, written: str) -> None:

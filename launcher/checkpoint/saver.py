@@ -42,6 +42,7 @@ from launcher.plan.checkpoint_copy import copies_checkpoints
 from longctx.config import ModelConfig
 from longctx.errors import CheckpointError
 from longctx.kernels.memory import trim_heap
+from parallel.runtime.messages.sums import Sum
 from parallel.runtime.process import agree_or_raise, gather_objects, gather_on_rank_0, least_of_ranks
 
 if TYPE_CHECKING:  # importing DeepSpeed takes seconds, and decides on a device
@@ -111,9 +112,18 @@ class Saver:
         self.seconds = 0.0
         """What the last save took from its beginning to its commit; 0 before the first one."""
 
-    def save(self, *, step: int, training: Mapping[str, Any], loss: float | None = None, wait: bool = False) -> None:
+    def save(
+        self,
+        *,
+        step: int,
+        training: Mapping[str, Any],
+        loss: float | None = None,
+        wait: bool = False,
+        sums: Sequence[Sum] = (),
+    ) -> None:
         """Begin to save the state after ``step`` optimiser steps, whose loss was ``loss``. Collective.
 
+        ``sums``, where they are known, are those of this rank's values: nothing else is committed.
         An earlier save is finished first. With ``wait``, or without memory for a copy, this one is too. CheckpointError
         on every rank when any of them cannot write, here or in a later call; older checkpoints stay.
         """
@@ -126,10 +136,10 @@ class Saver:
             values = (one.values for one in ranges)
             if copy is None:
                 # Not the thread: what ZeRO holds is read as the thread that trains reads it.
-                work = _done(lambda: write_rank_file(partial, rank, pieces, values))
+                work = _done(lambda: write_rank_file(partial, rank, pieces, values, sums))
             else:
                 held = copy.fill(pieces, values)
-                work = self._thread.submit(_write_copy, partial, rank, pieces, held)
+                work = self._thread.submit(_write_copy, partial, rank, pieces, held, sums)
         copy_seconds = None  # of the copy alone: the rest is not waited for
         if copy is not None:
             copy_seconds = time.perf_counter() - began
@@ -369,10 +379,12 @@ def _done(work: Callable[[], WrittenFile]) -> Future[WrittenFile]:
     return future
 
 
-def _write_copy(folder: Path, rank: int, pieces: Sequence[Piece], values: Iterable[Tensor]) -> WrittenFile:
+def _write_copy(
+    folder: Path, rank: int, pieces: Sequence[Piece], values: Iterable[Tensor], sums: Sequence[Sum]
+) -> WrittenFile:
     """``write_rank_file``, on the thread; then the heap is trimmed, lest each of many saves leaves gaps in it."""
     try:
-        return write_rank_file(folder, rank, pieces, values)
+        return write_rank_file(folder, rank, pieces, values, sums)
     finally:
         # While a step is computed: what it has in use stays, and only gaps go.
         trim_heap()

@@ -76,7 +76,7 @@ class RunSection:
     """Their project (MLflow: experiment); the run is called like its folder."""
     replicas_every: int = 20
     """Steps from one comparison, over ranks, of the bits of weights that several hold alike to the next, and of what
-    each rank alone holds with what it left there a step before; 0 never. A save compares weights, too."""
+    each rank alone holds with what it left there a step before; 0 never. A save compares both and what it writes."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -438,6 +438,18 @@ class RunConfig:
         if self.train.stop_after:
             return min(self.train.steps, self.train.stop_after)
         return self.train.steps
+
+    def saves_after(self, step: int) -> bool:
+        """Whether the run saves a checkpoint after this step, without being asked to stop."""
+        return self._is_due(step, self.checkpoint.every_steps)
+
+    def validates_after(self, step: int) -> bool:
+        """Whether the run measures its held-out loss after this step, where it has one."""
+        return self._is_due(step, self.validation.every_steps)
+
+    def _is_due(self, step: int, every: int) -> bool:
+        """Whether something done every so many steps (0: at the end only) is due after this one."""
+        return step == self.last_step or (every > 0 and step % every == 0)
 
     def micro_batches(self, world_size: int) -> MicroBatches:
         """How the rows of a step are dealt out; ``settle_context`` comes first."""

@@ -1,4 +1,7 @@
-"""``ReplicaWatch``: weights that several ranks hold alike are compared every so many steps, and before each save."""
+"""``ReplicaWatch``: what ranks hold is compared every so many steps, and at each save up to what the disk has.
+
+Weights that several ranks hold alike are compared among them, what one rank alone holds with what its last update left.
+"""
 
 from __future__ import annotations
 
@@ -11,6 +14,7 @@ from launcher.training.setup import Run
 from launcher.wording import first_names
 from longctx.checkpoint_format import list_checkpoints
 from longctx.errors import TrainingError
+from parallel.runtime.messages.sums import Sum
 from parallel.runtime.process import gather_objects, meet_patiently
 from parallel.zero.replicas import Odd, Replicas
 
@@ -19,33 +23,45 @@ _TOLD = 3
 
 
 class ReplicaWatch:
-    """Compares what ranks hold in the steps that ``run.replicas_every`` names."""
+    """Compares what ranks hold in the steps that ``run.replicas_every`` names, and at every save."""
 
     def __init__(self, run: Run) -> None:
         self.run, self.replicas = run, Replicas(run.engine)
+        self._every = run.config.run.replicas_every
 
     def before_update(self, step: int) -> None:
         """TrainingError where ranks differ, before the step changes anything. Collective where a comparison is due."""
         if self._is_due(step):
             _check(self.run, self.replicas, f"step {step}", step)
+        self.replicas.forget()
 
-    def after_step(self, step: int) -> None:
-        """Note what lies still until the next update, where that is compared."""
+    def after_step(self, step: int, *, is_saved: bool) -> None:
+        """Note what lies still until the next update, where that step compares, or this one ``is_saved``."""
+        if self._is_due(step + 1) or (is_saved and self._every):
+            self._remember()
+
+    def before_save(self, step: int) -> list[Sum]:
+        """TrainingError where ranks differ in what is about to be saved; a rank may be hours late. Collective.
+
+        Returns the sums that this rank's values have to have on the disk, in their order; none where none are taken.
+        """
+        if not self._every:
+            return []
+        # Rank 0 may still hash the files of the last checkpoint, and a comparison waits no longer than a step does.
+        meet_patiently()
+        _check(self.run, self.replicas, f"the weights after step {step}, which are not saved", step + 1)
+        # A save that nobody expected.
+        if not self.replicas.own_sums:
+            self._remember()
+        return self.replicas.own_sums
+
+    def _remember(self) -> None:
         # What a disk holds would have to be read twice.
-        if self._is_due(step + 1) and self.run.config.zero.offload != "nvme":
+        if self.run.config.zero.offload != "nvme":
             self.replicas.remember()
 
     def _is_due(self, step: int) -> bool:
-        every = self.run.config.run.replicas_every
-        return every > 0 and step % every == 0
-
-
-def check_before_save(run: Run, step: int) -> None:
-    """TrainingError where ranks differ in what is about to be saved; a rank may be hours late. Collective."""
-    if run.config.run.replicas_every:
-        # Rank 0 may still hash the files of the last checkpoint, and a comparison waits no longer than a step does.
-        meet_patiently()
-        _check(run, Replicas(run.engine), f"the weights after step {step}, which are not saved", step + 1)
+        return self._every > 0 and step % self._every == 0
 
 
 def _check(run: Run, replicas: Replicas, where: str, step: int) -> None:

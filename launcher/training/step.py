@@ -36,7 +36,7 @@ class TrainStep:
 
     def __init__(self, run: Run) -> None:
         self.run, self.audit = run, StepAudit(run)
-        self._replicas = ReplicaWatch(run)
+        self.replicas = ReplicaWatch(run)
 
     def __call__(self, progress: Progress) -> tuple[Progress, Record]:
         """Take the next step; returns where the run then stands, and the step's record.
@@ -68,7 +68,7 @@ class TrainStep:
         totals = sums.over_ranks(_model_flops(run, data), stop_asked=run.stop.is_asked(), ledger=run.mesh.ledger)
         # Nothing has changed yet: a gradient of wrong bytes must not reach the weights.
         settle_step(run, step, all_arrived=totals.all_arrived)
-        self._replicas.before_update(step)
+        self.replicas.before_update(step)
 
         # 3. Weights and moments change only by a step that is finite and no spike. Another is left out, on all ranks;
         # too many of them in a row end the run here.
@@ -88,7 +88,7 @@ class TrainStep:
                 move_selection_bias_(biases, load_LE, run.model.selection_bias_rate)
         run.routing.end()
         # From here on nobody writes to weights and moments until the next update.
-        self._replicas.after_step(step)
+        self.replicas.after_step(step, is_saved=totals.stop_asked or run.config.saves_after(step))
 
         # 5. What the step reports. The clock stops here: metrics and checkpoints are not the step's time.
         record = {

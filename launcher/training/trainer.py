@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,6 @@ from launcher.training.compiling import CompileWatch
 from launcher.training.expert_record import DeadExpertWatch
 from launcher.training.messages import settle_between_steps
 from launcher.training.planned import PlanWatch, checked_line
-from launcher.training.replicas import check_before_save
 from launcher.training.sample import Sampler
 from launcher.training.setup import Progress, Run
 from launcher.training.step import TrainStep
@@ -40,7 +39,7 @@ class Trainer:
         self,
         run: Run,
         *,
-        train_step: Callable[[Progress], tuple[Progress, Record]] | None = None,
+        train_step: TrainStep | None = None,
         dead_experts: DeadExpertWatch | None = None,
     ) -> None:
         """A caller may bring a ``train_step`` or a watch over ``dead_experts`` of its own."""
@@ -89,9 +88,9 @@ class Trainer:
             while self.progress.step < last and not self.progress.stop_asked:
                 self._take_recorded_step(writer)
                 # Validation comes before the save: a checkpoint that exists has all records up to its step.
-                if config.validation.rows and _is_due(self.progress.step, config.validation.every_steps, last):
+                if config.validation.rows and config.validates_after(self.progress.step):
                     self._validate(writer)
-                if self.progress.stop_asked or _is_due(self.progress.step, config.checkpoint.every_steps, last):
+                if self.progress.stop_asked or config.saves_after(self.progress.step):
                     writer.doing("saving a checkpoint")
                     self._save()
             if self._stopping.ends(self.progress):
@@ -173,12 +172,13 @@ class Trainer:
     def _save(self) -> None:
         """Begin to save a checkpoint; the last one is waited for. Collective."""
         run, step = self.run, self.progress.step
-        check_before_save(run, step)
+        sums = self._train_step.replicas.before_save(step)
         with run.stop.saving:
             run.saver.save(
                 step=step,
                 training=_training_state(run, self.progress, self._validation_losses),
                 loss=self._loss,
+                sums=sums,
                 # There is no other step to take meanwhile.
                 wait=self.progress.stop_asked or step == run.config.last_step,
             )
@@ -191,11 +191,6 @@ def _open_trackers(run: Run) -> list[TrackerFeed]:
     if not run.is_rank_0:
         return []
     return open_trackers(config.run.trackers, run.folder, config.run.tracker_project, dataclasses.asdict(config))
-
-
-def _is_due(step: int, every: int, last: int) -> bool:
-    """Whether something done every so many steps (0: at the end only) is due after this one."""
-    return step == last or (every > 0 and step % every == 0)
 
 
 def _training_state(run: Run, progress: Progress, validation_losses: Mapping[int, float]) -> dict[str, Any]:

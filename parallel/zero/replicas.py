@@ -54,14 +54,23 @@ class Replicas:
     def __init__(self, engine: ZeroEngine) -> None:
         self.engine = engine
         self._device: torch.device = engine.partition.engine.device
-        self._remembered: tuple[list[Part], Tensor] | None = None
+        self._remembered: list[tuple[Part, Sum]] = []
 
     def remember(self) -> None:
         """Note the sums of masters, moments and buffers that this rank answers for. No host sync on a GPU.
 
-        Until ``compare`` nobody may write to them.
+        Until ``forget`` nobody may write to them.
         """
         self._remembered = self._own()
+
+    def forget(self) -> None:
+        """Drop what was noted: the next update writes to it."""
+        self._remembered = []
+
+    @property
+    def own_sums(self) -> list[Sum]:
+        """What was noted, in the order of ``ZeroEngine.owned_pieces``; empty where nothing was."""
+        return [total for _, total in self._remembered]
 
     def compare(self) -> list[Odd]:
         """What ranks that should agree hold differently, and what has changed since ``remember``. Collective.
@@ -69,13 +78,13 @@ class Replicas:
         The same on every rank; empty where all is well.
         """
         alike = self._alike()
-        before, self._remembered = self._remembered, None
-        changed, own_parts = torch.zeros((), dtype=torch.int64, device=self._device), []
+        own_parts = [part for part, _ in self._remembered]
+        changed = torch.zeros((), dtype=torch.int64, device=self._device)
         is_changed = torch.zeros(0, dtype=torch.bool)
-        if before is not None:
-            own_parts, sums = self._own()
+        if own_parts:
+            now = [total for _, total in self._own()]
             # On the device: the host reads the number of them with all else.
-            is_changed = sums != before[1]
+            is_changed = self._stacked(now) != self._stacked(self.own_sums)
             changed = is_changed.sum()
         # Experts are compared among fewer ranks than all other weights are.
         shared = {part: total for part, total in alike.items() if not self._is_expert(part)}
@@ -125,13 +134,12 @@ class Replicas:
                 found[Part(name, role)] = bit_sum([values.contiguous()])
         return found
 
-    def _own(self) -> tuple[list[Part], Tensor]:
+    def _own(self) -> list[tuple[Part, Sum]]:
         """What this rank answers for, and the sums of it."""
-        parts, sums = [], []
-        for name, role, start, values in self.engine.owned_ranges():
-            parts.append(Part(name, role, start))
-            sums.append(bit_sum([values.contiguous()]))
-        return parts, self._stacked(sums)
+        return [
+            (Part(name, role, start), bit_sum([values.contiguous()]))
+            for name, role, start, values in self.engine.owned_ranges()
+        ]
 
     def _stacked(self, sums: Sequence[Sum]) -> Tensor:
         if not sums:

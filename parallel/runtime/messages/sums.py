@@ -51,6 +51,13 @@ def bit_sum(tensors: Sequence[Tensor]) -> Sum:
     return total
 
 
+def is_sum_of(total: Sum, x: Tensor) -> bool:
+    """Whether ``total`` is the ``bit_sum`` of a tensor that may have moved to another device since."""
+    if isinstance(total, Tensor):
+        return int(grid_sum(x)) == int(total)
+    return bit_sum([x]) == total
+
+
 def stacked(sums: Sequence[Sum], device: torch.device) -> Tensor:
     """Sums as int64 on ``device``. Waits only where some are of tensors on a CPU, and others on another device."""
     on_device = [x for x in sums if isinstance(x, Tensor)]

@@ -10,12 +10,17 @@ from typing import Any, NamedTuple
 import pytest
 import torch.distributed as dist
 
+from launcher.checkpoint.host_copy import HostCopy
 from launcher.cluster.suspects import suspected_ranks
-from launcher.training.replicas import check_before_save
+from launcher.metrics.record import Record
+from launcher.training.progress import Progress
+from launcher.training.replicas import ReplicaWatch
 from launcher.training.setup import Run
+from launcher.training.step import TrainStep
 from launcher.training.trainer import Trainer
 from longctx.checkpoint_format import list_checkpoints
-from longctx.errors import TrainingError
+from longctx.errors import CheckpointError, TrainingError
+from parallel.runtime.messages.sums import Sum
 from parallel.runtime.process import gather_objects
 from parallel.runtime.watch.spans import DOING
 from parallel.zero.partition import MASTER, MOMENTS
@@ -127,13 +132,97 @@ def test_weights_that_differ_are_not_saved(shards, tmp_path):
     run(save_nothing_odd, 4, shards, tmp_path / "run")
 
 
+def flipping_step(flip: Flip, step: int, at: Path | None = None) -> type[TrainStep]:
+    """Steps of which one leaves a flipped bit behind, before its checkpoint is written."""
+
+    class FlippingStep(TrainStep):
+        def __call__(self, progress: Progress) -> tuple[Progress, Record]:
+            taken = super().__call__(progress)
+            if taken[0].step == step:
+                flip_in(self.run, flip)
+                if at is not None and self.run.mesh.rank == flip.rank:
+                    at.write_text(str(time.time()))
+            return taken
+
+    return FlippingStep
+
+
+def save_nothing_flipped(name: str, shards: Path, output: Path) -> None:
+    """What a rank alone holds, with the defaults: step 4 is saved, and no comparison of every 20 steps is near."""
+    flip = FLIPS[name]
+    changed = {**flip.changed, "zero.stage": flip.stage, "run.replicas_every": 20, "checkpoint.every_steps": 2}
+    run_ = build(shards, output, {**changed, "train.steps": 6, "validation.every_steps": 2})
+    with pytest.raises(TrainingError, match="the weights after step 4, which are not saved") as caught:
+        Trainer(run_, train_step=flipping_step(flip, 4)(run_)).train()
+    assert f"Rank {flip.rank} on " in str(caught.value)
+    assert flip.says in str(caught.value)
+    assert suspected_ranks(caught.value.record or {}) == [flip.rank]
+    assert [path.name for path in list_checkpoints(output)] == ["step_000002"]
+
+
+FAST_SAVE = "moment of the only rank"
+SAVED = [name for name, flip in FLIPS.items() if flip.says.startswith(_OWN[:10]) and flip.stage]
+
+
+@pytest.mark.parametrize(
+    "name", [FAST_SAVE, *(pytest.param(n, marks=pytest.mark.slow) for n in SAVED if n != FAST_SAVE)]
+)
+def test_what_flips_between_an_update_and_its_save_is_not_saved(name, shards, tmp_path):
+    run(save_nothing_flipped, FLIPS[name].ranks, name, shards, tmp_path / "run")
+
+
+def _save_whole(run_: Run, sums: list[Sum]) -> None:
+    run_.saver.save(step=2, training={}, sums=sums)
+    run_.saver.finish()
+
+
+def commit_no_flipped_copy(shards: Path, output: Path, waits: bool) -> None:
+    """A bit flips on the way to the file of rank 1: in the copy that a thread writes, or in what ZeRO holds."""
+    run_ = build(shards, output, {**CONTEXT, "zero.stage": 2, "checkpoint.wait": waits, "train.steps": 9})
+    trainer = Trainer(run_)
+    trainer.take_step()
+    run_.saver.after_step(1, 1.0)
+    trainer._save()
+    run_.saver.finish()
+    trainer.take_step()
+    fill, engine = HostCopy.fill, run_.engine
+    owned = type(engine).owned_ranges
+
+    def flipped_copy(self: HostCopy, *given: Any) -> list[Any]:
+        held = fill(self, *given)
+        flip_bit(held[-1], 33)
+        return held
+
+    def flipped_state(self: Any) -> Any:
+        for one in owned(self):
+            flip_bit(one.values, 33)
+            yield one
+
+    sums = trainer._train_step.replicas.before_save(2)
+    with pytest.MonkeyPatch.context() as patch:
+        if dist.get_rank() == 1:
+            patch.setattr(HostCopy, "fill", flipped_copy)
+            patch.setattr(type(engine), "owned_ranges", flipped_state if waits else owned)
+        with pytest.raises(CheckpointError) as caught:
+            _save_whole(run_, sums)
+    for said in gather_objects(str(caught.value)):
+        assert "of rank 1 is not what the last update left there: bits have changed while it was saved." in said
+    assert [path.name for path in list_checkpoints(output)] == ["step_000001"]
+    assert not list(output.glob("checkpoints/.*"))
+
+
+@pytest.mark.parametrize("waits", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_what_flips_on_the_way_to_the_disk_is_not_committed(waits, shards, tmp_path):
+    run(commit_no_flipped_copy, 2, shards, tmp_path / "run", waits)
+
+
 def come_late(shards: Path, output: Path) -> None:
     run_, patient = build(shards, output, CONTEXT), []
     if dist.get_rank() == 0:
         threading.Timer(0.4, lambda: patient.append(DOING.patient)).start()
     else:
         time.sleep(0.8)
-    check_before_save(run_, 1)
+    ReplicaWatch(run_).before_save(1)
     assert all(patient)
     assert len(patient) == (dist.get_rank() == 0)
 
@@ -183,6 +272,35 @@ def check_flip(name: str, shards: Path, folder: Path, fault_rows: FaultRows) -> 
 @pytest.mark.parametrize("name", ["weight, stage 0", "moment, stage 0", "master, stage 1", "moment, stage 3"])
 def test_a_run_that_goes_on_is_as_if_nothing_had_been(name, shards, tmp_path, fault_rows):
     check_flip(name, shards, tmp_path, fault_rows)
+
+
+def end_at_the_save(name: str, shards: Path, output: Path, changed: dict[str, Any], at: Path) -> None:
+    words = ["TrainingError: in the weights after step 6, which are not saved", "step_000004 (--run.resume "]
+    step, seen = flipping_step(FLIPS[name], 6, at), output.parent / "screen"
+    end_guarded(shards, output, changed, 1, [FLIPS[name].says, *words], step=step, seen=seen)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["master, stage 1", "moment, stage 3"])
+def test_a_run_whose_save_was_refused_goes_on_as_if_nothing_had_been(name, shards, tmp_path, fault_rows):
+    flip, quiet, broken, at = FLIPS[name], tmp_path / "quiet", tmp_path / "broken", tmp_path / "at"
+    changed = {**flip.changed, "zero.stage": flip.stage}
+    run(train, flip.ranks, shards, quiet, changed)
+    run(end_at_the_save, flip.ranks, name, shards, broken, changed, at)
+    seconds = time.time() - float(at.read_text())
+    run(train, flip.ranks, shards, broken, {**changed, "run.resume": broken / "checkpoints" / "step_000004"})
+    fault_rows.add(
+        FaultRow(
+            group="numbers",
+            kind=f"a flipped bit in a {name}, behind an update",
+            injected=f"of rank {flip.rank} of {flip.ranks}, between step 6 and its save; defaults",
+            seen=verdict((tmp_path / "screen").read_text(), flip.says),
+            seconds=seconds,
+            steps_lost=2,
+            beyond_checkpoint=0,
+            equal=rows(broken) == rows(quiet),
+        )
+    )
 
 
 def test_three_decide_and_two_do_not():
