@@ -134,12 +134,20 @@ class CheckpointReader:
         """Problems found by reading the files (default: all): empty when sizes and hashes are as the manifest says."""
         problems: list[str] = []
         if files is None:
-            files, problems = self.manifest["files"], _proof_problem(self.folder)
+            files, problems = self.manifest["files"], self.proof_problems()
         for name in files or ():
             # The size first: it is free, and a copy that was cut short is the usual damage.
             problem = self._wrong_size(name) or _wrong_hash(self.folder / name, self.manifest["files"][name])
             problems += [problem] * bool(problem)
         return problems
+
+    def proof_problems(self) -> list[str]:
+        """What is wrong with the file that says what proves the checkpoint; empty where there is none."""
+        try:
+            read_proof(self.folder)
+        except CheckpointError as error:
+            return [str(error)]
+        return []
 
     def wrong_sizes(self) -> list[str]:
         """Files that are not there, or not as long as the manifest says: what costs no reading."""
@@ -233,15 +241,6 @@ def _common_roles(pieces: Pieces, folder: Path) -> tuple[str, ...]:
             f"{folder}: its tensors must all have the roles {ROLES}, or all the master alone, as buffers have."
         )
     return tuple(role for role in ROLES if role in next(iter(found)))
-
-
-def _proof_problem(folder: Path) -> list[str]:
-    """What is wrong with the file that says what proves a checkpoint."""
-    try:
-        read_proof(folder)
-    except CheckpointError as error:
-        return [str(error)]
-    return []
 
 
 def model_config(reader: CheckpointReader) -> ModelConfig:

@@ -270,13 +270,13 @@ _MANIFEST: Check = record(
         "hash": HASH,
     },
     {"versions": mapping(NAME, NAME)},
-    more=True,
 )
 
 
 PROVED = "proved.json"
 """Beside the manifest, and not under its hash: which later loss proved the checkpoint."""
 _MOST_PROOF_BYTES = 4096
+_PROOF = record({"manifest": HASH, "by": one_of(("step", "validation")), "step": whole(), "loss": number, "hash": HASH})
 
 
 def seal_proof(manifest_hash: str, proof: dict[str, Any]) -> bytes:
@@ -307,4 +307,8 @@ def parse_proof(text: bytes) -> dict[str, Any]:
         raise CheckpointError(f"{PROVED} is damaged: {error}. Remove it: the checkpoint is whole without.") from error
     if not isinstance(content, dict) or content.get("hash") != canonical_hash(content):
         raise CheckpointError(f"{PROVED} is damaged: its hash does not match. The checkpoint is whole without it.")
+    try:
+        _PROOF(content, "")
+    except ValueError as error:
+        raise CheckpointError(f"{PROVED}: {error}. Remove it: the checkpoint is whole without.") from error
     return content

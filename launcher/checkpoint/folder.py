@@ -59,10 +59,12 @@ def find_resume(run_folder: Path, resume: str, store: Store | None = None) -> Pa
         raise CheckpointError(_none_found(run_folder, resume, store))
     # "latest" trusts the files: loading checks their hashes anyway, and then says which one is damaged.
     if resume == "latest":
-        found = next((path for path in (known.get(s) or _brought(run_folder, s, store) for s in steps) if path), None)
-        if found is None:
-            raise CheckpointError(_none_found(run_folder, resume, store))
-        return found
+        reasons: list[str] = []
+        for step in steps:
+            path = known.get(step) or _brought(run_folder, step, store, reasons)
+            if path is not None:
+                return path
+        raise CheckpointError(_none_good(run_folder, resume, store, reasons))
     return _newest_good(run_folder, resume, known, store if there else None, steps=steps)
 
 
@@ -85,7 +87,7 @@ def _newest_good(
             log.warning("%s is passed over: %s", path, reason)
             reasons.append(f"{path.name}: {reason}")
             path = None
-        path = path or _brought(run_folder, step, store)
+        path = path or _brought(run_folder, step, store, reasons)
         if path is None:
             continue
         if is_proved(path, CheckpointReader(path).manifest["hash"]):
@@ -114,14 +116,16 @@ def _steps_there(store: Store | None, *, is_told: bool) -> set[int]:
         return set()
 
 
-def _brought(run_folder: Path, step: int, store: Store | None) -> Path | None:
-    """A checkpoint copied here from the store, whole; None, and a warning, where that is not possible."""
+def _brought(run_folder: Path, step: int, store: Store | None, reasons: list[str]) -> Path | None:
+    """A checkpoint copied here from the store, whole; None, a warning and one more of the ``reasons`` if that fails."""
     if store is None:
         return None
     try:
         path = store.fetch(step, run_folder)
     except LongCtxError as error:
-        log.warning("step_%06d of %s is passed over: %s", step, store, _on_one_line([str(error)]))
+        reason = _on_one_line([str(error)])
+        log.warning("step_%06d of %s is passed over: %s", step, store, reason)
+        reasons.append(f"step_{step:06d} of {store}: {reason}")
         return None
     log.info("Copied %s from %s: every hash is right.", path, store)
     return path

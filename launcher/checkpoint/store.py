@@ -89,10 +89,13 @@ class StoredCheckpoint:
         try:
             manifest = self.manifest()
             check_model(manifest, str(self.place))
-            self.proof()
         except LongCtxError as error:
             return [str(error)]
         problems = []
+        try:
+            self.proof()
+        except CheckpointError as error:
+            problems.append(str(error))
         for name, entry in manifest["files"].items():
             try:
                 self.check(name, entry, seen)

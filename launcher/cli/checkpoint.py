@@ -267,6 +267,7 @@ def _problems(folder: Path) -> list[str]:
         return [str(error)]
     files = reader.manifest["files"]
     problems, done = [f"{name} is not in the manifest: remove it" for name in reader.unlisted()], 0
+    problems += reader.proof_problems()
     with progress(f"reading {folder}", total=sum(entry["bytes"] for entry in files.values())) as update:
         for name, entry in files.items():
             problems += reader.verify([name])

@@ -105,10 +105,10 @@ def record(required: Mapping[str, Check], optional: Mapping[str, Check] | None =
         _check_object(value, where)
         missing = [name for name in required if name not in value]
         if missing:
-            raise ValueError(f"{where} lacks {', '.join(missing)}")
+            raise ValueError(f"{where or 'it'} lacks {', '.join(missing)}")
         if not more and not known.keys() >= value.keys():
             strange = next(name for name in value if name not in known)
-            raise ValueError(f"{where} has the key {shown(strange)}, and may have {', '.join(known)}")
+            raise ValueError(f"{where or 'it'} has the key {shown(strange)}, and may have {', '.join(known)}")
         for name, inner in known.items():
             if name in value:
                 inner(value[name], f"{where}.{name}".removeprefix("."))

@@ -314,6 +314,20 @@ def test_the_newest_of_both_is_found(objects: Objects, run: Path, tmp_path: Path
     assert "step_000004 of s3://corpora/runs/first is passed over" in caplog.text
 
 
+def test_a_store_that_holds_damaged_ones_alone_is_said_to(objects: Objects, run: Path, tmp_path: Path):
+    store = store_at(ADDRESS)
+    for step in (2, 4):
+        store.send(save(run, step))
+        objects.objects[f"{KEY}/step_{step:06d}/f0.safetensors"] = b"damaged"
+    for resume in ("latest", "newest-good", "auto"):
+        with pytest.raises(CheckpointError, match="can be gone on from") as caught:
+            find_resume(tmp_path / resume, resume, store)
+        said = str(caught.value)
+        assert f"step_000004 of {ADDRESS}: " in said
+        assert f"step_000002 of {ADDRESS}: " in said
+        assert "holds no committed checkpoint" not in said
+
+
 def test_without_its_store_a_run_resumes_from_its_folder(objects: Objects, run: Path, tmp_path: Path, caplog):
     save(run, 2)
     objects.fault = lambda method, path: "InternalError"

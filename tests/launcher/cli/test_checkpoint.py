@@ -12,7 +12,7 @@ import pytest
 
 from launcher.checkpoint import remove
 from launcher.checkpoint.proof import Proof, write_proof
-from longctx.checkpoint_format import MANIFEST, canonical_hash, list_checkpoints
+from longctx.checkpoint_format import MANIFEST, PROVED, canonical_hash, list_checkpoints
 from tests.launcher.cli.calls import call, flip_a_byte
 
 
@@ -91,6 +91,32 @@ def test_verify_names_every_damaged_file(capsys, damaged_run):
     code, out, _ = call(capsys, "checkpoint", "verify", newest, "--json")
     assert code == 1
     assert [len(row["problems"]) for row in json.loads(out)] == [2]
+
+
+def test_verify_names_a_ruined_proof(capsys, run, tmp_path):
+    copied = Path(shutil.copytree(run, tmp_path / "run"))
+    newest = copied / "checkpoints/step_000100"
+    body = {"manifest": "0" * 32, "by": "step", "step": 120, "loss": 4.2, "more": 1}
+    for text in ("{", json.dumps(body), json.dumps(body | {"hash": canonical_hash(body)})):
+        (newest / PROVED).write_text(text)
+        code, out, _ = call(capsys, "checkpoint", "verify", newest)
+        assert code == 1, text
+        assert f"{PROVED}" in out
+        assert "The checkpoint is whole without" in out or "Remove it: the checkpoint is whole without" in out
+    del body["more"]
+    (newest / PROVED).write_text(json.dumps(body | {"hash": canonical_hash(body)}))
+    assert call(capsys, "checkpoint", "verify", newest)[0] == 0, "the proof of another manifest is none"
+
+
+def test_verify_names_a_key_that_no_manifest_has(capsys, damaged_run):
+    path = damaged_run / "checkpoints/step_000100" / MANIFEST
+    body = json.loads(path.read_text())
+    del body["hash"]
+    body["strange"] = 1
+    path.write_text(json.dumps(body | {"hash": canonical_hash(body)}))
+    code, out, _ = call(capsys, "checkpoint", "verify", damaged_run)
+    assert code == 1
+    assert "it has the key 'strange', and may have format, version" in out
 
 
 def test_verify_says_when_the_manifest_is_damaged(capsys, damaged_run):
