@@ -22,7 +22,7 @@ from launcher.metrics.record import METRICS_FILE
 from longctx import __version__
 from longctx.errors import ClusterError, ConfigError
 from longctx.files import replaced_file
-from longctx.untrusted.terminal import for_terminal
+from longctx.untrusted.terminal import for_terminal, spelled
 
 if TYPE_CHECKING:  # the report reads this file's names without torch
     from launcher.config.sections import RunConfig
@@ -69,16 +69,22 @@ def hold_folder(folder: Path, *, wait_seconds: float = HOLD_SECONDS) -> None:
     """
     path = folder / LOGS / HOLDER_FILE
     handle = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
-    deadline = time.monotonic() + wait_seconds
+    deadline, is_told = time.monotonic() + wait_seconds, False
     # A run that is asked to stop may still be writing its last checkpoint when the next attempt begins.
     while not _is_locked(handle):
+        holder = os.pread(handle, 200, 0).decode(errors="replace").strip() or "another process"
+        belongs = f"run.output_dir={str(folder)!r} belongs to a run that is under way: {holder}."
         if time.monotonic() > deadline:
-            holder = os.pread(handle, 200, 0).decode(errors="replace").strip() or "another process"
             os.close(handle)
             raise ClusterError(
-                f"run.output_dir={str(folder)!r} belongs to a run that is under way: {holder}.\n"
+                f"{belongs}\n"
                 "Two would write over one another. End that one first, or choose another folder (--run.output_dir ...)."
             )
+        if not is_told:
+            # At once, and not when the wait is over: whoever started it by mistake need not wait.
+            sys.stderr.write(spelled(f"{belongs} Waiting {wait_seconds:.0f} s at most for it to end.\n"))
+            sys.stderr.flush()
+            is_told = True
         time.sleep(0.1)
     # The words are for people; the lock is there without them.
     with suppress(OSError):

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Mapping
+import threading
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -40,7 +41,21 @@ def open_tensorboard(folder: Path, purge_step: int | None) -> Any:
     # Importing it takes seconds, and only rank 0 draws.
     from torch.utils.tensorboard import SummaryWriter
 
+    if not isinstance(threading.excepthook, _WithoutTensorBoard):
+        threading.excepthook = _WithoutTensorBoard(threading.excepthook)
     return SummaryWriter(str(folder / TENSORBOARD_FOLDER), purge_step=purge_step, flush_secs=30)
+
+
+class _WithoutTensorBoard:
+    """Says nothing of a disk that refused what TensorBoard's thread wrote: the next call of its writer raises that."""
+
+    def __init__(self, others: Callable[[threading.ExceptHookArgs], object]) -> None:
+        self._others = others
+
+    def __call__(self, args: threading.ExceptHookArgs, /) -> None:
+        if isinstance(args.exc_value, OSError) and type(args.thread).__module__.startswith("tensorboard."):
+            return
+        self._others(args)
 
 
 def scalars(record: Mapping[str, Any]) -> list[tuple[str, float]]:

@@ -63,9 +63,16 @@ class MetricsWriter:
         return record
 
     def draw(self, record: Mapping[str, Any]) -> None:
-        """Add a record to TensorBoard's curves."""
+        """Add a record to TensorBoard's curves; where the disk refuses, a warning, and none from then on."""
         if not self._draws:
             return
+        try:
+            self._draw(record)
+        except OSError as error:
+            self._draws = False
+            log.warning("TensorBoard's curves end before step %d: %s. Records go on.", record["step"], error)
+
+    def _draw(self, record: Mapping[str, Any]) -> None:
         # Opened with the first record: importing TensorBoard takes a while, for which the first step need not wait.
         if self._tensorboard is None:
             self._tensorboard = open_tensorboard(self._folder, self._first_new_step)
@@ -78,7 +85,12 @@ class MetricsWriter:
         """Close both; safe to call twice."""
         self._file.close()
         if self._tensorboard is not None:
-            self._tensorboard.close()
+            try:
+                self._tensorboard.close()
+            except OSError as error:
+                # Once: what ended the curves before has been said.
+                if self._draws:
+                    log.warning("TensorBoard's last curves are lost: %s. %s has them.", error, METRICS_FILE)
             self._tensorboard = None
 
     def __enter__(self) -> MetricsWriter:

@@ -13,6 +13,7 @@ from launcher.config.flags import take_flag
 from longctx.errors import ConfigError
 
 _HOSTFILE = ("--hostfile", "-H")
+_DEEPSPEED, _NO_LOCAL_RANK = "deepspeed", "--no_local_rank"
 
 
 @dataclass(frozen=True)
@@ -43,6 +44,16 @@ class TrainingCommand:
     def words(self) -> list[str]:
         """The whole line."""
         return [*self.starter, *self.arguments]
+
+    @property
+    def started(self) -> list[str]:
+        """The line as it is started: where a rank fails, DeepSpeed's launcher shows its last rank's arguments.
+
+        Without ``--local_rank`` among them, which our script does not read, they are those of any rank.
+        """
+        if PurePath(self.starter[0]).name != _DEEPSPEED or _NO_LOCAL_RANK in self.starter:
+            return self.words
+        return [self.starter[0], _NO_LOCAL_RANK, *self.words[1:]]
 
     @property
     def resume(self) -> str | None:

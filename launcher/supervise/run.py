@@ -64,7 +64,7 @@ class Supervised:
                 if line is None:
                     return INTERRUPTED
                 earlier = last_stop(self.folder), last_audit(self.folder)
-                ending = attempt(line.words, stop)
+                ending = attempt(line.started, stop)
                 if ending.left_behind:
                     self.tell(f"longctx run: ended {ending.left_behind} processes that the launcher had left behind.")
                 if stop.signal is not None:

@@ -36,9 +36,12 @@ def held(tmp_path: Path) -> Iterator[int]:
     os.close(write)
 
 
-def test_a_folder_belongs_to_one_process_until_that_ends(held: int, tmp_path: Path):
+def test_a_folder_belongs_to_one_process_until_that_ends(held: int, tmp_path: Path, capfd):
     with pytest.raises(ClusterError, match=rf"belongs to a run that is under way: process {held} on .* since"):
-        hold_folder(tmp_path, wait_seconds=0.05)
+        hold_folder(tmp_path, wait_seconds=0.25)
+    said = capfd.readouterr().err
+    assert said.count("Waiting 0 s at most for it to end.") == 1, "at once, and once"
+    assert f"process {held} on" in said
     os.kill(held, signal.SIGKILL)
     os.waitpid(held, 0)
     hold_folder(tmp_path, wait_seconds=5.0)

@@ -28,6 +28,7 @@ from launcher.metrics.writer import Lines, MetricsWriter
 from launcher.wording import short_duration
 from longctx.errors import ConfigError, DataError
 from tests.bounded import refusal
+from tests.launcher.faults.disk import small_disk
 
 TRAIN = {
     "kind": "train",
@@ -440,3 +441,15 @@ def test_a_folder_that_goes_on_from_another_one_begins_there(tmp_path):
     resumed = {"kind": "event", "event": "resume", "step": 6, "time": TRAIN["time"]}
     write_all(tmp_path, [resumed, train(7), train(9)])
     assert missing_steps(tmp_path, 9) == [range(8, 9)]
+
+
+def test_a_full_disk_ends_tensorboards_curves_and_no_run(tmp_path, caplog, capfd):
+    with small_disk(tmp_path / "tensorboard", "8k"):
+        with MetricsWriter(tmp_path) as writer:
+            for step in range(1, 400):
+                writer.write(train(step))
+        assert [record["step"] for record in read_metrics(tmp_path)] == list(range(1, 400))
+    said = [record.message for record in caplog.records if record.levelname == "WARNING"]
+    assert len(said) == 1
+    assert "No space left on device" in said[0]
+    assert "Traceback" not in capfd.readouterr().err

@@ -23,6 +23,16 @@ from tests.launcher.supervise.trainer import Act, Trainer
 NOW = ("--wait-seconds", 0)
 
 
+def test_deepspeed_is_started_without_a_ranks_number_in_its_line():
+    line = ["/bin/deepspeed", "--num_gpus", "2", "launcher/pretrain.py", "--run.seed", "3"]
+    command = TrainingCommand.of(line)
+    assert command.started == ["/bin/deepspeed", "--no_local_rank", *line[1:]]
+    assert command.words == line
+    assert TrainingCommand.of(command.started).started == command.started
+    other = ["torchrun", *line[1:]]
+    assert TrainingCommand.of(other).started == other
+
+
 def test_it_goes_on_from_the_newest_good_checkpoint_until_the_run_is_done(capsys, tmp_path: Path):
     acts = (Act(steps=(1, 2, 3), saves=(2,)), Act(steps=(3, 4, 5), code=-9), Act(steps=range(5, 11), code=0))
     trainer = Trainer(tmp_path, *acts)
