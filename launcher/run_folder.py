@@ -153,7 +153,7 @@ class _LogFile(logging.FileHandler):
             return
         self._has_failed = True
         number = getattr(error, "errno", None)
-        sys.stdout.write(f"Lines are missing from {self.baseFilename}: errno {number}. The run goes on.\n")
+        sys.stdout.write(spelled(f"Lines are missing from {self.baseFilename}: errno {number}. The run goes on.\n"))
         sys.stdout.flush()
 
 

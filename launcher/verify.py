@@ -22,9 +22,11 @@ from launcher.cluster.exit import FAILED, run_script
 from launcher.cluster.hostfile import check_hostfile
 from launcher.cluster.scheduler import check_tasks
 from launcher.config.check import check_run
+from launcher.config.flags import end_with
 from launcher.config.load import load_run_config
 from launcher.config.side_by_side import settle_context
 from longctx.kernels.processor import has_native_bfloat16
+from longctx.untrusted.terminal import for_terminal
 from parallel.runtime.device import choose_device
 from parallel.runtime.process import broadcast_object, environment_rank, start_process_group, stop_process_group
 
@@ -33,9 +35,7 @@ def main(argv: list[str]) -> int | None:
     """Check everything that can be checked, then compare."""
     rank, world_size = environment_rank()
     if argv in (["--help"], ["-h"]):
-        if rank == 0:
-            sys.stdout.write(f"{__doc__}\nSettings are those of pretrain.py, whose --help explains each.\n")
-        return None
+        end_with(f"{__doc__}\nSettings are those of pretrain.py, whose --help explains each.", quiet=rank != 0)
     config = load_run_config(argv, quiet=rank != 0)
     check_tasks(config.run.hostfile, argv)
     check_hostfile(config.run.hostfile, world_size)
@@ -54,7 +54,7 @@ def main(argv: list[str]) -> int | None:
     native, device_type = broadcast_object((native, device.type))
     verdict = verify_run(config.resolve(native_bfloat16=native, device_type=device_type), device)
     if rank == 0:
-        sys.stdout.write(f"{verdict.text}\n")
+        sys.stdout.write(for_terminal(f"{verdict.text}\n", sys.stdout))
     stop_process_group()
     if not verdict.held:
         return FAILED

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from typing import NoReturn
 
 from longctx.errors import ConfigError
+from longctx.untrusted.terminal import for_terminal
 
 
 def without_local_rank(argv: Sequence[str]) -> list[str]:
@@ -53,7 +54,7 @@ def end_with(text: str, *, quiet: bool) -> NoReturn:
     """Print a result, on rank 0 alone, and end well."""
     if not quiet:
         try:
-            sys.stdout.write(f"{text}\n")
+            sys.stdout.write(for_terminal(f"{text}\n", sys.stdout))
             sys.stdout.flush()
         except BrokenPipeError:
             # `--help | head`: Python would fail once more when it closes the stream at its end.

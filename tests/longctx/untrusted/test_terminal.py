@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import ast
 import io
+from collections.abc import Iterator
 
 import pytest
 
 from longctx.untrusted.terminal import for_terminal, spelled
+from tests.helpers import REPOSITORY
 
 TITLE = "\x1b]0;owned\x07"
 
@@ -34,3 +37,23 @@ def test_on_a_terminal(text, wanted):
 
 def test_elsewhere_it_is_raw():
     assert for_terminal(TITLE, io.StringIO()) == TITLE
+
+
+def test_all_that_is_printed_goes_through_it():
+    """Whoever writes to the terminal itself spells what it writes, in that very call."""
+    # Ours is spelt a line above, with what shows the cursor again.
+    known = {"parallel/runtime/watch/last_words.py"}
+    strange = []
+    for package in ("data_pipeline", "launcher", "longctx", "parallel"):
+        for path in (REPOSITORY / package).rglob("*.py"):
+            name = path.relative_to(REPOSITORY).as_posix()
+            if name not in known:
+                strange += [f"{name}:{line}" for line in _raw_writes(ast.parse(path.read_text()))]
+    assert not strange
+
+
+def _raw_writes(tree: ast.Module) -> Iterator[int]:
+    for node in ast.walk(tree):
+        writes = isinstance(node, ast.Call) and ast.unparse(node.func) in ("sys.stdout.write", "sys.stderr.write")
+        if writes and not ast.unparse(node.args[0]).startswith(("for_terminal(", "spelled(")):
+            yield node.lineno
