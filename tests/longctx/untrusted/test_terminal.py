@@ -53,7 +53,7 @@ def test_all_that_is_printed_goes_through_it():
 
 
 def _raw_writes(tree: ast.Module) -> Iterator[int]:
-    for node in ast.walk(tree):
-        writes = isinstance(node, ast.Call) and ast.unparse(node.func) in ("sys.stdout.write", "sys.stderr.write")
-        if writes and not ast.unparse(node.args[0]).startswith(("for_terminal(", "spelled(")):
-            yield node.lineno
+    for call in (node for node in ast.walk(tree) if isinstance(node, ast.Call)):
+        writes = ast.unparse(call.func) in ("sys.stdout.write", "sys.stderr.write")
+        if writes and not ast.unparse(call.args[0]).startswith(("for_terminal(", "spelled(")):
+            yield call.lineno
