@@ -5,16 +5,20 @@ from __future__ import annotations
 import contextlib
 import ipaddress
 import socket
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from random import Random
 
 import psutil
 import pytest
 
 from launcher.supervise.progress import last_step
+from tests.launcher.cluster.namespaces import Namespaces, namespaces, why_no_namespaces
 from tests.launcher.faults.scene import RUN, Recovered, Scene, equal
-from tests.launcher.runs import Launch
+from tests.launcher.runs import Launch, free_port
 from tests.launcher.workers import run, train
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
@@ -30,6 +34,7 @@ CRAFTED = (
     b"\n" * 1000,
     b"",
 )
+LIMIT = 300.0
 LINES = 10_000
 """To all ports together, unless the run ends before; one in fifty is crafted."""
 
@@ -57,7 +62,7 @@ def test_strangers_at_every_port(scene: Scene):
     # The hub listens no more once all have come, so its port is among the first alone.
     assert met - listening.keys()
     assert said > LINES // 10
-    ended = launch.wait(300)
+    ended = launch.wait(LIMIT)
     assert (ended.code, ended.orphans) == (0, []), ended.text
     scene.record(
         "cluster",
@@ -67,6 +72,48 @@ def test_strangers_at_every_port(scene: Scene):
         seconds=time.monotonic() - began,
         recovered=Recovered(0, 0, equal(scene.run, undisturbed)),
     )
+
+
+def test_two_hosts_listen_at_the_interface_of_the_meeting_alone(scene: Scene):
+    """Each has a second network, as a login network beside the fast one: nobody there reaches a port of the run."""
+    if reason := why_no_namespaces():
+        pytest.skip(reason)
+    folder = scene.folder / "hosts"
+    folder.mkdir()
+    with namespaces(folder, 2, named=True) as hosts:
+        for number, host in enumerate(hosts.hosts, start=1):
+            for words in (
+                ("ip", "link", "add", "other", "type", "bridge"),
+                ("ip", "addr", "add", f"10.78.0.{number}/24", "dev", "other"),
+                ("ip", "link", "set", "other", "up"),
+            ):
+                command(*hosts.on(host, *words))
+        words = ["--hostfile", str(folder / "hostfile"), "--no_ssh_check", "--master_addr", hosts.hosts[0]]
+        started = [str(Path(sys.executable).parent / "deepspeed"), *words, "--master_port", str(free_port())]
+        settings = scene.settings({"train.steps": 40, "checkpoint.every_steps": 0})
+        launch = Launch(settings, starter=hosts.on(hosts.hosts[0], *started), environment=hosts.environment)
+        seen: dict[str, set[str]] = {host: set() for host in hosts.hosts}
+        # From the first port that opens, while ranks come to one another too.
+        while launch.is_running() and (last_step(scene.run) or 0) < 30:
+            for host, found in seen.items():
+                found |= listening_on(hosts, host)
+        ended = launch.wait(LIMIT)
+    assert ended.code == 0, ended.text
+    for host, found in seen.items():
+        assert found, f"nothing of the run was seen to listen on {host}"
+        assert found == {host}, found
+
+
+def listening_on(hosts: Namespaces, host: str) -> set[str]:
+    """The addresses at which processes of Python listen there."""
+    listed = command(*hosts.on(host, "ss", "--no-header", "--listening", "--tcp", "--numeric", "--processes"))
+    lines = [line.split() for line in listed.splitlines() if "python" in line]
+    return {words[3].rpartition(":")[0].partition("%")[0].strip("[]") for words in lines}
+
+
+def command(*words: str) -> str:
+    """What a command prints that must succeed."""
+    return subprocess.run(words, check=True, capture_output=True, text=True, timeout=30).stdout
 
 
 def ports(launch: Launch) -> dict[int, str]:
