@@ -9,10 +9,12 @@ from pathlib import Path
 
 import pytest
 
-from tests.launcher.faults.disk import Disk, small_disk
+from longctx.checkpoint_format import list_checkpoints
+from tests.launcher.faults.disk import Disk, failing_disk, small_disk
 from tests.launcher.faults.scene import Scene
 from tests.launcher.runs import Launch
 from tests.launcher.test_accidents import Accident, Place, environment_of
+from tests.launcher.workers import rows
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
@@ -106,16 +108,40 @@ def test_checkpoints_become_read_only(scene: Scene):
         )
 
 
+def test_a_file_system_that_loses_what_was_not_synced(scene: Scene):
+    """A checkpoint that is there has the records up to it: both are on the disk before it has its name."""
+    with failing_disk(scene.folder / "image", scene.run) as disk:
+        outcome = scene.strike(command(NEXT_STEP, disk.fail(), step=6), {"checkpoint.wait": True})
+        assert outcome.codes == [1, 1], outcome.text
+        assert "Traceback" not in outcome.text, outcome.text
+        disk.unmount()
+        disk.mount()
+        assert [path.name for path in list_checkpoints(scene.run)][-1] == "step_000004"
+        assert [row["step"] for row in rows(scene.run) if row["kind"] == "train"][:4] == [1, 2, 3, 4]
+        scene.record(
+            "files",
+            "a file system that loses what was not synced",
+            injected="ext4, shut down without its journal in step 6, and mounted again",
+            seen=scene.seen(outcome.text, "met a disk that fails"),
+            seconds=outcome.seconds,
+        )
+
+
 def fill(disk: Disk) -> str:
     """A shell command that leaves no byte."""
     return f"dd if=/dev/zero of={shlex.quote(str(disk.folder))}/filler bs=4096 2>/dev/null || true"
 
 
-@pytest.mark.parametrize("part", ["checkpoints", "", "logs"])
+@pytest.mark.parametrize("part", ["checkpoints", "", "logs", "tensorboard"])
 def test_a_full_disk(scene: Scene, part: str):
-    """One that has checkpoints alone, all but checkpoints, or logs alone."""
-    name = {"checkpoints": "in a save", "": "in the metrics", "logs": "in a log"}[part]
-    place = {"checkpoints": BEFORE_A_SAVE, "": NEXT_STEP, "logs": NEXT_STEP}[part]
+    """One that has checkpoints alone, all but checkpoints, logs alone, or curves alone."""
+    name = {
+        "checkpoints": "in a save",
+        "": "in the metrics",
+        "logs": "in a log",
+        "tensorboard": "in TensorBoard's curves",
+    }[part]
+    place = BEFORE_A_SAVE if part == "checkpoints" else NEXT_STEP
     with small_disk(scene.run / part, "8m") as disk:
         inner = scene.run / "checkpoints"
         if part == "":
@@ -125,9 +151,10 @@ def test_a_full_disk(scene: Scene, part: str):
             outcome = scene.strike(command(place, fill(disk)), {"checkpoint.wait": part == "checkpoints"})
             assert "Traceback" not in outcome.text, outcome.text
             (disk.folder / "filler").unlink()
-            if part == "logs":
+            if part in ("logs", "tensorboard"):
                 assert outcome.codes == [0, 0], outcome.text
-                seen, recovered = scene.seen(outcome.text, "Lines are missing"), scene.went_on()
+                words = {"logs": "Lines are missing", "tensorboard": "TensorBoard's curves end"}[part]
+                seen, recovered = scene.seen(outcome.text, words), scene.went_on()
             else:
                 assert outcome.codes == [1, 1], outcome.text
                 seen, recovered = scene.seen(outcome.text, "No space left on device"), scene.recover()
