@@ -11,13 +11,14 @@ import os
 import re
 import shutil
 import socket
+import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import xxhash
 
-from longctx.errors import DataError, LongCtxError
+from longctx.errors import ConfigError, DataError, LongCtxError
 from longctx.untrusted.reading import NOT_FETCHED, NotFetchedError, check_fetched, parse_json, read_bounded
 
 MANIFEST = "manifest.json"
@@ -26,6 +27,8 @@ CHECKPOINTS = "checkpoints"
 
 _SMALL_MANIFEST_BYTES, _MOST_MANIFEST_BYTES = 16 * 2**20, 2**30
 _SMALL_MANIFEST_VALUES = 500_000
+_MOST_TOML_BYTES = 4 * 2**20
+"""Of a file that people write."""
 
 _COMMITTED = re.compile(r"step_(\d{6,})")
 
@@ -176,6 +179,20 @@ def read_manifest_bytes(folder: Path) -> tuple[bytes, int]:
     most_bytes = min(_SMALL_MANIFEST_BYTES + 2 * beside, _MOST_MANIFEST_BYTES)
     # A piece takes some 130 bytes and has four values.
     return read_bounded(folder / MANIFEST, most_bytes), _SMALL_MANIFEST_VALUES + most_bytes // 20
+
+
+def read_toml(path: Path, called: str) -> dict[str, Any]:
+    """The values of a TOML file; ConfigError, which calls it ``called``, where it cannot be read or is none."""
+    try:
+        return tomllib.loads(read_bounded(path, _MOST_TOML_BYTES).decode())
+    except OSError as error:
+        raise ConfigError(f"{called} cannot be read: {error.strerror or error}.") from error
+    except NotFetchedError as error:
+        raise ConfigError(f"{called} {str(error).removeprefix('it ')}.") from error
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{called} is not UTF-8 text, as TOML is.") from error
+    except (ValueError, RecursionError) as error:
+        raise ConfigError(f"{called} is not TOML: {error}.") from error
 
 
 def wrong_size(path: Path, num_bytes: int) -> str:

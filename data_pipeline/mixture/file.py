@@ -25,7 +25,6 @@ from __future__ import annotations
 import difflib
 import json
 import math
-import tomllib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
@@ -38,6 +37,7 @@ from data_pipeline.rows.upsample import MAX_FACTOR, Upsampling
 from data_pipeline.shards.manifest import VALIDATION_FOLDER
 from data_pipeline.stores.urls import Location, below, is_url, locate
 from longctx.errors import ConfigError
+from longctx.files import read_toml
 
 MIXTURE_SUFFIX = ".toml"
 
@@ -97,14 +97,7 @@ class Mixture:
     def load(cls, path: str | Path) -> Mixture:
         """Read a file; ConfigError names what is wrong in it."""
         path = Path(path)
-        try:
-            values = tomllib.loads(path.read_text())
-        except OSError as error:
-            raise ConfigError(f"{path} cannot be read ({error.strerror or error}).") from error
-        except UnicodeDecodeError as error:
-            raise ConfigError(f"{path} is not UTF-8 text, as TOML is.") from error
-        except (ValueError, RecursionError) as error:
-            raise ConfigError(f"{path} is not TOML: {error}.") from error
+        values = read_toml(path, str(path))
         problem = next(_unknown_keys(values), None)
         if problem is not None:
             raise ConfigError(f"{path}: {problem}\n{_KEYS}")

@@ -6,7 +6,6 @@ import contextlib
 import dataclasses
 import json
 import os
-import tomllib
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -22,6 +21,7 @@ from launcher.recipes.find import QUICKSTART, find_config
 from launcher.wording import did_you_mean
 from longctx.config import ModelConfig
 from longctx.errors import ConfigError
+from longctx.files import read_toml
 
 
 def load_run_config(argv: list[str], *, quiet: bool = False) -> RunConfig:
@@ -89,12 +89,13 @@ def _file_and_early_flags(argv: list[str], path: str | None) -> tuple[list[str],
         if value is not None:
             early[key] = value
     if path is not None:
-        values = read_toml(find_config(path))
+        file = find_config(path)
+        values = read_toml(file, f"--config {file}")
     elif early.get("run.start_from", "no") != "no":
         # The quickstart's model and rates are those of a toy that is new.
         values = {}
     else:
-        values = read_toml(QUICKSTART)
+        values = read_toml(QUICKSTART, str(QUICKSTART))
     _check_keys(values)
     for key, value in early.items():
         section, name = key.split(".")
@@ -105,16 +106,6 @@ def _file_and_early_flags(argv: list[str], path: str | None) -> tuple[list[str],
 def _named_keys(values: dict[str, dict[str, Any]]) -> set[str]:
     """The keys that a file gives, each with its section."""
     return {f"{section}.{key}" for section, entries in values.items() for key in entries}
-
-
-def read_toml(path: Path) -> dict[str, Any]:
-    """A TOML file's values; ConfigError when it is unreadable or malformed."""
-    try:
-        return tomllib.loads(path.read_text())
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"--config {path} cannot be read: {error}.") from error
-    except (ValueError, RecursionError) as error:
-        raise ConfigError(f"--config {path} is not TOML: {error}.") from error
 
 
 def from_values(values: dict[str, Any], base: ModelConfig | None = None) -> RunConfig:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import tomllib
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -15,6 +14,7 @@ from launcher.run_folder import CONFIG_FILE
 from longctx.config import ModelConfig
 from longctx.errors import ConfigError
 from longctx.evaluation import Haystack, Setting
+from longctx.files import read_toml
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,10 +90,7 @@ def _text_folder(options: Options, checkpoint: Path, task: str) -> Location:
 
 def _validation_folder(config: Path) -> tuple[str, str]:
     """``data.validation`` of a run's config, else the validation split of its training data; and ``data.cache``."""
-    try:
-        data = tomllib.loads(config.read_text(encoding="utf-8")).get("data", {})
-    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError, RecursionError) as error:
-        raise ConfigError(f"{config} cannot be read: {error}.") from error
+    data = read_toml(config, str(config)).get("data", {})
     if not isinstance(data, dict):
         raise ConfigError(f"{config}: data is no section. Name a folder of text or of shards: --haystack FOLDER")
     folder = data.get("validation", "")

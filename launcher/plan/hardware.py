@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import dataclasses
-import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -15,6 +14,7 @@ from typing import Any
 from launcher.plan.rates import Rate, is_amount, read_rate
 from launcher.wording import did_you_mean
 from longctx.errors import ConfigError
+from longctx.files import read_toml
 
 FOLDER = Path(__file__).parent / "profiles"
 MEASURED = "measured"
@@ -211,11 +211,7 @@ def load_hardware(given: str) -> Hardware:
             f"--device {given} is neither a profile nor a file of one.{question}\n"
             f"Profiles: {', '.join(known)}, or {MEASURED} after `longctx measure`."
         )
-    try:
-        values = tomllib.loads(path.read_text())
-    except (OSError, ValueError, RecursionError) as error:
-        raise ConfigError(f"--device {given} cannot be read: {error}") from error
-    return from_values(values, given)
+    return from_values(read_toml(path, f"--device {given}"), given)
 
 
 def from_values(values: dict[str, Any], given: str) -> Hardware:

@@ -26,6 +26,7 @@ from data_pipeline.shards.reader import ShardSet
 from longctx.batch import IGNORED_TARGET
 from longctx.errors import ConfigError, DataError
 from longctx.tokenizer import Tokenizer
+from longctx.untrusted.git_lfs import POINTER_LINE
 from tests.data_pipeline.lengths import write_lengths
 
 SEQ_LEN = 128
@@ -443,6 +444,7 @@ class TestFile:
             ),
             (source("mixed") + "[[stages]]\nrow_tokens = 0\n", "row_tokens=0 must be at least 1"),
             ("[[sources", "is not TOML"),
+            (f"{POINTER_LINE.decode()}\noid sha256:4d7a\nsize 9\n", "is a Git LFS pointer"),
         ],
     )
     def test_what_means_nothing_is_refused(self, folder: Path, text: str, message: str):

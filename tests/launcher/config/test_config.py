@@ -13,7 +13,7 @@ import pytest
 from launcher.cluster import exit as exit_module
 from launcher.cluster.exit import WRONG_USAGE, run_to_exit_code
 from launcher.config.check import check_run
-from launcher.config.load import from_values, load_run_config, read_toml
+from launcher.config.load import from_values, load_run_config
 from launcher.config.sections import RunConfig
 from launcher.pretrain import main
 from launcher.recipes.find import QUICKSTART
@@ -21,6 +21,7 @@ from longctx.architecture.rope import Rope
 from longctx.config import PRESETS, ModelConfig
 from longctx.errors import ConfigError
 from longctx.kernels.processor import PRODUCTS
+from longctx.untrusted.git_lfs import POINTER_LINE
 from tests.helpers import REPOSITORY
 from tests.launcher.runs import SCREEN, recipe_flags
 
@@ -135,7 +136,7 @@ def test_defaults_then_file_then_flags(tmp_path):
 
 
 def test_the_quickstart_is_the_file_when_none_is_named():
-    assert load_run_config([]) == from_values(read_toml(QUICKSTART))
+    assert load_run_config([]) == from_values(tomllib.loads(QUICKSTART.read_text()))
 
 
 def test_a_preset_from_the_command_line_lies_under_the_fields(tmp_path):
@@ -191,7 +192,8 @@ def test_a_whole_number_serves_where_a_fraction_is_meant(tmp_path):
         ("[model]\npreset = ['quickstart']\n", ["model.preset=['quickstart']"]),
         ("[model]\nnum_heads = 3\nnum_kv_heads = 2\n", ["model.num_kv_heads=2", "[1, 3]"]),
         ("[train\nsteps = 5\n", ["is not TOML", "line 1"]),
-        (b"\xff\xfe", ["cannot be read"]),
+        (b"\xff\xfe", ["is not UTF-8 text"]),
+        (POINTER_LINE + b"\noid sha256:4d7a\nsize 9\n", ["is a Git LFS pointer", "git lfs pull"]),
     ],
 )
 def test_a_file_is_read_strictly(tmp_path, text, said):

@@ -89,7 +89,7 @@ def _profile(tmp_path: Path, **changes: str) -> str:
     [
         ({"peak_flops": "[peek_flops]\n"}, "peek_flops is not known, peak_flops is missing"),
         ({"memory_bytes": "[memory_bytes]\nvalue = -1\n[other]\n"}, "is no profile"),
-        ({"memory_bytes": "[[["}, "cannot be read"),
+        ({"memory_bytes": "[[["}, "is not TOML"),
     ],
 )
 def test_a_wrong_profile_is_refused(tmp_path, changes, message):
