@@ -131,15 +131,8 @@ class Saver:
         began, target = time.perf_counter(), folder_of(self._folder, step)
         pieces = self._engine.owned_pieces()
         copy = self._begin(target, wait)
-        rank, partial = dist.get_rank(), hidden_folder(target)
         with closing(self._engine.owned_ranges()) as ranges:
-            values = (one.values for one in ranges)
-            if copy is None:
-                # Not the thread: what ZeRO holds is read as the thread that trains reads it.
-                work = _done(lambda: write_rank_file(partial, rank, pieces, values, sums))
-            else:
-                held = copy.fill(pieces, values)
-                work = self._thread.submit(_write_copy, partial, rank, pieces, held, sums)
+            work = _write(hidden_folder(target), pieces, (one.values for one in ranges), sums, copy, self._thread)
         copy_seconds = None  # of the copy alone: the rest is not waited for
         if copy is not None:
             copy_seconds = time.perf_counter() - began
@@ -366,6 +359,22 @@ def save_checkpoint(
         step=step, training=training, wait=True
     )
     return folder_of(run_folder, step)
+
+
+def _write(
+    partial: Path,
+    pieces: Sequence[Piece],
+    values: Iterable[Tensor],
+    sums: Sequence[Sum],
+    copy: HostCopy | None,
+    thread: ThreadPoolExecutor,
+) -> Future[WrittenFile]:
+    """Write this rank's file: a copy by the ``thread``, without one at once."""
+    rank = dist.get_rank()
+    if copy is None:
+        # Not the thread: what ZeRO holds is read as the thread that trains reads it.
+        return _done(lambda: write_rank_file(partial, rank, pieces, values, sums))
+    return thread.submit(_write_copy, partial, rank, pieces, copy.fill(pieces, values), sums)
 
 
 def _done(work: Callable[[], WrittenFile]) -> Future[WrittenFile]:

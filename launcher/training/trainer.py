@@ -36,11 +36,7 @@ class Trainer:
     """Steps, validations and checkpoints of one run."""
 
     def __init__(
-        self,
-        run: Run,
-        *,
-        train_step: TrainStep | None = None,
-        dead_experts: DeadExpertWatch | None = None,
+        self, run: Run, *, train_step: TrainStep | None = None, dead_experts: DeadExpertWatch | None = None
     ) -> None:
         """A caller may bring a ``train_step`` or a watch over ``dead_experts`` of its own."""
         self.run, self.progress = run, run.progress
