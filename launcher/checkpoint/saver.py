@@ -128,14 +128,12 @@ class Saver:
         on every rank when any of them cannot write, here or in a later call; older checkpoints stay.
         """
         self._settle()
-        began, target = time.perf_counter(), folder_of(self._folder, step)
-        pieces = self._engine.owned_pieces()
+        began, target, pieces = time.perf_counter(), folder_of(self._folder, step), self._engine.owned_pieces()
         copy = self._begin(target, wait)
         with closing(self._engine.owned_ranges()) as ranges:
             work = _write(hidden_folder(target), pieces, (one.values for one in ranges), sums, copy, self._thread)
-        copy_seconds = None  # of the copy alone: the rest is not waited for
-        if copy is not None:
-            copy_seconds = time.perf_counter() - began
+        # Of the copy alone: the rest is not waited for.
+        copy_seconds = None if copy is None else time.perf_counter() - began
         contents = Contents.of(self._engine, step, self._model, training, self._tokenizer_files)
         self._save = _Save(target, contents, loss, copy_seconds, work, began=began)
         # The weights that are saved have been validated.
