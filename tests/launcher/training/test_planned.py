@@ -53,7 +53,7 @@ def test_a_measured_profile_goes_first_on_its_own_kind_of_device(tmp_path, monke
     assert on_gpu is not None
     assert (on_cpu.name, on_gpu.name) == ("mine", "NVIDIA H100 SXM 80 GB")
     Path(MEASURED_FILE).write_text("[[[")
-    with pytest.raises(ConfigError, match="cannot be read"):
+    with pytest.raises(ConfigError, match="is not TOML"):
         find_hardware("cpu")
 
 
