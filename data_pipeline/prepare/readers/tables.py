@@ -11,13 +11,12 @@ import pyarrow.parquet as pq
 
 from data_pipeline.prepare.documents import DamageError, Document, Item, Skip
 from data_pipeline.prepare.readers.opened import OpenFile
+from data_pipeline.prepare.readers.parquet_pages import longest_row
 from data_pipeline.prepare.readers.records import no_field
 
 _ROWS = 256
 _BATCH_BYTES = 1 << 25
 """Text of a batch of rows, about: rows of megabytes come one by one."""
-_DICTIONARY_PAGE = 2
-"""Kind of a Parquet page."""
 _FILE_MAGIC = b"ARROW1"
 _NOT_ARROW = (pa.ArrowInvalid, OSError)
 """What Arrow raises for bytes that mean nothing, and the system for a disk that fails: ``read`` tells them apart."""
@@ -44,7 +43,8 @@ def read_parquet(opened: OpenFile, text_field: str) -> Iterator[Item]:
             for batch in table.iter_batches(batch_size=rows, row_groups=[group], columns=[text_field]):
                 yield from _rows(batch.column(0), opened.name, opened.piece.first + done)
                 done += batch.num_rows
-                opened.share = done / total
+                # The footer may lie.
+                opened.share = min(1.0, done / max(1, total))
 
 
 def read_arrow(opened: OpenFile, text_field: str) -> Iterator[Item]:
@@ -88,48 +88,13 @@ def _batch_rows(raw: BinaryIO, table: pq.ParquetFile, group: int, text_field: st
     """How many rows of a row group are decompressed at once.
 
     Arrow writes a batch's rows out. A dictionary of one long text and a thousand rows that name it are kilobytes in the
-    file, so a row counts as what the dictionary may hold.
+    file, so a row counts as what the dictionary may hold (``parquet_pages``).
     """
     described = table.metadata.row_group(group)
     columns = [described.column(number) for number in range(described.num_columns)]
     columns = [column for column in columns if column.path_in_schema == text_field]
-    size = sum(column.total_uncompressed_size for column in columns)
-    longest = max(size // max(1, described.num_rows), *(_dictionary_bytes(raw, column) for column in columns), 1)
-    return max(1, min(_ROWS, _BATCH_BYTES // longest))
-
-
-def _dictionary_bytes(raw: BinaryIO, column: pq.ColumnChunkMetaData) -> int:
-    """Bytes of a column's dictionary once it is decompressed; 0 without one.
-
-    They stand in the header of its page alone, which begins with two whole numbers of Thrift's compact protocol: the
-    kind of page, and these bytes. What is no such header counts as the whole column, or Arrow fails at it.
-    """
-    at, whole = raw.tell(), max(1, column.total_uncompressed_size)
-    begin = column.dictionary_page_offset or column.data_page_offset
-    raw.seek(begin)
-    header = raw.read(16)
-    raw.seek(at)
-    numbers: list[int] = []
-    position = 0
-    for _ in range(2):
-        # A field whose number is one more than the last, and whose type is i32.
-        if header[position : position + 1] != b"\x15":
-            return whole
-        value = shift = 0
-        while True:
-            position += 1
-            if position >= len(header):
-                return whole
-            value |= (header[position] & 0x7F) << shift
-            shift += 7
-            if not header[position] & 0x80:
-                break
-        position += 1
-        numbers.append(value >> 1)
-    kind, num_bytes = numbers
-    if kind != _DICTIONARY_PAGE:
-        return 0
-    return num_bytes
+    longest = max([longest_row(raw, column) for column in columns], default=1)
+    return max(1, min(_ROWS, _BATCH_BYTES // max(1, longest)))
 
 
 def _open_arrow(opened: OpenFile) -> tuple[pa.Schema, Iterator[pa.RecordBatch]]:
