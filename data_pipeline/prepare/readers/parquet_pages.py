@@ -16,7 +16,7 @@ from typing import Any, BinaryIO
 import pyarrow.parquet as pq
 
 from data_pipeline.prepare.documents import DamageError
-from data_pipeline.prepare.readers.records import ITEM_CHARACTERS, check_expansion
+from data_pipeline.prepare.readers.records import ITEM_CHARACTERS, check_block
 
 DICTIONARY = 2
 """Kind of a page; 0 and 3 hold data, and Arrow passes over any other."""
@@ -72,9 +72,9 @@ def read_pages(raw: BinaryIO, column: pq.ColumnChunkMetaData) -> Iterator[Page]:
 
 def _longest(page: Page) -> int:
     """Return about how many bytes a row of the page may take; DamageError for a page that becomes far too much."""
-    check_expansion(page.uncompressed_bytes, page.compressed_bytes)
+    check_block(page.uncompressed_bytes, page.compressed_bytes)
     if page.encoding in (DELTA_LENGTH, DELTA_PREFIX):
-        check_expansion(page.num_values * ITEM_CHARACTERS, page.compressed_bytes)
+        check_block(page.num_values * ITEM_CHARACTERS, page.compressed_bytes)
     if page.kind == DICTIONARY or page.encoding == DELTA_PREFIX:
         return page.uncompressed_bytes
     return page.uncompressed_bytes // max(1, page.num_values)

@@ -14,6 +14,8 @@ FREE_BYTES = 64 << 20
 """What any file may become, however small it is."""
 MAX_GROWTH = 4096
 """Times its own size that a file may become beyond that: gzip packs a thousandfold."""
+MAX_BLOCK_GROWTH = 64
+"""Times its own size that a page or batch of a table may become beyond a record: all of it is in memory at once."""
 ITEM_CHARACTERS = 64
 """What a document or skip counts as beside its text: a table can hold a billion nulls in kilobytes."""
 MOST_VALUES = 4_000_000
@@ -63,6 +65,14 @@ def check_expansion(size: int, num_bytes: int) -> None:
     """Raise DamageError if ``num_bytes`` of a file become ``size`` bytes or characters and may not."""
     if size > allowance(num_bytes):
         raise DamageError(f"{num_bytes:,} bytes of it become more than {allowance(num_bytes):,}")
+
+
+def check_block(size: int, num_bytes: int) -> None:
+    """Raise DamageError if a page or batch of ``num_bytes`` becomes ``size`` bytes and may not."""
+    check_expansion(size, num_bytes)
+    most = MAX_RECORD_BYTES + MAX_BLOCK_GROWTH * num_bytes
+    if size > most:
+        raise DamageError(f"{num_bytes:,} bytes of it become more than {most:,} at once")
 
 
 def check_cells(count: int) -> None:
