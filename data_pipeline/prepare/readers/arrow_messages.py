@@ -48,7 +48,7 @@ class CheckedMessages(io.RawIOBase):
             if not self._parts and not self._is_over:
                 self._parts = [part for part in self._message() if part]
             if not self._parts:
-                found.append(self._stream.read(size))
+                found.append(self._stream.read(min(size, FREE_BYTES)))
                 break
             part = self._parts.pop(0)
             if len(part) > size:
@@ -78,6 +78,7 @@ class CheckedMessages(io.RawIOBase):
         except (struct.error, ValueError) as error:
             raise pa.ArrowInvalid("the head of a message cannot be read") from error
         body = self._stream.read(min(num_bytes, self._most_bytes))
+        self._is_over = len(body) < num_bytes
         stated = sum(_stated(body, *buffer) for buffer in buffers)
         check_block(stated, len(body))
         if is_dictionary:

@@ -16,8 +16,9 @@ MAX_GROWTH = 4096
 """Times its own size that a file may become beyond that: gzip packs a thousandfold."""
 MAX_BLOCK_GROWTH = 64
 """Times its own size that a page or batch of a table may become beyond a record: all of it is in memory at once."""
-ITEM_CHARACTERS = 64
-"""What a document or skip counts as beside its text: a table can hold a billion nulls in kilobytes."""
+ITEM_CHARACTERS = 256
+"""What a document or skip counts as beside its text, by the time it takes: a table can hold a billion nulls in
+kilobytes."""
 MOST_VALUES = 4_000_000
 """Values of one record, cells too: parsed, an empty array of three bytes takes 64."""
 _MOST_NAMES, _MOST_NAME = 12, 60
