@@ -16,7 +16,7 @@ MOST_MIB = 600.0
 """Any of the inputs, beyond what Python and its libraries take: 64 MiB that a file may become are in memory once as
 pieces, once joined, once as text and once in zstandard's own buffers; a parsed record of 4 million values takes 350."""
 MOST_SECONDS = 20.0
-"""Any of the inputs, on one core that others use too."""
+"""Processor time of any of the inputs: others use the machine too."""
 _LIMIT_BYTES = 12 << 30
 _SCRIPT = """
 import json, resource, sys, time
@@ -30,12 +30,12 @@ def kib(key):
 
 path = Path(sys.argv[1])
 Path("/proc/self/clear_refs").write_text("5")
-before, begin = kib("VmRSS"), time.perf_counter()
+before, begin = kib("VmRSS"), time.process_time()
 try:
     outcome = action(path)
 except LongCtxError as error:
     outcome = f"DataError: {{error}}"
-seconds = time.perf_counter() - begin
+seconds = time.process_time() - begin
 print(json.dumps([outcome, (kib("VmHWM") - before) / 1024, seconds]))
 """
 
