@@ -130,9 +130,7 @@ class FastTokenizer(Tokenizer):
 
     def _guarded(self, is_first: bool) -> tokenizers.Tokenizer:
         """The tokenizer, its special tokens' vocabulary entries renamed to what no text can spell."""
-        if is_first:
-            return self._guarded_first
-        return self._guarded_later
+        return self._guarded_first if is_first else self._guarded_later
 
     @cached_property
     def _guarded_first(self) -> tokenizers.Tokenizer:

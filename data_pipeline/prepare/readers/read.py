@@ -21,7 +21,8 @@ from data_pipeline.stores.urls import ObjectPath
 from longctx.errors import DataError
 from longctx.untrusted import git_lfs
 
-_DAMAGE = (DamageError, OSError, pa.ArrowException)
+_DAMAGE = (DamageError, OSError, pa.ArrowException, UnicodeDecodeError)
+"""What ends a file. Arrow's own names of columns may be no UTF-8 in a damaged one."""
 _CHECKED_RECORDS = 64
 UNREADABLE = "cannot be read"
 """The reason of a file that the system refuses."""
