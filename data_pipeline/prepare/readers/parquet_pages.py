@@ -9,7 +9,7 @@ a store.
 from __future__ import annotations
 
 import struct
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, BinaryIO
 
@@ -42,6 +42,18 @@ class Page:
     num_values: int = 0
     """Rows with nulls; 0 of a dictionary page."""
     encoding: int = 0
+
+
+def described_columns(table: pq.ParquetFile, group: int, numbers: Sequence[int]) -> list[pq.ColumnChunkMetaData]:
+    """Return what the footer says of columns of a row group; ArrowException or OSError where it is damaged.
+
+    pyarrow's own classes end the process there (26.0): some of Arrow's exceptions pass them by. Its reader turns them
+    into Python's, so it is asked for no rows of the columns first.
+    """
+    for _ in table.reader.iter_batches(0, row_groups=[group], column_indices=list(numbers), use_threads=False):
+        pass
+    described = table.metadata.row_group(group)
+    return [described.column(number) for number in numbers]
 
 
 def longest_row(raw: BinaryIO, column: pq.ColumnChunkMetaData) -> int:

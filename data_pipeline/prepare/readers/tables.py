@@ -12,7 +12,7 @@ import pyarrow.parquet as pq
 from data_pipeline.prepare.documents import DamageError, Document, Item, Skip
 from data_pipeline.prepare.readers.arrow_messages import CheckedMessages
 from data_pipeline.prepare.readers.opened import OpenFile
-from data_pipeline.prepare.readers.parquet_pages import longest_row
+from data_pipeline.prepare.readers.parquet_pages import described_columns, longest_row
 from data_pipeline.prepare.readers.records import MAX_RECORD_BYTES, no_field
 
 _ROWS = 256
@@ -92,10 +92,8 @@ def _batch_rows(raw: BinaryIO, table: pq.ParquetFile, group: int, text_field: st
     Arrow writes a batch's rows out. A dictionary of one long text and a thousand rows that name it are kilobytes in the
     file, so a row counts as what the dictionary may hold (``parquet_pages``).
     """
-    described = table.metadata.row_group(group)
-    columns = [described.column(number) for number in range(described.num_columns)]
-    columns = [column for column in columns if column.path_in_schema == text_field]
-    longest = max([longest_row(raw, column) for column in columns], default=1)
+    numbers = [number for number in range(len(table.schema)) if table.schema.column(number).path == text_field]
+    longest = max([longest_row(raw, column) for column in described_columns(table, group, numbers)], default=1)
     return max(1, min(_ROWS, _BATCH_BYTES // max(1, longest)))
 
 

@@ -85,14 +85,10 @@ def test_no_flipped_bit_is_an_error_that_has_no_name(tmp_path: Path):
         contents[f"{encoding}.parquet"] = out.getvalue()
     for name, content in contents.items():
         path = tmp_path / name
-        # Of a Parquet footer pyarrow's own classes end the process at some bits: its pages alone are damaged here.
-        stop = len(content)
-        if name.endswith("parquet"):
-            stop -= int.from_bytes(content[-8:-4], "little") + 8
         for _ in range(60):
             damaged = bytearray(content)
             for _ in range(noise.choice([1, 1, 3])):
-                damaged[noise.randrange(stop)] ^= 1 << noise.randrange(8)
+                damaged[noise.randrange(len(damaged))] ^= 1 << noise.randrange(8)
             path.write_bytes(damaged)
             try:
                 list(open_source(path))
