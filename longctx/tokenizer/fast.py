@@ -21,6 +21,7 @@ from longctx.errors import DataError
 from longctx.tokenizer.chunks import CHUNK_CHARACTERS, IsCertain, Neighbours, certain_chunks, ends_word
 from longctx.tokenizer.contract import Chunk, Tokenizer, check_characters
 from longctx.tokenizer.growth import check_growth, library_faults
+from longctx.tokenizer.patterns import check_patterns
 from longctx.tokenizer.special import JSON_FILE, read_object, special_ids, with_generation_config
 
 _ANCHOR = "a"
@@ -38,6 +39,7 @@ class FastTokenizer(Tokenizer):
         self._added = self._fast.get_added_tokens_decoder()
         self.kind = f"tokenizer.json {self._json['model'].get('type', 'model')}"
         with library_faults(path):
+            check_patterns(self._fast, self._json, path)
             before, after = _frame(self._fast)
         own = {"bos": before, "begin": before, "end": after}
         special = special_ids(files, self._fast.token_to_id, path=path, file=JSON_FILE, **own)
@@ -57,7 +59,8 @@ class FastTokenizer(Tokenizer):
     def cut(self, text: str, chunk_characters: int | None = None) -> Iterator[Chunk]:
         """Yield ``text`` in chunks, cut where the tokenizer certainly cuts itself (``chunks``)."""
         check_characters(text)
-        yield from certain_chunks(text, chunk_characters or CHUNK_CHARACTERS, self._is_certain)
+        with library_faults(self.path):
+            yield from certain_chunks(text, chunk_characters or CHUNK_CHARACTERS, self._is_certain)
 
     def encode_chunks(self, chunks: Sequence[Chunk]) -> list[np.ndarray]:
         """The ids of each chunk, int32; a later chunk gets no space in front."""
@@ -102,7 +105,8 @@ class FastTokenizer(Tokenizer):
         return [token for token, added in self._added.items() if added.special and added.content != unknown]
 
     def _decode_text(self, ids: list[int]) -> str:
-        return self._fast.decode(ids, skip_special_tokens=False)
+        with library_faults(self.path):
+            return self._fast.decode(ids, skip_special_tokens=False)
 
     def _encode_texts(self, texts: list[str], *, is_first: bool) -> list[np.ndarray]:
         """The ids of each text, in which no special token is."""
@@ -126,9 +130,7 @@ class FastTokenizer(Tokenizer):
 
     def _guarded(self, is_first: bool) -> tokenizers.Tokenizer:
         """The tokenizer, its special tokens' vocabulary entries renamed to what no text can spell."""
-        if is_first:
-            return self._guarded_first
-        return self._guarded_later
+        return self._guarded_first if is_first else self._guarded_later
 
     @cached_property
     def _guarded_first(self) -> tokenizers.Tokenizer:

@@ -1,38 +1,73 @@
-"""How much a stranger's ``tokenizer.json`` may make of a text, and its faults as errors of ours.
+"""How much a stranger's tokenizer may make of a text, and its faults as errors of ours.
 
 A normalizer that replaces each letter by a megabyte, or ten of them that each double what the one before has made, fill
 the memory with the first line of text. The library runs them within one call, so what they can come to is computed from
-the file, before anything is encoded.
+the file, before anything is encoded: per step the most characters that it makes of one, and the product of all.
 """
 
 from __future__ import annotations
 
 import base64
 import binascii
+import unicodedata
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from longctx.errors import DataError
+from longctx.tokenizer.patterns import shortest_match
 
 MOST_GROWTH = 256
-"""The most characters that a normalizer or decoder may make of one."""
+"""The most characters that a normalizer, pre-tokenizer or decoder may make of one, and ids that stand around a text."""
 _MOST_STEPS = 256
-"""Steps of a normalizer or decoder. Those of published tokenizers have at most ten."""
+"""Steps of each. Those of published tokenizers have at most ten."""
+MOST_AFFIX = 64
+"""Characters of a prefix or suffix that the model puts to a piece of a word, for each piece that it tries."""
+MOST_WORD = 256
+"""Characters of a word that a WordPiece looks for: of so many it tries the cube. Published ones have 100."""
+MOST_PIECE = 512
+"""Characters of a piece of a Unigram, which looks for it at each character of a text. Trained ones have 16."""
+_PARTS = (
+    ("normalizer", "normalizers"),
+    ("pre_tokenizer", "pretokenizers"),
+    ("decoder", "decoders"),
+    ("post_processor", "processors"),
+)
 
 
 def check_growth(content: dict[str, Any], path: Path) -> None:
-    """Raise DataError for a tokenizer.json whose normalizer or decoder may multiply a text by more than it may."""
-    for part, list_name in (("normalizer", "normalizers"), ("decoder", "decoders")):
+    """Raise DataError for a tokenizer.json that may multiply a text, or the time for one, by more than it may."""
+    before = 1.0
+    for part, list_name in _PARTS:
         steps = list(_steps(content.get(part), list_name))
         growth = 1.0
+        # The pre-tokenizer gets what the normalizer makes.
+        if part == "pre_tokenizer":
+            growth = before
         for step in steps[:_MOST_STEPS]:
-            growth *= _growth(step)
+            growth *= _GROWTHS[part](step)
         if len(steps) > _MOST_STEPS or growth > MOST_GROWTH:
             raise DataError(
                 f"tokenizer={path}: its {part} may make {growth:.3g} characters of one in {len(steps)} steps, and at "
                 f"most {MOST_GROWTH} in {_MOST_STEPS} are run. Take the tokenizer from its publisher."
+            )
+        before = growth
+    _check_model(content.get("model"), path)
+
+
+def check_charsmap(charsmap: bytes, path: Path) -> None:
+    """Raise DataError for the map of characters of a SentencePiece model that makes too much of one."""
+    check_lengths({"its map makes a text, in bytes,": longest_text(charsmap)}, MOST_GROWTH, path)
+
+
+def check_lengths(lengths: dict[str, int], most: int, path: Path) -> None:
+    """Raise DataError for what is longer than ``most``."""
+    for name, length in lengths.items():
+        if length > most:
+            raise DataError(
+                f"tokenizer={path}: {name} of a length of {length:,}, and {most} is the most. "
+                "Take the tokenizer from its publisher."
             )
 
 
@@ -63,28 +98,116 @@ def _steps(step: Any, list_name: str, depth: int = 0) -> Iterator[dict[str, Any]
         yield step
 
 
-def _growth(step: dict[str, Any]) -> float:
-    """The most characters that a step makes of one; 1 for those of Unicode, which no number of them multiplies."""
+def _check_model(model: Any, path: Path) -> None:
+    """Raise DataError for a model that takes too long for a word."""
+    if not isinstance(model, dict):
+        return
+    affixes = ("continuing_subword_prefix", "end_of_word_suffix")
+    check_lengths({f"its {name} is": len(str(model.get(name) or "")) for name in affixes}, MOST_AFFIX, path)
+    word = model.get("max_input_chars_per_word")
+    if isinstance(word, int):
+        check_lengths({"its max_input_chars_per_word allows a word": word}, MOST_WORD, path)
+    pieces = model.get("vocab")
+    # A Unigram's are pairs of a piece and its score.
+    if isinstance(pieces, list):
+        longest = max((len(piece[0]) for piece in pieces if isinstance(piece, list) and _is_text(piece)), default=0)
+        check_lengths({"it has a piece": longest}, MOST_PIECE, path)
+
+
+def _is_text(piece: list[Any]) -> bool:
+    return bool(piece) and isinstance(piece[0], str)
+
+
+def _normalizer_growth(step: dict[str, Any]) -> float:
+    """Return the most characters that a step makes of one.
+
+    Those of Unicode's forms count as 1: of a text they make at most 18 times as much, and no number of them makes more
+    of that. What another step puts in between counts as what they make of it (``_made``).
+    """
     kind = step.get("type")
     if kind == "Replace":
-        made, pattern = len(str(step.get("content", ""))), step.get("pattern")
-        least = 0
-        if isinstance(pattern, dict) and isinstance(pattern.get("String"), str):
-            least = len(pattern["String"])
-        # Of a regular expression nobody knows the shortest match: an empty one stands before every character.
-        return max(1.0, made / least) if least else max(1.0, float(made))
+        return _replaced(step)
     if kind == "Prepend":
-        return max(1.0, float(len(str(step.get("prepend", "")))))
+        return max(1.0, float(_made(str(step.get("prepend", "")))))
     if kind == "Precompiled":
         return max(1.0, float(_longest(step.get("precompiled_charsmap"))))
-    return 1.0
+    # A byte becomes a character; a Chinese character gets a space on both sides.
+    return {"ByteLevel": 4.0, "BertNormalizer": 3.0}.get(str(kind), 1.0)
+
+
+def _pre_tokenizer_growth(step: dict[str, Any]) -> float:
+    """Return the most characters that a step makes of one; those that only cut make none."""
+    if step.get("type") == "ByteLevel":
+        return 4.0 + (step.get("add_prefix_space") is not False)
+    # Before each part, and a part may be one character.
+    return 2.0 if step.get("type") == "Metaspace" else 1.0
+
+
+def _decoder_growth(step: dict[str, Any]) -> float:
+    """Return the most characters that a step makes of one."""
+    if step.get("type") in ("Replace", "Prepend"):
+        return _normalizer_growth(step)
+    # What is empty stands before every character. A space for each token is no multiple.
+    empty = {"BPEDecoder": step.get("suffix"), "CTC": step.get("word_delimiter_token")}.get(str(step.get("type")))
+    return 2.0 if empty == "" else 1.0
+
+
+def _post_processor_growth(step: dict[str, Any]) -> float:
+    """Return how many ids stand around one, and instead of it."""
+    template, special = step.get("single"), step.get("special_tokens")
+    if not isinstance(template, list) or not isinstance(special, dict):
+        return 1.0
+    count = 0
+    for piece in template:
+        token = piece.get("SpecialToken") if isinstance(piece, dict) else None
+        entry = special.get(str(token.get("id"))) if isinstance(token, dict) else None
+        ids = entry.get("ids") if isinstance(entry, dict) else None
+        count += len(ids) if isinstance(ids, list) else 1
+    return max(1.0, float(count))
+
+
+_GROWTHS = {
+    "normalizer": _normalizer_growth,
+    "pre_tokenizer": _pre_tokenizer_growth,
+    "decoder": _decoder_growth,
+    "post_processor": _post_processor_growth,
+}
+
+
+def _replaced(step: dict[str, Any]) -> float:
+    """Return the most characters that a Replace makes of one."""
+    pattern, least = step.get("pattern"), 0
+    if isinstance(pattern, dict) and isinstance(pattern.get("String"), str):
+        least = len(pattern["String"])
+    elif isinstance(pattern, dict) and isinstance(pattern.get("Regex"), str):
+        least = shortest_match(pattern["Regex"])
+    made = _made(str(step.get("content", "")))
+    # An empty match stands before every character, which stays.
+    return max(1.0, made / least) if least else 1.0 + made
+
+
+def _made(text: str) -> int:
+    """Return the characters of a text, also in Unicode's longest form: a letter may become a sentence of 18."""
+    return max(len(text), len(unicodedata.normalize("NFKD", text.lower())))
 
 
 def _longest(charsmap: Any) -> int:
-    """Bytes of the longest text that a map of characters has for one: texts end in a zero, behind a table."""
+    """Return the length of the longest text that a map of characters in base64 has for one."""
     try:
-        data = base64.b64decode(str(charsmap or ""))
+        return longest_text(base64.b64decode(str(charsmap or "")))
     except (binascii.Error, ValueError):
         return 0
-    begin = 4 + int.from_bytes(data[:4], "little")
-    return max((len(text) for text in data[begin:].split(b"\0")), default=0)
+
+
+def longest_text(charsmap: bytes) -> int:
+    """Return the length of the longest text that a map of characters has for one, in bytes or as ``_made``.
+
+    The texts each end in a zero, behind a table whose length stands in the first four bytes.
+    """
+    begin = 4 + int.from_bytes(charsmap[:4], "little")
+    texts = charsmap[begin:].split(b"\0")
+    longest = max(map(len, texts))
+    # What makes too much already need not be looked at.
+    if longest > MOST_GROWTH:
+        return longest
+    return max(longest, max(_made(text.decode("utf-8", "replace")) for text in texts))

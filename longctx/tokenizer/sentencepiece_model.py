@@ -27,6 +27,7 @@ from longctx.tokenizer.chunks import (
     newline_chunks,
 )
 from longctx.tokenizer.contract import Chunk, Tokenizer, check_characters
+from longctx.tokenizer.growth import MOST_GROWTH, MOST_PIECE, check_charsmap, check_lengths
 from longctx.tokenizer.special import special_ids, with_generation_config
 from longctx.tokenizer.spelling import Spelling
 
@@ -56,6 +57,7 @@ class SentencePieceTokenizer(Tokenizer):
         processor = _parse(model, path)
         self.processor = processor
         self._proto = _ModelProto.FromString(model)
+        _check_growth(self._proto, path)
         self.trainer, self.normalizer = self._proto.trainer_spec, self._proto.normalizer_spec
         """How the model was trained, and what it does to a text first (sentencepiece's own messages)."""
         self.model_type = _TYPES[self.trainer.model_type]
@@ -180,6 +182,14 @@ class SentencePieceTokenizer(Tokenizer):
     @cached_property
     def _is_certain(self) -> IsCertain:
         return _certain_rule(self)
+
+
+def _check_growth(proto: Any, path: Path) -> None:
+    """Raise DataError for a model that may make far more of a text than it is, or takes too long for it."""
+    for spec in (proto.normalizer_spec, proto.denormalizer_spec):
+        check_charsmap(spec.precompiled_charsmap, path)
+    check_lengths({"its unk_surface is": len(proto.trainer_spec.unk_surface)}, MOST_GROWTH, path)
+    check_lengths({"it has a piece": max(len(piece.piece) for piece in proto.pieces)}, MOST_PIECE, path)
 
 
 def _is_own(tokenizer: SentencePieceTokenizer) -> bool:

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 from data_pipeline.prepare.documents import DamageError, Document, Item, Skip
 from data_pipeline.prepare.readers.opened import OpenFile
-from data_pipeline.prepare.readers.records import MAX_RECORD_BYTES, check_length, no_field
+from data_pipeline.prepare.readers.records import MAX_RECORD_BYTES, check_cells, check_length, no_field
 
 # The module has one limit for the whole process; its 128 KiB would refuse long documents.
 csv.field_size_limit(MAX_RECORD_BYTES)
@@ -34,7 +34,7 @@ def read_csv(opened: OpenFile, text_field: str) -> Iterator[Item]:
 def read_tsv(opened: OpenFile, text_field: str) -> Iterator[Item]:
     """Yield the cells of column ``text_field``, separated by tabs; nothing stands for a tab or a newline in a cell."""
     lines = (line.removesuffix("\n").removesuffix("\r") for line in _lines(opened, "\n"))
-    yield from _read(opened, text_field, (line.split("\t") for line in lines if line), "TSV")
+    yield from _read(opened, text_field, (_tsv_cells(line) for line in lines if line), "TSV")
 
 
 def _read(opened: OpenFile, text_field: str, rows: Iterable[list[str] | str], kind: str) -> Iterator[Item]:
@@ -88,9 +88,20 @@ class _Spans:
 
 def _csv_rows(lines: Iterator[str], spans: _Spans) -> Iterator[list[str] | str]:
     """Yield the cells of each row, or what is wrong with it."""
+    length = cells = 0
+
+    def measured() -> Iterator[str]:
+        nonlocal length, cells
+        for line in lines:
+            length, cells = length + len(line), cells + line.count(",")
+            check_length(length)
+            check_cells(cells)
+            yield line
+
     # strict: a quote out of its place would otherwise vanish, or swallow rows, without a word.
-    rows = csv.reader(lines, strict=True)
+    rows = csv.reader(measured(), strict=True)
     while True:
+        length = cells = 0
         first = rows.line_num + 1
         try:
             row = next(rows)
@@ -103,6 +114,12 @@ def _csv_rows(lines: Iterator[str], spans: _Spans) -> Iterator[list[str] | str]:
         if row:
             spans.add(first, rows.line_num)
             yield row
+
+
+def _tsv_cells(line: str) -> list[str]:
+    """Return the cells of a line."""
+    check_cells(line.count("\t"))
+    return line.split("\t")
 
 
 def _lines(opened: OpenFile, newline: str) -> Iterator[str]:

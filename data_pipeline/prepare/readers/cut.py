@@ -9,6 +9,7 @@ import pyarrow.parquet as pq
 import xxhash
 
 from data_pipeline.prepare.documents import File, Piece, whole
+from data_pipeline.prepare.readers.parquet_pages import described_columns
 
 CUT_BYTES = 1 << 28
 """About how large a piece is. Part of the format: another number would deal documents out to other shards."""
@@ -75,11 +76,14 @@ def _group_pieces(file: File, cut_bytes: int) -> list[Piece]:
     """A Parquet file as runs of whole row groups; nothing where its footer cannot be read, which the reader says."""
     try:
         with file.path.open("rb") as raw:
-            metadata = pq.read_metadata(raw)
-            groups = [metadata.row_group(number) for number in range(metadata.num_row_groups)]
-            sizes = [_compressed_bytes(group) for group in groups]
-            rows = [group.num_rows for group in groups]
-    except pa.ArrowException:
+            # Nothing but the footer is read.
+            table = pq.ParquetFile(raw, buffer_size=1 << 20, pre_buffer=False)
+            groups = range(table.num_row_groups)
+            sizes = [_compressed_bytes(table, group) for group in groups]
+            rows = [table.metadata.row_group(group).num_rows for group in groups]
+    except (pa.ArrowException, OSError, UnicodeDecodeError) as error:
+        if isinstance(error, OSError) and error.errno:
+            raise
         return []
     pieces: list[Piece] = []
     start = first = 0
@@ -93,6 +97,6 @@ def _group_pieces(file: File, cut_bytes: int) -> list[Piece]:
     return pieces
 
 
-def _compressed_bytes(group: pq.RowGroupMetaData) -> int:
+def _compressed_bytes(table: pq.ParquetFile, group: int) -> int:
     """Bytes on disk of all columns of a row group."""
-    return sum(group.column(number).total_compressed_size for number in range(group.num_columns))
+    return sum(column.total_compressed_size for column in described_columns(table, group, range(len(table.schema))))

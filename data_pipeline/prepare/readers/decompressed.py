@@ -18,6 +18,7 @@ from typing import BinaryIO, Protocol
 import zstandard
 
 from data_pipeline.prepare.documents import DamageError
+from data_pipeline.prepare.readers.records import allowance, check_expansion
 
 _INPUT_BYTES = 2 << 10
 """Read at a time: of zstd they can become 64 MiB, which are in memory at once. Smaller pieces take longer."""
@@ -25,6 +26,8 @@ _TEXT_BYTES = 1 << 16
 """Given to a reader that does not say how much it wants."""
 _PADDING = {".gz": 1, ".bz2": 1, ".xz": 4, ".zst": 0}
 """Zero bytes that may stand behind a frame come in multiples of this; 0: there may be none. Tapes and ``xz`` pad so."""
+_OUTPUT_BYTES = 1 << 22
+"""Taken at a time of a bzip2 or xz frame: of bzip2 those 2 KiB can become gigabytes."""
 _ERRORS = (OSError, EOFError, zlib.error, lzma.LZMAError, zstandard.ZstdError)
 """Of a frame that cannot go on."""
 
@@ -60,8 +63,10 @@ class Decompressed(io.BufferedIOBase):
         # Bytes on disk: of what was decompressed, and before the frame under way.
         self._at = self._frame_at = 0
         self._frames = self._padding = 0
-        # Bytes that the frame under way has given.
-        self._given = 0
+        # Bytes that the frame under way has given, and all frames.
+        self._given = self._total = 0
+        # Whether the frame has more to give before it needs input.
+        self._is_full = False
 
     def readable(self) -> bool:
         """True: it can be read."""
@@ -111,12 +116,13 @@ class Decompressed(io.BufferedIOBase):
         """Return what the next pieces of the file give; nothing at its end."""
         output = b""
         while not output:
-            self._input = self._input or self._raw.read(_INPUT_BYTES)
-            if not self._input:
-                self._check_end()
-                break
-            if self._frame is None:
-                self._pass_padding()
+            if not self._is_full:
+                self._input = self._input or self._raw.read(_INPUT_BYTES)
+                if not self._input:
+                    self._check_end()
+                    break
+                if self._frame is None:
+                    self._pass_padding()
             if self._frame is not None:
                 output = self._decompress(self._frame)
         return output
@@ -131,25 +137,30 @@ class Decompressed(io.BufferedIOBase):
         self._at, self._padding, self._input = self._at + skipped, self._padding + skipped, rest
         if rest:
             self._check_padding()
-            self._frame, self._frame_at, self._padding, self._given = self._new_frame(), self._at, 0, 0
+            self._frame = _new_frame(self._compression, is_first=not self._frames)
+            self._frame_at, self._padding, self._given = self._at, 0, 0
 
     def _decompress(self, frame: _Frame) -> bytes:
         """Return what the frame makes of the input; DamageError where that is none of it."""
         try:
-            output = frame.decompress(self._input)
+            output, self._is_full = _some(frame, self._input)
         except _ERRORS as error:
             where = "it cannot be decompressed"
             if self._frames:
                 where = f"what follows its first {self._frame_at:,} bytes cannot be decompressed"
             raise DamageError(f"{where} ({error})") from error
         self._at += len(self._input)
-        self._given += len(output)
+        self._given, self._total = self._given + len(output), self._total + len(output)
         self._input = b""
         if frame.eof:
             self._input = frame.unused_data
             self._at -= len(self._input)
             self._frames += 1
             self._frame = None
+        if self._total > allowance(self._at):
+            # What it has given is all that is used of it.
+            self._frame = None
+            check_expansion(self._total, self._at)
         return output
 
     def _before_damage(self) -> bytes:
@@ -157,29 +168,23 @@ class Decompressed(io.BufferedIOBase):
         if self._frame is None:
             return b""
         # A call that fails keeps what it has decompressed: the frame is begun anew, and fails at a byte of its own.
-        frame, output, position = self._new_frame(), [], self._raw.tell()
+        frame, output, position = _new_frame(self._compression, is_first=not self._frames), [], self._raw.tell()
         self._raw.seek(self._frame_at)
-        fine, left = self._at - self._frame_at, self._given
-        while piece := self._raw.read(min(_INPUT_BYTES, max(fine, 1))):
+        fine, left, is_full = self._at - self._frame_at, self._given, False
+        spare = allowance(self._at) - self._total
+        while spare >= 0:
+            piece = b""
+            if not is_full and not (piece := self._raw.read(min(_INPUT_BYTES, max(fine, 1)))):
+                break
             try:
-                given = frame.decompress(piece)
+                given, is_full = _some(frame, piece)
             except _ERRORS:
                 break
             output.append(given[left:])
+            spare -= len(output[-1])
             fine, left = fine - len(piece), max(0, left - len(given))
         self._raw.seek(position)
         return b"".join(output)
-
-    def _new_frame(self) -> _Frame:
-        """Return a frame at its beginning."""
-        if self._compression == ".gz":
-            return zlib.decompressobj(16 + zlib.MAX_WBITS)
-        if self._compression == ".bz2":
-            return bz2.BZ2Decompressor()
-        if self._compression == ".xz":
-            # The older .lzma has one stream and no sign to know it by: anything might pass for another one.
-            return lzma.LZMADecompressor(lzma.FORMAT_XZ if self._frames else lzma.FORMAT_AUTO)
-        return zstandard.ZstdDecompressor(max_window_size=1 << 31).decompressobj()
 
     def _check_end(self) -> None:
         """Raise DamageError if the file must not end here."""
@@ -191,3 +196,24 @@ class Decompressed(io.BufferedIOBase):
         """Raise DamageError for padding that is not as long as any may be."""
         if self._padding and self._padding % _PADDING[self._compression]:
             raise DamageError(f"its {self._padding} zero bytes of padding are no multiple of 4")
+
+
+def _new_frame(compression: str, *, is_first: bool) -> _Frame:
+    """Return a frame at its beginning."""
+    if compression == ".gz":
+        return zlib.decompressobj(16 + zlib.MAX_WBITS)
+    if compression == ".bz2":
+        return bz2.BZ2Decompressor()
+    if compression == ".xz":
+        # The older .lzma has one stream and no sign to know it by: anything might pass for another one.
+        return lzma.LZMADecompressor(lzma.FORMAT_AUTO if is_first else lzma.FORMAT_XZ)
+    return zstandard.ZstdDecompressor(max_window_size=1 << 31).decompressobj()
+
+
+def _some(frame: _Frame, data: bytes) -> tuple[bytes, bool]:
+    """Return what a frame makes of more input, and whether there is more to come of it without any."""
+    if not isinstance(frame, bz2.BZ2Decompressor | lzma.LZMADecompressor):
+        return frame.decompress(data), False
+    output = frame.decompress(data, _OUTPUT_BYTES)
+    # bzip2 asks for input as soon as it has none, and may hold megabytes.
+    return output, not frame.eof and (len(output) == _OUTPUT_BYTES or not frame.needs_input)

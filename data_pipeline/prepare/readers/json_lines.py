@@ -6,9 +6,9 @@ import json
 from collections.abc import Iterator
 from typing import BinaryIO
 
-from data_pipeline.prepare.documents import Item, Skip
+from data_pipeline.prepare.documents import DamageError, Item, Skip
 from data_pipeline.prepare.readers.opened import OpenFile
-from data_pipeline.prepare.readers.records import check_length, item_of
+from data_pipeline.prepare.readers.records import check_length, check_values, item_of
 
 _PIECE_BYTES = 1 << 20
 
@@ -49,9 +49,11 @@ def _item(line: bytes, text_field: str, name: str) -> Item:
     """The document of one line."""
     # utf-8-sig: the first line may begin with a byte-order mark.
     try:
-        value = json.loads(line.decode("utf-8-sig"))
+        text = line.decode("utf-8-sig")
+        check_values(text)
+        value = json.loads(text)
     except UnicodeDecodeError as error:
         return Skip(name, "not UTF-8", str(error), is_fault=True)
-    except (ValueError, RecursionError) as error:
+    except (ValueError, RecursionError, DamageError) as error:
         return Skip(name, "not JSON", str(error), is_fault=True)
     return item_of(value, text_field, name)

@@ -11,7 +11,7 @@ from typing import Any, BinaryIO
 from data_pipeline.prepare.documents import DamageError, Item
 from data_pipeline.prepare.readers.json_lines import read_lines
 from data_pipeline.prepare.readers.opened import OpenFile
-from data_pipeline.prepare.readers.records import check_length, item_of
+from data_pipeline.prepare.readers.records import MOST_VALUES, check_length, check_values, item_of
 
 _PIECE_BYTES = 1 << 20
 _DECODER = json.JSONDecoder()
@@ -126,7 +126,21 @@ class _Buffer:
         """Read on; False at the end of the file."""
         rest = self._text[self._at :]
         check_length(len(rest))
-        # As much again as there is: a long value is then parsed anew only a few times.
-        piece = self._stream.read(max(_PIECE_BYTES, len(rest)))
-        self._text, self._at = rest + self._decoder.decode(piece, final=not piece), 0
-        return bool(piece) or len(self._text) > len(rest)
+        check_values(rest)
+        more, values, left = [rest], 0, max(_PIECE_BYTES, len(rest))
+        # As much again as there is: a long value is then parsed anew only a few times. But not if that is all values.
+        while left > 0 and values < MOST_VALUES:
+            try:
+                piece = self._stream.read(_PIECE_BYTES)
+            except DamageError:
+                # Which the next reading meets again: what stands before it comes first.
+                if len(more) > 1:
+                    break
+                raise
+            more.append(self._decoder.decode(piece, final=not piece))
+            left -= len(piece)
+            values += more[-1].count(",")
+            if not piece:
+                break
+        self._text, self._at = "".join(more), 0
+        return len(self._text) > len(rest)

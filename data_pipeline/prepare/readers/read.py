@@ -14,14 +14,15 @@ from data_pipeline.prepare.readers.csv_rows import read_csv, read_tsv
 from data_pipeline.prepare.readers.json_lines import read_lines
 from data_pipeline.prepare.readers.json_values import read_json
 from data_pipeline.prepare.readers.opened import OpenFile, opened
-from data_pipeline.prepare.readers.records import check_expansion
+from data_pipeline.prepare.readers.records import ITEM_CHARACTERS, allowance, check_expansion
 from data_pipeline.prepare.readers.tables import check_arrow, check_parquet, read_arrow, read_parquet
 from data_pipeline.prepare.readers.text import check_text, read_text
 from data_pipeline.stores.urls import ObjectPath
 from longctx.errors import DataError
 from longctx.untrusted import git_lfs
 
-_DAMAGE = (DamageError, OSError, pa.ArrowException)
+_DAMAGE = (DamageError, OSError, pa.ArrowException, UnicodeDecodeError)
+"""What ends a file. Arrow's own names of columns may be no UTF-8 in a damaged one."""
 _CHECKED_RECORDS = 64
 UNREADABLE = "cannot be read"
 """The reason of a file that the system refuses."""
@@ -50,8 +51,8 @@ def read(piece: Piece, text_field: str) -> Iterator[tuple[Item, int]]:
                 if isinstance(checked, Document):
                     documents += 1
                     characters += len(checked.text)
-                    check_expansion(characters, piece.size)
                 items += 1
+                check_expansion(characters + items * ITEM_CHARACTERS, piece.size)
                 yield checked, source.bytes_read
     except _DAMAGE as error:
         if isinstance(error, OSError) and error.errno:
@@ -69,11 +70,15 @@ def _read_joined(joined: Joined, text_field: str) -> Iterator[tuple[Item, int]]:
     """Yield what is left out of a directory, file by file, and then its document, if there is any text."""
     # Joined once at the end: a document of many files would be copied with each.
     texts: list[str] = []
-    passed = 0
+    passed = characters = 0
+    # Each file alone may become more than its part of a document.
+    most = allowance(sum(file.size for file in joined.files))
     for file in joined.files:
         for item, bytes_read in read(whole(file), text_field):
             if isinstance(item, Skip):
                 yield item, passed + bytes_read
+            elif (characters := characters + len(item.text)) > most:
+                yield Skip(file.name, "damaged", f"the files before it become {most:,}", is_fault=True), passed
             else:
                 before = ""
                 if texts:

@@ -1,7 +1,8 @@
-"""From a JSON value to a document, and how large a single record may be."""
+"""From a JSON value to a document, and how large records may be and files may become: all bounds are here."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable
 from typing import Any, BinaryIO
 
@@ -9,9 +10,20 @@ from data_pipeline.prepare.documents import DamageError, Document, Item, Skip
 
 MAX_RECORD_BYTES = 1 << 30
 """A longer line, array element, CSV line or compressed text is taken for damage, so that none fills the memory."""
+FREE_BYTES = 64 << 20
+"""What any file may become, however small it is."""
 MAX_GROWTH = 4096
-"""Times its own size that a file may become, beyond such a record: gzip packs a thousandfold."""
-_MOST_NAMES = 12
+"""Times its own size that a file may become beyond that: gzip packs a thousandfold."""
+MAX_BLOCK_GROWTH = 64
+"""Times its own size that a page or batch of a table may become beyond a record: all of it is in memory at once."""
+ITEM_CHARACTERS = 256
+"""What a document or skip counts as beside its text, by the time it takes: a table can hold a billion nulls in
+kilobytes."""
+MOST_VALUES = 4_000_000
+"""Values of one record, cells too: parsed, an empty array of three bytes takes 64."""
+_MOST_NAMES, _MOST_NAME = 12, 60
+_TOKEN = re.compile(r'[,:{\[]|"(?:[^"\\]++|\\.)*+"?', re.DOTALL)
+"""What stands before a value in JSON, or a string, also one that is cut."""
 
 
 def item_of(value: Any, text_field: str, name: str) -> Item:
@@ -45,10 +57,40 @@ def check_length(count: int) -> None:
         raise DamageError(f"a record is longer than {MAX_RECORD_BYTES >> 30} GiB")
 
 
-def check_expansion(characters: int, file_bytes: int) -> None:
-    """Raise DamageError for texts of so many characters from a file that is far too small for them."""
-    if characters > MAX_RECORD_BYTES + MAX_GROWTH * file_bytes:
-        raise DamageError(f"its {file_bytes:,} bytes become more than {characters:,} characters")
+def allowance(num_bytes: int) -> int:
+    """Return how many bytes or characters so many bytes on disk may become."""
+    return FREE_BYTES + MAX_GROWTH * num_bytes
+
+
+def check_expansion(size: int, num_bytes: int) -> None:
+    """Raise DamageError if ``num_bytes`` of a file become ``size`` bytes or characters and may not."""
+    if size > allowance(num_bytes):
+        raise DamageError(f"{num_bytes:,} bytes of it become more than {allowance(num_bytes):,}")
+
+
+def check_block(size: int, num_bytes: int) -> None:
+    """Raise DamageError if a page or batch of ``num_bytes`` becomes ``size`` bytes and may not."""
+    check_expansion(size, num_bytes)
+    most = MAX_RECORD_BYTES + MAX_BLOCK_GROWTH * num_bytes
+    if size > most:
+        raise DamageError(f"{num_bytes:,} bytes of it become more than {most:,} at once")
+
+
+def check_cells(count: int) -> None:
+    """Raise DamageError for a row of so many cells."""
+    if count > MOST_VALUES:
+        raise DamageError(f"a record has more than {MOST_VALUES:,} values")
+
+
+def check_values(text: str) -> None:
+    """Raise DamageError for JSON of too many values, before they are made of it."""
+    # Most records are far from it, and most of what looks like a separator stands in a string.
+    if sum(map(text.count, ",:{[")) <= MOST_VALUES:
+        return
+    count = 0
+    for token in _TOKEN.finditer(text):
+        count += text[token.start()] != '"'
+        check_cells(count)
 
 
 def read_bounded(stream: BinaryIO) -> bytes:
@@ -64,8 +106,8 @@ def read_bounded(stream: BinaryIO) -> bytes:
 
 
 def _listed(names: Iterable[str]) -> str:
-    shown = [repr(name) for name in names]
-    more = len(shown) - _MOST_NAMES
-    if more > 0:
-        return f"{', '.join(shown[:_MOST_NAMES])} and {more} more"
-    return ", ".join(shown) or "none"
+    names = list(names)
+    shown = ", ".join(repr(name[:_MOST_NAME]) for name in names[:_MOST_NAMES])
+    if len(names) > _MOST_NAMES:
+        return f"{shown} and {len(names) - _MOST_NAMES} more"
+    return shown or "none"

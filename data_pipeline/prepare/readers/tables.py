@@ -10,14 +10,14 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from data_pipeline.prepare.documents import DamageError, Document, Item, Skip
+from data_pipeline.prepare.readers.arrow_messages import CheckedMessages
 from data_pipeline.prepare.readers.opened import OpenFile
-from data_pipeline.prepare.readers.records import no_field
+from data_pipeline.prepare.readers.parquet_pages import described_columns, longest_row
+from data_pipeline.prepare.readers.records import MAX_RECORD_BYTES, no_field
 
 _ROWS = 256
 _BATCH_BYTES = 1 << 25
 """Text of a batch of rows, about: rows of megabytes come one by one."""
-_DICTIONARY_PAGE = 2
-"""Kind of a Parquet page."""
 _FILE_MAGIC = b"ARROW1"
 _NOT_ARROW = (pa.ArrowInvalid, OSError)
 """What Arrow raises for bytes that mean nothing, and the system for a disk that fails: ``read`` tells them apart."""
@@ -44,7 +44,8 @@ def read_parquet(opened: OpenFile, text_field: str) -> Iterator[Item]:
             for batch in table.iter_batches(batch_size=rows, row_groups=[group], columns=[text_field]):
                 yield from _rows(batch.column(0), opened.name, opened.piece.first + done)
                 done += batch.num_rows
-                opened.share = done / total
+                # The footer may lie.
+                opened.share = min(1.0, done / max(1, total))
 
 
 def read_arrow(opened: OpenFile, text_field: str) -> Iterator[Item]:
@@ -57,8 +58,9 @@ def read_arrow(opened: OpenFile, text_field: str) -> Iterator[Item]:
     number = 0
     for batch in batches:
         column = batch.column(text_field)
-        # Arrow trusts offsets that it finds in a file; a damaged one would read beyond the buffer.
-        column.validate(full=True)
+        # Arrow trusts offsets that it finds in a file; a damaged one would read beyond the buffer. UTF-8 is another
+        # matter: a million views of one text would be looked through one by one.
+        _as_bytes(column).validate(full=True)
         for start in range(0, len(column), _ROWS):
             yield from _rows(column.slice(start, _ROWS), opened.name, number + start)
         number += len(column)
@@ -88,48 +90,11 @@ def _batch_rows(raw: BinaryIO, table: pq.ParquetFile, group: int, text_field: st
     """How many rows of a row group are decompressed at once.
 
     Arrow writes a batch's rows out. A dictionary of one long text and a thousand rows that name it are kilobytes in the
-    file, so a row counts as what the dictionary may hold.
+    file, so a row counts as what the dictionary may hold (``parquet_pages``).
     """
-    described = table.metadata.row_group(group)
-    columns = [described.column(number) for number in range(described.num_columns)]
-    columns = [column for column in columns if column.path_in_schema == text_field]
-    size = sum(column.total_uncompressed_size for column in columns)
-    longest = max(size // max(1, described.num_rows), *(_dictionary_bytes(raw, column) for column in columns), 1)
-    return max(1, min(_ROWS, _BATCH_BYTES // longest))
-
-
-def _dictionary_bytes(raw: BinaryIO, column: pq.ColumnChunkMetaData) -> int:
-    """Bytes of a column's dictionary once it is decompressed; 0 without one.
-
-    They stand in the header of its page alone, which begins with two whole numbers of Thrift's compact protocol: the
-    kind of page, and these bytes. What is no such header counts as the whole column, or Arrow fails at it.
-    """
-    at, whole = raw.tell(), max(1, column.total_uncompressed_size)
-    begin = column.dictionary_page_offset or column.data_page_offset
-    raw.seek(begin)
-    header = raw.read(16)
-    raw.seek(at)
-    numbers: list[int] = []
-    position = 0
-    for _ in range(2):
-        # A field whose number is one more than the last, and whose type is i32.
-        if header[position : position + 1] != b"\x15":
-            return whole
-        value = shift = 0
-        while True:
-            position += 1
-            if position >= len(header):
-                return whole
-            value |= (header[position] & 0x7F) << shift
-            shift += 7
-            if not header[position] & 0x80:
-                break
-        position += 1
-        numbers.append(value >> 1)
-    kind, num_bytes = numbers
-    if kind != _DICTIONARY_PAGE:
-        return 0
-    return num_bytes
+    numbers = [number for number in range(len(table.schema)) if table.schema.column(number).path == text_field]
+    longest = max([longest_row(raw, column) for column in described_columns(table, group, numbers)], default=1)
+    return max(1, min(_ROWS, _BATCH_BYTES // max(1, longest)))
 
 
 def _open_arrow(opened: OpenFile) -> tuple[pa.Schema, Iterator[pa.RecordBatch]]:
@@ -139,7 +104,10 @@ def _open_arrow(opened: OpenFile) -> tuple[pa.Schema, Iterator[pa.RecordBatch]]:
         opened.raw.seek(0)
     if is_file:
         opened.raw.seek(_FILE_STREAM)
-    stream = pa.ipc.open_stream(opened.stream)
+    most_bytes = opened.file.size
+    if opened.file.format.compression:
+        most_bytes = MAX_RECORD_BYTES
+    stream = pa.ipc.open_stream(CheckedMessages(opened.stream, most_bytes))
     if is_file:
         return stream.schema, _file_batches(stream, opened)
     return stream.schema, _stream_batches(stream, opened)
@@ -219,6 +187,10 @@ def _as_bytes(column: pa.Array) -> pa.Array:
         return column.view(pa.binary())
     if pa.types.is_large_string(column.type):
         return column.view(pa.large_binary())
+    if pa.types.is_string_view(column.type):
+        return column.view(pa.binary_view())
+    if pa.types.is_dictionary(column.type):
+        return pa.DictionaryArray.from_arrays(column.indices, _as_bytes(column.dictionary), safe=False)
     return column
 
 

@@ -15,6 +15,7 @@ from data_pipeline.prepare.build import build_shards
 from data_pipeline.prepare.documents import File, Format, Piece, whole
 from data_pipeline.prepare.joining import Join, cut_directories, join_pieces
 from data_pipeline.prepare.parts import deal
+from data_pipeline.prepare.readers import records
 from data_pipeline.prepare.sources import open_source
 from longctx.errors import DataError
 from longctx.tokenizer import Tokenizer
@@ -75,6 +76,17 @@ def test_what_gives_no_text_is_listed_as_ever(tree: Path):
     assert list(joined)
     assert list(plain)
     assert joined.skipped == plain.skipped == {"binary": 2, "empty": 1, "not UTF-8": 1}
+
+
+def test_files_that_grow_do_not_add_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(records, "FREE_BYTES", 1000)
+    monkeypatch.setattr(records, "MAX_GROWTH", 10)
+    for number in range(4):
+        (tmp_path / f"{number}.txt.gz").write_bytes(gzip.compress(str(number).encode() * 900))
+    source = open_source(tmp_path, join=Join())
+    assert [len(document.text) for document in source] == [1800]
+    assert source.skipped == {"damaged": 2}
+    assert "the files before it become" in source.left_out.examples["damaged"][0]
 
 
 def test_a_large_directory_is_cut_between_files_and_that_is_said(tree: Path, tokenizer: Tokenizer, tmp_path: Path):

@@ -1,0 +1,207 @@
+"""The pages of a Parquet column chunk, as their own headers describe them.
+
+Arrow decompresses a page whole and writes a batch of rows out. What that takes stands neither in the footer, which may
+lie, nor in the size of the file: a page of kilobytes may become gigabytes, and a short text of a dictionary stand in
+every row. Each page begins with a header in Thrift's compact protocol. Only the headers are read: the file may lie in
+a store.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, BinaryIO
+
+import pyarrow.parquet as pq
+
+from data_pipeline.prepare.documents import DamageError
+from data_pipeline.prepare.readers.records import ITEM_CHARACTERS, check_block
+
+DICTIONARY = 2
+"""Kind of a page; 0 and 3 hold data, and Arrow passes over any other."""
+DELTA_LENGTH, DELTA_PREFIX = 6, 7
+"""Encodings: the lengths of all texts are decoded at once; and a text may begin as the one before it does."""
+_DATA = {0: 5, 3: 8}
+"""Kinds of data pages, and the field of the header that describes such a one."""
+_ENCODING = {0: 2, 3: 4}
+"""The field of that description that holds the encoding."""
+_HEADER_BYTES, _MOST_HEADER_BYTES = 256, 16 << 20
+"""Read at first, and at most: Arrow's own bound. Statistics in a header hold whole texts."""
+_MOST_DEPTH, _MOST_ENTRIES = 16, 1000
+"""Of structs within structs, and of a list: today's headers have none."""
+
+
+@dataclass(frozen=True, slots=True)
+class Page:
+    """A page of a column chunk."""
+
+    kind: int
+    compressed_bytes: int
+    uncompressed_bytes: int
+    num_values: int = 0
+    """Rows with nulls; 0 of a dictionary page."""
+    encoding: int = 0
+
+
+def described_columns(table: pq.ParquetFile, group: int, numbers: Sequence[int]) -> list[pq.ColumnChunkMetaData]:
+    """Return what the footer says of columns of a row group; ArrowException or OSError where it is damaged.
+
+    pyarrow's own classes end the process there (26.0): some of Arrow's exceptions pass them by. Its reader turns them
+    into Python's, so it is asked for no rows of the columns first.
+    """
+    for _ in table.reader.iter_batches(0, row_groups=[group], column_indices=list(numbers), use_threads=False):
+        pass
+    described = table.metadata.row_group(group)
+    return [described.column(number) for number in numbers]
+
+
+def longest_row(raw: BinaryIO, column: pq.ColumnChunkMetaData) -> int:
+    """Return about how many bytes a row of a column chunk may take in memory; its position in the file stays.
+
+    DamageError for a page that becomes far more than its size, or that has no header that can be read.
+    """
+    at = raw.tell()
+    try:
+        return max((_longest(page) for page in read_pages(raw, column)), default=0)
+    finally:
+        raw.seek(at)
+
+
+def read_pages(raw: BinaryIO, column: pq.ColumnChunkMetaData) -> Iterator[Page]:
+    """Yield the pages that Arrow would read; DamageError at a header that cannot be read, as Arrow fails there too."""
+    begin = column.data_page_offset
+    if column.dictionary_page_offset:
+        begin = min(begin, column.dictionary_page_offset)
+    if begin < 0 or column.total_compressed_size < 0:
+        raise DamageError("its footer names no place of the file")
+    stop, values = begin + column.total_compressed_size, 0
+    while begin < stop and values < column.num_values:
+        page, begin = _read_page(raw, begin, stop)
+        values += page.num_values
+        yield page
+
+
+def _longest(page: Page) -> int:
+    """Return about how many bytes a row of the page may take; DamageError for a page that becomes far too much."""
+    check_block(page.uncompressed_bytes, page.compressed_bytes)
+    if page.encoding in (DELTA_LENGTH, DELTA_PREFIX):
+        check_block(page.num_values * ITEM_CHARACTERS, page.compressed_bytes)
+    if page.kind == DICTIONARY or page.encoding == DELTA_PREFIX:
+        return page.uncompressed_bytes
+    return page.uncompressed_bytes // max(1, page.num_values)
+
+
+def _read_page(raw: BinaryIO, begin: int, stop: int) -> tuple[Page, int]:
+    """Return the page that begins here, and where the next one does."""
+    count = _HEADER_BYTES
+    while True:
+        raw.seek(begin)
+        content = raw.read(min(count, stop - begin))
+        reader = _Compact(content)
+        try:
+            page = _page_of(reader.struct())
+            return page, begin + reader.at + page.compressed_bytes
+        except (IndexError, struct.error) as error:
+            # The header is longer, unless the file or the column ends here.
+            if len(content) < count or count >= _MOST_HEADER_BYTES:
+                raise DamageError("the header of a page is cut off") from error
+        except (ValueError, KeyError, TypeError) as error:
+            raise DamageError("the header of a page cannot be read") from error
+        count *= 16
+
+
+def _page_of(header: dict[int, Any]) -> Page:
+    """Return what a header says; KeyError, TypeError or ValueError if it is none."""
+    kind, uncompressed, compressed = (header[field] for field in (1, 2, 3))
+    num_values = encoding = 0
+    if kind in _DATA:
+        num_values, encoding = (header[_DATA[kind]][field] for field in (1, _ENCODING[kind]))
+    # Larger ones are cut to 32 bits by Arrow.
+    if not all(0 <= number < 1 << 31 for number in (kind, uncompressed, compressed, num_values, encoding)):
+        raise ValueError("a number out of its range")
+    return Page(kind, compressed, uncompressed, num_values, encoding)
+
+
+class _Compact:
+    """Reads a struct of Thrift's compact protocol from bytes; IndexError or struct.error where they end before it."""
+
+    def __init__(self, content: bytes) -> None:
+        self._content = content
+        self.at = 0
+        """How much was read."""
+
+    def struct(self, depth: int = 0) -> dict[int, Any]:
+        """Return the fields of a struct by number; texts and lists are passed over."""
+        if depth > _MOST_DEPTH:
+            raise ValueError("structs within structs")
+        fields: dict[int, Any] = {}
+        number = 0
+        while head := self._byte():
+            number = number + (head >> 4) if head >> 4 else self._whole()
+            kind = head & 15
+            # Arrow takes the last of two, or the one of the right type, and cuts numbers to 16 bits.
+            if number in fields or not 0 <= number < 1 << 15:
+                raise ValueError(f"field {number}")
+            fields[number] = kind == 1 if kind in (1, 2) else self._value(kind, depth)
+        return fields
+
+    def _value(self, kind: int, depth: int) -> Any:
+        """Return a value: a number or struct, None of any other kind."""
+        if kind in (4, 5, 6):
+            return self._whole()
+        if kind == 12:
+            return self.struct(depth + 1)
+        if kind in (1, 2, 3):
+            self._skip(1)
+        elif kind == 7:
+            self._skip(8)
+        elif kind == 8:
+            self._skip(self._varint())
+        elif kind in (9, 10):
+            head = self._byte()
+            count = head >> 4 if head >> 4 != 15 else self._varint()
+            for _ in range(_checked(count)):
+                self._value(head & 15, depth + 1)
+        elif kind == 11:
+            if count := self._varint():
+                kinds = self._byte()
+                for _ in range(_checked(count)):
+                    self._value(kinds >> 4, depth + 1)
+                    self._value(kinds & 15, depth + 1)
+        elif kind == 13:
+            self._skip(16)
+        else:
+            raise ValueError(f"no type {kind}")
+        return None
+
+    def _skip(self, count: int) -> None:
+        self.at += count
+        if self.at > len(self._content):
+            raise IndexError
+
+    def _byte(self) -> int:
+        self.at += 1
+        return self._content[self.at - 1]
+
+    def _varint(self) -> int:
+        value = shift = 0
+        while True:
+            byte = self._byte()
+            value |= (byte & 0x7F) << shift
+            shift += 7
+            if not byte & 0x80:
+                return value
+            if shift > 63:
+                raise ValueError("a number of more than 64 bits")
+
+    def _whole(self) -> int:
+        value = self._varint()
+        return value >> 1 ^ -(value & 1)
+
+
+def _checked(count: int) -> int:
+    """Return the length of a list; ValueError if it is too long."""
+    if count > _MOST_ENTRIES:
+        raise ValueError("a list in a header")
+    return count

@@ -1,0 +1,89 @@
+"""Regular expressions of a stranger's tokenizer.json: how little they match, and how long they take.
+
+The library looks for a match by trying, and takes back one choice after the other where it finds none. ``(a+)+$`` tries
+2ⁿ ways for a run of n letters: the library panics after ten million, in a tenth of a second. Three stars in a row take
+n³ and never panic. So those that take more than the square are found by trying them once, when they are loaded.
+"""
+
+from __future__ import annotations
+
+import re
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import tokenizers
+
+from longctx.errors import DataError
+
+_RUN_CHARACTERS = (32, 64, 128, 256, 512, 1024)
+"""Lengths of the runs that are tried: each costs a few times as much as the one before it, and no more."""
+_MOST_SECONDS = 0.1
+"""Processor time for a run. Published expressions take half a thousandth, and squares a hundredth."""
+_MOST_LETTERS = 8
+_TAIL = "\x01"
+"""Ends a run, so that what has matched all of it does not match."""
+
+
+def shortest_match(pattern: str) -> int:
+    """Return the least number of characters that a pattern matches; 0 if nobody knows."""
+    try:
+        with warnings.catch_warnings(action="ignore"):
+            parsed = re._parser.parse(pattern)  # type: ignore[attr-defined]
+        return parsed.getwidth()[0]
+    # Python's own language is not the library's: it may not know the pattern.
+    except (re.error, RecursionError, OverflowError, ValueError):
+        return 0
+
+
+def check_patterns(fast: tokenizers.Tokenizer, content: dict[str, Any], path: Path) -> None:
+    """Raise DataError for regular expressions that take more than the square of a run's length."""
+    normalizer: Any = fast.normalizer
+    pre_tokenizer: Any = fast.pre_tokenizer
+    decoder: Any = fast.decoder
+    actions: dict[str, Callable[[str], object]] = {
+        "normalizer": lambda text: normalizer.normalize_str(text),
+        "pre_tokenizer": lambda text: pre_tokenizer.pre_tokenize_str(text),
+        "decoder": lambda text: decoder.decode([text]),
+    }
+    for part, action in actions.items():
+        patterns = list(_patterns(content.get(part)))
+        if patterns:
+            for unit in _units(patterns):
+                _try(action, unit, part, path)
+
+
+def _try(action: Callable[[str], object], unit: str, part: str, path: Path) -> None:
+    """Raise DataError if runs of a text take too long."""
+    for length in _RUN_CHARACTERS:
+        text = (unit * length)[:length] + _TAIL
+        # Of this thread alone: others may have the processor.
+        begin = time.thread_time()
+        action(text)
+        seconds = time.thread_time() - begin
+        if seconds > _MOST_SECONDS:
+            raise DataError(
+                f"tokenizer={path}: a regular expression of its {part} takes {seconds:.2g} s for {length} characters, "
+                f"{unit[:_MOST_LETTERS]!r} and so on. Take the tokenizer from its publisher."
+            )
+
+
+def _units(patterns: list[str]) -> list[str]:
+    """Return what runs are made of: a few classes of characters, and letters that the patterns name."""
+    letters = list(dict.fromkeys(c for pattern in patterns for c in pattern if c.isalnum()))[:_MOST_LETTERS]
+    return list(dict.fromkeys([" ", "\n", "a", "1", "".join(letters) or "a", *letters]))
+
+
+def _patterns(part: Any, depth: int = 0) -> Iterator[str]:
+    """Yield the regular expressions of a part."""
+    if isinstance(part, dict) and depth < 200:
+        for name, inner in part.items():
+            if name == "Regex" and isinstance(inner, str):
+                yield inner
+            else:
+                yield from _patterns(inner, depth + 1)
+    elif isinstance(part, list) and depth < 200:
+        for inner in part:
+            yield from _patterns(inner, depth + 1)
