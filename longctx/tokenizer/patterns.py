@@ -20,8 +20,9 @@ from longctx.errors import DataError
 
 _RUN_CHARACTERS = (32, 64, 128, 256, 512, 1024)
 """Lengths of the runs that are tried: each costs a few times as much as the one before it, and no more."""
-_MOST_SECONDS = 0.1
-"""Processor time for a run. Published expressions take half a thousandth, and squares a hundredth."""
+_MOST_SECONDS = 1.0
+"""Processor time for a run, on machines ten times slower too: published expressions take half a thousandth of it, and
+squares a hundredth."""
 _MOST_LETTERS = 8
 _TAIL = "\x01"
 """Ends a run, so that what has matched all of it does not match."""

@@ -88,12 +88,16 @@ class _Spans:
 
 def _csv_rows(lines: Iterator[str], spans: _Spans) -> Iterator[list[str] | str]:
     """Yield the cells of each row, or what is wrong with it."""
-    length = cells = 0
+    length = cells = quotes = 0
 
     def measured() -> Iterator[str]:
-        nonlocal length, cells
+        nonlocal length, cells, quotes
         for line in lines:
-            length, cells = length + len(line), cells + line.count(",")
+            length += len(line)
+            # Every second part stands in quotes, from a line before on too; two quotes for one change nothing.
+            parts = line.split('"')
+            cells += sum(part.count(",") for part in parts[quotes % 2 :: 2])
+            quotes += len(parts) - 1
             check_length(length)
             check_cells(cells)
             yield line
@@ -101,7 +105,7 @@ def _csv_rows(lines: Iterator[str], spans: _Spans) -> Iterator[list[str] | str]:
     # strict: a quote out of its place would otherwise vanish, or swallow rows, without a word.
     rows = csv.reader(measured(), strict=True)
     while True:
-        length = cells = 0
+        length = cells = quotes = 0
         first = rows.line_num + 1
         try:
             row = next(rows)

@@ -342,3 +342,15 @@ def test_memory_stays_bounded(tmp_path: Path):
         documents, grown = map(int, run_measured(READ, path).split())
         assert documents == count
         assert grown < 36 << 20, path.name
+
+
+def test_commas_in_quotes_are_no_cells(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """A document of more commas than a record may have cells, over several lines."""
+    monkeypatch.setattr(records, "MOST_VALUES", 10)
+    text = '1, 2, 3, 4, 5, 6,\n7, 8, 9, 10, 11, "12", 13\n' * 3
+    quoted = text.replace('"', '""')
+    (tmp_path / "numbers.csv").write_text(f'id,text\n1,"{quoted}"\n2,short\n')
+    (tmp_path / "cells.csv").write_text(f"id,text\n1,{'a,' * 20}\n")
+    source = open_source(tmp_path)
+    assert [document.text for document in source] == [text, "short"]
+    assert source.skipped["damaged"] == 1
