@@ -55,7 +55,7 @@ def is_sum_of(total: Sum, x: Tensor) -> bool:
     """Whether ``total`` is the ``bit_sum`` of a tensor that may have moved to another device since."""
     if isinstance(total, Tensor):
         return int(grid_sum(x)) == int(total)
-    return bit_sum([x]) == total
+    return bool(bit_sum([x]) == total)
 
 
 def stacked(sums: Sequence[Sum], device: torch.device) -> Tensor:
