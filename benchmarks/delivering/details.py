@@ -196,18 +196,27 @@ def _compute(seconds: float) -> None:
 
 
 def measure_documents(corpus: Path, count: int = RANDOM_DOCUMENTS, rounds: int = ROUNDS) -> dict[str, Any]:
-    """CPU microseconds to a view of a document's tokens, documents in random order."""
+    """CPU microseconds to a view of a document's tokens, documents in random order; and to a view of an array alone."""
     shards = ShardSet.open(corpus / SHARDS)
     for number in range(len(shards.manifest.shards)):
         shards.shard_tokens(number)
     numbers = np.random.default_rng(0).integers(0, shards.num_documents, count).tolist()
-    document, seconds = shards.document, []
+    document, tokens, starts = shards.document, shards.shard_tokens(0), (np.array(numbers) % 1000).tolist()
+    seconds, of_views = [], []
     for _ in range(rounds):
         began = time.process_time()
         for number in numbers:
             document(number)
         seconds.append((time.process_time() - began) / count)
-    return {"documents": count, "document_us": round(1e6 * min(seconds), 3)}
+        began = time.process_time()
+        for start in starts:
+            tokens[start : start + 100]
+        of_views.append((time.process_time() - began) / count)
+    return {
+        "documents": count,
+        "document_us": round(1e6 * min(seconds), 3),
+        "view_us": round(1e6 * min(of_views), 3),
+    }
 
 
 # --- packing and balance --------------------------------------------------------------------------------------
