@@ -162,12 +162,31 @@ def test_figures_become_bounds_and_tables(made, monkeypatch):
 
 
 def test_a_peer_that_does_the_same_work_sets_a_bound():
-    rows = [
-        {"seq_len": 65_536, "contender": OURS, "mtokens_a_cpu_second": 30.0, "share": 0.3},
-        {"seq_len": 65_536, "contender": delivery.SAME_WORK[0], "mtokens_a_cpu_second": 40.0, "share": 0.4},
-        {"seq_len": 65_536, "contender": delivery.SAME_WORK[1], "problem": "grain is not installed"},
+    for ours, is_held in ((30.0, False), (90.0, True)):
+        rows = [
+            {"seq_len": 65_536, "contender": OURS, "mtokens_a_cpu_second": ours, "share": 0.3},
+            {"seq_len": 65_536, "contender": delivery.SAME_WORK[0], "mtokens_a_cpu_second": 40.0, "share": 0.4},
+            {"seq_len": 65_536, "contender": delivery.SAME_WORK[1], "problem": "grain is not installed"},
+        ]
+        (over,) = delivery._bounds_of_rates("synthetic", rows)
+        assert over.figure == ours / 40
+        assert over.held == is_held
+
+
+def test_other_bounds_are_of_the_same_run():
+    found = {
+        "slices": {"degree": 16, "seq_len": 1 << 20, "slice_us": 130.0, "row_us": 650.0, "touched_share": 0.07},
+        "documents": {"document_us": 1.1, "view_us": 0.1},
+        "waits": {"own_p99_ms": 0.8},
+        "packing": [
+            {
+                **{"seq_len": 1 << 20, "padding_share": 0.01, "least_padding_share": 0.01, "documents_cut": 2},
+                **{"documents_longer": 2, "straggler": 1.33, "straggler_least": 1.32},
+            }
+        ],
+    }
+    assert all(bound.held for bound in delivery._bounds_of_details("synthetic", found))
+    found["packing"][0]["straggler"] = 1.5
+    assert [bound.what for bound in delivery._bounds_of_details("synthetic", found) if not bound.held] == [
+        "work of the busiest data rank over the least that these rows allow"
     ]
-    share, over = delivery._bounds_of_rates("synthetic", rows)
-    assert share.held
-    assert over.figure == 0.75
-    assert not over.held
