@@ -94,7 +94,7 @@ FLOOR_BOUND = {
 """Our CPU seconds over those of the step's products and attention alone, by kind of processor."""
 REST_BOUND = 0.9
 """With AMX: our CPU seconds beyond the floor, over transformers' beyond it."""
-REST_WHY = "AMX makes products so fast, and each generation faster, that what is none of them decides; it is compared"
+REST_WHY = "with AMX products are so fast, and faster with each generation, that a ratio to them alone says little"
 
 
 def theirs(shape: Shape) -> tuple[Any, Callable[[], Tensor]]:

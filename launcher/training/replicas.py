@@ -14,7 +14,7 @@ from launcher.training.setup import Run
 from launcher.wording import first_names
 from longctx.checkpoint_format import list_checkpoints
 from longctx.errors import TrainingError
-from parallel.runtime.messages.sums import Sum
+from parallel.runtime.messages.sums import Sum, on_host
 from parallel.runtime.process import gather_objects, meet_patiently
 from parallel.zero.replicas import Odd, Replicas
 
@@ -53,7 +53,7 @@ class ReplicaWatch:
         # A save that nobody expected.
         if not self.replicas.own_sums:
             self._remember()
-        return self.replicas.own_sums
+        return on_host(self.replicas.own_sums)
 
     def _remember(self) -> None:
         # What a disk holds would have to be read twice.

@@ -154,7 +154,7 @@ def test_figures_become_bounds_and_tables(made, monkeypatch):
         },
     }
     bounds = delivery.bounds_of(result)
-    assert len({bound.text for bound in bounds}) == len(bounds) == 1 + 4 + 3
+    assert len({bound.text for bound in bounds}) == len(bounds) == 4 + 3
     assert all(math.isfinite(bound.figure) for bound in bounds)
     for head, lines in (tables.of_rates(result, "synthetic"), tables.of_slices(result), tables.of_packing(result)):
         assert lines

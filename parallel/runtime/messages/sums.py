@@ -51,6 +51,18 @@ def bit_sum(tensors: Sequence[Tensor]) -> Sum:
     return total
 
 
+def on_host(sums: Sequence[Sum]) -> list[Sum]:
+    """Return the sums without any that is on another device, all fetched at once.
+
+    Fetched later one by one, from another thread, each would wait for all that the device has been given to do since.
+    """
+    on_device = [x for x in sums if isinstance(x, Tensor)]
+    if not on_device:
+        return list(sums)
+    fetched = iter(torch.stack(on_device).cpu())
+    return [next(fetched) if isinstance(x, Tensor) else x for x in sums]
+
+
 def is_sum_of(total: Sum, x: Tensor) -> bool:
     """Whether ``total`` is the ``bit_sum`` of a tensor that may have moved to another device since."""
     if isinstance(total, Tensor):

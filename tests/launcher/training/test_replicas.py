@@ -231,37 +231,65 @@ def test_a_rank_that_is_late_to_a_save_is_waited_for_patiently(shards, tmp_path)
     run(come_late, 2, shards, tmp_path / "run")
 
 
-def end_by(name: str, shards: Path, output: Path, step: int, words: list[str], at: Path) -> None:
-    flip = FLIPS[name]
+class Struck(NamedTuple):
+    """When a bit flips in a run that goes on afterwards, and what its user reads."""
+
+    when: str
+    changed: dict[str, Any]
+    words: tuple[str, ...]
+    steps_lost: int
+    """Steps that were taken, and are behind the checkpoint."""
+    at_a_save: bool = False
+
+
+IN_A_STEP = Struck(
+    "behind step 5; run.replicas_every = 3",
+    {"run.replicas_every": 3},
+    ("TrainingError: in step 6", "bits of weights or moments have changed"),
+    steps_lost=1,
+)
+AT_A_SAVE = Struck(
+    "between step 6 and its save; defaults",
+    {},
+    ("TrainingError: in the weights after step 6, which are not saved",),
+    steps_lost=2,
+    at_a_save=True,
+)
+
+
+def end_by(name: str, shards: Path, output: Path, struck: Struck) -> None:
+    flip, at = FLIPS[name], output.parent / "at"
 
     def act(run: Run) -> None:
         flip_in(run, flip)
         if run.mesh.rank == flip.rank:
             at.write_text(str(time.time()))
 
-    changed = {**flip.changed, "zero.stage": flip.stage, "run.replicas_every": 3}
-    seen = output.parent / "screen"
-    end_guarded(shards, output, changed, 1, [flip.says, *words], step=breaking_step(step, act), seen=seen)
+    step = flipping_step(flip, 6, at) if struck.at_a_save else breaking_step(6, act)
+    words = [flip.says, *struck.words, "step_000004 (--run.resume "]
+    changed = {**flip.changed, "zero.stage": flip.stage, **struck.changed}
+    end_guarded(shards, output, changed, 1, words, step=step, seen=output.parent / "screen")
 
 
-def check_flip(name: str, shards: Path, folder: Path, fault_rows: FaultRows) -> None:
+def check_flip(name: str, struck: Struck, shards: Path, folder: Path, fault_rows: FaultRows) -> None:
     """The run ends, and one that goes on has the records of a run that nothing befell."""
     flip, quiet, broken = FLIPS[name], folder / "quiet", folder / "broken"
-    changed = {**flip.changed, "zero.stage": flip.stage, "run.replicas_every": 3}
+    changed = {**flip.changed, "zero.stage": flip.stage, **struck.changed}
     run(train, flip.ranks, shards, quiet, changed)
-    words = ["TrainingError: in step 6", "bits of weights or moments have changed", "step_000004 (--run.resume "]
-    run(end_by, flip.ranks, name, shards, broken, 6, words, folder / "at")
+    run(end_by, flip.ranks, name, shards, broken, struck)
     seconds = time.time() - float((folder / "at").read_text())
     run(train, flip.ranks, shards, broken, {**changed, "run.resume": broken / "checkpoints" / "step_000004"})
+    kind = f"a flipped bit in a {name}"
+    if struck.at_a_save:
+        kind += ", at a save"
     fault_rows.add(
         FaultRow(
             group="numbers",
-            kind=f"a flipped bit in a {name}",
-            injected=f"of rank {flip.rank} of {flip.ranks}, behind step 5; run.replicas_every = 3",
+            kind=kind,
+            injected=f"of rank {flip.rank} of {flip.ranks}, {struck.when}",
             seen=verdict((folder / "screen").read_text(), flip.says),
             seconds=seconds,
-            # Step 5 was taken, and is behind the checkpoint.
-            steps_lost=1,
+            steps_lost=struck.steps_lost,
             beyond_checkpoint=0,
             equal=rows(broken) == rows(quiet),
         )
@@ -271,36 +299,13 @@ def check_flip(name: str, shards: Path, folder: Path, fault_rows: FaultRows) -> 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["weight, stage 0", "moment, stage 0", "master, stage 1", "moment, stage 3"])
 def test_a_run_that_goes_on_is_as_if_nothing_had_been(name, shards, tmp_path, fault_rows):
-    check_flip(name, shards, tmp_path, fault_rows)
-
-
-def end_at_the_save(name: str, shards: Path, output: Path, changed: dict[str, Any], at: Path) -> None:
-    words = ["TrainingError: in the weights after step 6, which are not saved", "step_000004 (--run.resume "]
-    step, seen = flipping_step(FLIPS[name], 6, at), output.parent / "screen"
-    end_guarded(shards, output, changed, 1, [FLIPS[name].says, *words], step=step, seen=seen)
+    check_flip(name, IN_A_STEP, shards, tmp_path, fault_rows)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["master, stage 1", "moment, stage 3"])
-def test_a_run_whose_save_was_refused_goes_on_as_if_nothing_had_been(name, shards, tmp_path, fault_rows):
-    flip, quiet, broken, at = FLIPS[name], tmp_path / "quiet", tmp_path / "broken", tmp_path / "at"
-    changed = {**flip.changed, "zero.stage": flip.stage}
-    run(train, flip.ranks, shards, quiet, changed)
-    run(end_at_the_save, flip.ranks, name, shards, broken, changed, at)
-    seconds = time.time() - float(at.read_text())
-    run(train, flip.ranks, shards, broken, {**changed, "run.resume": broken / "checkpoints" / "step_000004"})
-    fault_rows.add(
-        FaultRow(
-            group="numbers",
-            kind=f"a flipped bit in a {name}, behind an update",
-            injected=f"of rank {flip.rank} of {flip.ranks}, between step 6 and its save; defaults",
-            seen=verdict((tmp_path / "screen").read_text(), flip.says),
-            seconds=seconds,
-            steps_lost=2,
-            beyond_checkpoint=0,
-            equal=rows(broken) == rows(quiet),
-        )
-    )
+def test_so_does_one_whose_save_was_refused(name, shards, tmp_path, fault_rows):
+    check_flip(name, AT_A_SAVE, shards, tmp_path, fault_rows)
 
 
 def test_three_decide_and_two_do_not():

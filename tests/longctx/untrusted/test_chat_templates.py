@@ -11,7 +11,6 @@ import importlib.util
 import json
 from pathlib import Path
 
-import jinja2
 import pytest
 
 from longctx.conversion import export_checkpoint, import_hf
@@ -75,13 +74,6 @@ def test_no_door_renders_a_template(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     for one in named.iterdir():
         assert (tmp_path / "out" / named.name / one.name).read_bytes() == one.read_bytes()
     assert not (tmp_path / "MARK").exists()
-
-
-def test_they_are_hostile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """The first one by a plain environment: the list is of templates that do something."""
-    monkeypatch.chdir(tmp_path)
-    jinja2.Environment().from_string(HOSTILE["globals"]).render(messages=MESSAGES)
-    assert (tmp_path / "MARK").exists()
 
 
 def test_one_module_alone_may_render_them():

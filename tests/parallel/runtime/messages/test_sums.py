@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from longctx.tensor_bytes import as_bytes
-from parallel.runtime.messages.sums import bit_sum, grid_sum, mixed
+from parallel.runtime.messages.sums import bit_sum, grid_sum, is_sum_of, mixed, on_host
 
 SUMS: dict[str, Callable[[Tensor], int]] = {
     "as on a CPU": lambda x: int(bit_sum([x])),
@@ -113,3 +113,17 @@ def test_a_gpu_forms_the_same_sum_and_waits_for_nobody():
             finally:
                 torch.cuda.set_sync_debug_mode("default")
         assert int(total) == int(grid_sum(x))
+
+
+@pytest.mark.parametrize("start", [0, 1])
+@pytest.mark.parametrize("numel", [0, 1, 1023, 4099])
+def test_what_has_moved_is_held_against_its_sum(start: int, numel: int):
+    """Of either way to sum, also where it no longer lies at a whole word; a bit that flipped is another sum."""
+    x = torch.randn(numel, generator=torch.Generator().manual_seed(numel))
+    moved = torch.empty(start + numel)[start:].copy_(x)
+    sums = on_host([bit_sum([x]), grid_sum(x), bit_sum([x])])
+    assert [int(total) for total in sums] == [bit_sum([x]), int(grid_sum(x)), bit_sum([x])], "in their order"
+    assert all(is_sum_of(total, moved) for total in sums)
+    if numel:
+        moved.view(torch.int32)[-1] ^= 1 << 7
+        assert not any(is_sum_of(total, moved) for total in sums)
