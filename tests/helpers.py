@@ -144,13 +144,18 @@ def _lead(folder: str, world_size: int, timeout: float) -> int:
     return int(failed or bool(children))
 
 
-def loop_seconds() -> float:
-    """CPU seconds that 200,000 turns of a Python loop take here and now: a floor for what else is timed in this run."""
+def lines_run(action: Callable[[], object]) -> int:
+    """Lines of Python that an action runs: what a loop costs, without a clock."""
+    count, before = 0, sys.gettrace()
 
-    def once() -> float:
-        begin = time.process_time()
-        for number in range(200_000):
-            hash((number, number))
-        return time.process_time() - begin
+    def trace(frame, event, arg):
+        nonlocal count
+        count += event == "line"
+        return trace
 
-    return min(once() for _ in range(3))
+    sys.settrace(trace)
+    try:
+        action()
+    finally:
+        sys.settrace(before)
+    return count
