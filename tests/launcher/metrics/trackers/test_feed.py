@@ -48,24 +48,21 @@ def test_a_tracker_is_told_curves_texts_and_the_end(tmp_path):
     assert (tmp_path / "words.log").read_text() == "hello"
 
 
-def lines_in_pipe(tracker: TrackerFeed, line: dict[str, str]) -> int:
-    """How many whole lines stand in the pipe to a process that reads nothing, behind the first one of its start."""
+def bytes_in_pipe(tracker: TrackerFeed) -> int:
+    """How many bytes stand in the pipe to a process that reads nothing."""
     if tracker._process is None or tracker._process.stdin is None:
-        return -1
-    waiting = fcntl.ioctl(tracker._process.stdin, termios.FIONREAD, bytes(4))
-    behind = int.from_bytes(waiting, sys.byteorder) - len(json.dumps(START)) - 1
-    return max(behind, -1) // (len(json.dumps(line)) + 1)
+        return 0
+    return int.from_bytes(fcntl.ioctl(tracker._process.stdin, termios.FIONREAD, bytes(4)), sys.byteorder)
 
 
 def test_a_tracker_that_hangs_costs_nothing_and_drops_records_which_is_said_once(tmp_path, caplog, monkeypatch):
     monkeypatch.setattr(feed, "DONE_SECONDS", 0.3)
     tracker = open_feed(tmp_path, "import time; time.sleep(600)")
-    # More than the queue and the pipe can hold: without a bound this would grow, without a queue hang. Nobody reads, so
-    # the pipe tells how many lines have left; the thread waits with one more in its hand.
-    line, sent = {"text": "x" * 5_000}, 0
-    while not (tracker._lines.full() and lines_in_pipe(tracker, line) == sent - tracker._dropped - QUEUE_LINES - 1):
-        tracker._put(line)
-        sent += 1
+    # Longer than any pipe: once a part of it is there, the thread never comes to another line. Without a bound the
+    # queue would grow, without a queue this would hang.
+    tracker._put({"text": "x" * 10_000_000})
+    while not (tracker._lines.full() and bytes_in_pipe(tracker) > len(json.dumps(START)) + 1):
+        tracker._put({"text": "y"})
     tracker.close("done")
     assert caplog.text.count("records are dropped") == 1
     assert caplog.text.count("is stuck") == 1
