@@ -49,7 +49,7 @@ NAMES = (
     "silent_errors",
 )
 SEPARATE = {
-    "endurance": "one run of 20,000 steps, twenty minutes; fewer do not tell growth from the allocator's jumps",
+    "endurance": "one run of 50,000 steps, forty minutes; fewer do not tell growth from caches that fill",
     "plan_memory": "eleven runs by the launcher, up to four ranks, some twenty minutes",
     "plan_seconds": "ten runs beside their plans, up to half an hour; needs a machine without other programs",
 }

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from benchmarks import endurance, run_tables
@@ -56,9 +58,10 @@ def test_a_start_has_the_figure_of_the_state_before_where_there_is_one():
 
 def test_a_long_run_has_a_row_for_each_rank_and_its_memory_in_mib():
     count = {"median": 8.0, "least": 7.0, "most": 9.0, "rise": 0.004}
-    found = dict.fromkeys(endurance.COUNTS, count)
+    found: dict[str, Any] = dict.fromkeys(endurance.COUNTS, count)
     found["memory_bytes"] = {"median": 5 << 20, "least": 4 << 20, "most": 6 << 20, "rise": -0.001}
+    found["growth"] = {"early": 2_610.4, "late": -3.0}
     head, rows = endurance.table({"ranks": {"1": {**found, "log": {"early": 201.4, "late": 199.6}}}})
-    assert rows == [["1", "5, 4 … 6, -0.10%", *["8, 7 … 9, +0.40%"] * 3, "201, late 200"]]
+    assert rows == [["1", "5, 4 … 6", "+2,610, late -3", *["8, 7 … 9, +0.40%"] * 3, "201, late 200"]]
     assert "MiB" in head[1]
     assert not any("MiB" in title for title in head[2:])
