@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import signal
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -77,6 +78,8 @@ def parse(parser: argparse.ArgumentParser, quick: str) -> argparse.Namespace:
     offer_save(parser)
     parser.add_argument("--record", type=Path, help="write the bounds to this JSON file, for python -m benchmarks")
     options = parser.parse_args()
+    # As Ctrl-C does: what a benchmark started ends with it, and temporary folders go.
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     print(machine(), flush=True)
     return options
 

@@ -17,8 +17,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import os
-import shlex
 import statistics
 import subprocess
 import sys
@@ -31,7 +29,7 @@ from typing import Any
 import psutil
 
 from benchmarks.bounds import Bound, conclude, parse
-from benchmarks.start import REPOSITORY, make_shards
+from benchmarks.start import make_shards, started
 from launcher.cluster.command import one_machine
 from launcher.run_folder import LOGS
 
@@ -81,27 +79,18 @@ def measure(steps: int) -> dict[str, Any]:
         output = Path(base) / "run"
         keys = {**RUN, "data.train": make_shards(Path(base)), "run.output_dir": output, "train.steps": steps}
         arguments = [word for key, value in keys.items() for word in (f"--{key}", str(value))]
-        environment = {
-            **os.environ,
-            "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
-            "DS_ACCELERATOR": "cpu",
-        }
-        command = shlex.split(one_machine(*arguments, ranks=RANKS))
+        command = one_machine(*arguments, ranks=RANKS)
         began = time.monotonic()
-        with (
-            (Path(base) / "console").open("w+") as console,
-            subprocess.Popen(
-                command, cwd=REPOSITORY, env=environment, stdout=console, stderr=subprocess.STDOUT
-            ) as process,
-        ):
-            looks = _watch(process, output, steps)
-            if process.wait():
+        with (Path(base) / "console").open("w+") as console:
+            with started(command, console) as process:
+                looks = _watch(process, output, steps)
+            if process.returncode:
                 console.seek(0)
                 raise RuntimeError(f"the run ended with {process.returncode}:\n{console.read()[-3000:]}")
         return {"steps": steps, "seconds": round(time.monotonic() - began, 1), "ranks": looks}
 
 
-def _watch(process: subprocess.Popen[bytes], output: Path, steps: int) -> dict[str, list[Look]]:
+def _watch(process: subprocess.Popen[str], output: Path, steps: int) -> dict[str, list[Look]]:
     """Look at every rank until the command ends."""
     looks: dict[str, list[Look]] = {str(rank): [] for rank in range(RANKS)}
     metrics, said = output / "metrics.jsonl", 0

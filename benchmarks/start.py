@@ -11,14 +11,16 @@ once before. Each figure is the smallest of rounds that take turns. ``--save`` w
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import shlex
 import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from benchmarks.bounds import Bound, conclude, parse
 from launcher.cluster.command import one_machine, torchrun
@@ -48,25 +50,32 @@ def seconds_of_imports() -> float:
     return time.perf_counter() - started
 
 
-def seconds_to_first_step(command: str) -> float:
-    """Wall seconds from the command until the line of its first step. The run then goes on to its end."""
+@contextlib.contextmanager
+def started(command: str, output: IO[str] | int) -> Iterator[subprocess.Popen[str]]:
+    """Yield the running command, its output in ``output``; ended by SIGTERM, ranks and all, if the block raises."""
     # The tools of this interpreter's environment, whether or not a shell has activated it.
     path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
     environment = {**os.environ, "PATH": path, "DS_ACCELERATOR": "cpu"}
-    started, seconds, said = time.perf_counter(), None, []
     with subprocess.Popen(
-        shlex.split(command),
-        cwd=REPOSITORY,
-        env=environment,
-        text=True,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
+        shlex.split(command), cwd=REPOSITORY, env=environment, text=True, stdout=output, stderr=subprocess.STDOUT
     ) as process:
+        try:
+            yield process
+        except BaseException:
+            process.terminate()
+            process.wait()
+            raise
+
+
+def seconds_to_first_step(command: str) -> float:
+    """Wall seconds from the command until the line of its first step. The run then goes on to its end."""
+    begun, seconds, said = time.perf_counter(), None, []
+    with started(command, subprocess.PIPE) as process:
         assert process.stdout is not None
         for line in process.stdout:
             said.append(line)
             if seconds is None and line.startswith("step 1/"):
-                seconds = time.perf_counter() - started
+                seconds = time.perf_counter() - begun
     if process.returncode or seconds is None:
         raise RuntimeError(f"{command}\nended with {process.returncode}:\n{''.join(said[-30:])}")
     return seconds
