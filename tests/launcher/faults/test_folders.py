@@ -173,7 +173,7 @@ def test_a_second_run_in_the_folder_of_one_that_runs(scene: Scene):
     waits = command(NEXT_STEP, f"while ! test -e {shlex.quote(str(go))}; do sleep 0.1; done")
     first = Launch(scene.settings(), environment=environment_of(waits, scene.folder / "waits"))
     first.wait_until((scene.folder / "waits").exists)
-    seen, seconds = scene.refused("is under way", 1, {"run.resume": "latest"})
+    seen, seconds = scene.refused("ClusterError: run.output_dir", 1, {"run.resume": "latest"})
     go.touch()
     ended = first.wait()
     assert ended.code == 0, ended.text
