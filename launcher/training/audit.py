@@ -11,7 +11,7 @@ from torch import Tensor
 
 from launcher.cluster.suspects import AUDIT_EVENT
 from launcher.metrics.record import Record
-from launcher.training.setup import Run
+from launcher.training.run import Run
 from launcher.wording import plural
 from longctx.checkpoint_format import list_checkpoints
 from longctx.errors import TrainingError

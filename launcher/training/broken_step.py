@@ -10,7 +10,7 @@ from typing import Any
 
 from data_pipeline.rows.pack import BEST_FIT
 from launcher.config.sections import RunConfig
-from launcher.training.setup import Run
+from launcher.training.run import Run
 from launcher.wording import first_names, plural
 from longctx.checkpoint_format import list_checkpoints
 from longctx.errors import GradientError, TrainingError

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from launcher.training.setup import Run
+from launcher.training.run import Run
 from longctx.checkpoint_format import list_checkpoints
 from longctx.errors import ClusterError
 from parallel.loss import sum_over_ranks

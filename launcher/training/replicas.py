@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 from launcher.cluster.suspects import AUDIT_EVENT
 from launcher.metrics.record import Record
-from launcher.training.setup import Run
+from launcher.training.run import Run
 from launcher.wording import first_names
 from longctx.checkpoint_format import list_checkpoints
 from longctx.errors import TrainingError

@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 
 from launcher.metrics.record import Record
-from launcher.training.setup import Run
+from launcher.training.run import Run
 from longctx.batch import IGNORED_TARGET, PADDING_DOCUMENT, Batch, PackedDocuments
 from longctx.tokenizer import Tokenizer
 from parallel.layout.sequence import num_parts

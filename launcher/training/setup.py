@@ -5,31 +5,27 @@ from __future__ import annotations
 import logging
 import shutil
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from functools import cached_property, partial
+from dataclasses import replace
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from data_pipeline.loader import Loader, ValidationLoader, build_loader, build_validation_loader, held_out_of
 from data_pipeline.mixture.file import is_mixture
-from data_pipeline.rows.batches import Share
 from data_pipeline.shards.manifest import VALIDATION_FOLDER
 from data_pipeline.shards.reader import ShardSet, open_for_model
 from data_pipeline.stores.urls import below, locate
 from launcher.checkpoint.load import load_checkpoint, load_weights
-from launcher.checkpoint.saver import Saver, run_saver
 from launcher.checkpoint.tokenizers import check_same_data, check_same_tokenizer, uncompared_files
 from launcher.cluster.stopping import Stop
 from launcher.config.lockstep import in_lockstep
 from launcher.config.sections import DataSection, RunConfig
 from launcher.config.side_by_side import padded_documents
 from launcher.config.zero import zero_options
-from launcher.metrics.record import Record
 from launcher.metrics.tensorboard import check_tensorboard
 from launcher.metrics.throughput import training_flops
 from launcher.metrics.trackers.feed import check_trackers
@@ -41,17 +37,14 @@ from launcher.training.compiling import settle_compile
 from launcher.training.data_check import check_data
 from launcher.training.data_fetch import fetch_data
 from launcher.training.exclusions import exclusion_event, exclusion_lines
-from launcher.training.expert_record import expert_layers
-from launcher.training.feed import StepData, StepFeed
 from launcher.training.history import History
-from launcher.training.model import build_causal_lm, build_layout, shard_batch, share_of
+from launcher.training.model import build_causal_lm, build_layout
 from launcher.training.origin import Kind, Origin, converted, find_origin, hf_type
 from launcher.training.planned import Expected, check_planned_memory, expect
-from launcher.training.progress import Progress
 from launcher.training.routing_files import RoutingFiles
+from launcher.training.run import Progress, Run
 from launcher.training.summary import Start, summary, warnings
 from launcher.training.swap_folder import check_swap_folders
-from longctx.batch import Batch, PackedDocuments
 from longctx.config import ModelConfig
 from longctx.conversion.companions import read_notices
 from longctx.errors import ConfigError
@@ -69,91 +62,6 @@ from parallel.zero.optimizer import OptimizerOptions
 from parallel.zero.options import check_device
 
 log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Run:
-    """What the steps of a run share. Built once, by ``build_run``; nothing in it is replaced afterwards."""
-
-    config: RunConfig
-    model: ModelConfig
-    mesh: Mesh
-    device: torch.device
-    folder: Path
-    loader: Loader
-    validation: ValidationLoader | None
-    """None where the run never validates."""
-    engine: ZeroEngine
-    routing: RoutingFiles
-    origin: Kind
-    begins_again: bool
-    """Whether an earlier start of it left metrics and no checkpoint: these are set aside."""
-    model_type: str | None
-    """Hugging Face's type of the model that the weights came from, which an export keeps; None of new weights."""
-    progress: Progress
-    """Where the run begins."""
-    tokenizer_files: dict[str, bytes]
-    """What every checkpoint holds of the tokenizer, by name; read by rank 0 alone."""
-    expected: Expected
-    """What the plan says of a step."""
-    exclusions: Record | None
-    """What the run leaves out of its data, as an event; None where nothing is and nothing was."""
-    stop: Stop
-    """What asks this rank to end the run."""
-
-    @property
-    def is_rank_0(self) -> bool:
-        """Whether this process writes the run's files and the console."""
-        return self.mesh.rank == 0
-
-    @cached_property
-    def feed(self) -> StepFeed:
-        """The data of the steps to come, in their order."""
-        return StepFeed(
-            self.loader,
-            self.place,
-            num_steps=max(0, self.config.last_step - self.progress.step),
-            device=self.device,
-            prefetch_steps=self.config.data.prefetch_steps,
-            workers=self.config.data.workers,
-            measure=self.is_rank_0 and self.config.parallel.tokens_per_rank > 0,
-        )
-
-    @cached_property
-    def saver(self) -> Saver:
-        """What saves the run's checkpoints."""
-        step, ranks_here = self.progress.step, self.mesh.ranks_per_node
-        return run_saver(self.config, self.engine, self.model, self.tokenizer_files, step=step, ranks_here=ranks_here)
-
-    @property
-    def expert_layers(self) -> list[int]:
-        """The layers that have experts: the rows of every tensor with an L axis."""
-        return expert_layers(self.model)
-
-    def place(self, documents: PackedDocuments) -> Share:
-        """Which tokens of a micro-batch with these documents are this rank's."""
-        return share_of(documents, self.config, self.mesh)
-
-    def shard_batch(self, batch: Batch) -> Batch:
-        """This rank's tokens of a micro-batch that did not come from a loader, where the batch is: on the CPU."""
-        return shard_batch(batch, self.config, self.mesh)
-
-    def first_tokens(self, rows: Sequence[int]) -> tuple[int, ...]:
-        """The indices, among all tokens of a step, of the first ones of its rows of these numbers."""
-        return tuple(row * self.config.data.seq_len for row in rows)
-
-    def token_indices(self, data: StepData) -> list[Tensor]:
-        """For each of a step's micro-batches the indices, among all tokens of the step, of those on this rank.
-
-        −1 for what pads a micro-batch for its ranks.
-        """
-        found, row_tokens = [], self.config.data.seq_len
-        for rows, shard in zip(data.rows, data.shards, strict=True):
-            index = shard.placement.indices(self.mesh.context_rank)
-            row, place = index // row_tokens, index % row_tokens
-            first = torch.tensor(self.first_tokens(rows))[row.clamp(max=len(rows) - 1)]
-            found.append(torch.where(row < len(rows), first + place, -1))
-        return found
 
 
 def build_run(config: RunConfig, device: torch.device, stop: Stop | None = None) -> Run:

@@ -20,7 +20,7 @@ from launcher.training.feed import StepData
 from launcher.training.learning_rate import learning_rate
 from launcher.training.messages import settle_step
 from launcher.training.replicas import ReplicaWatch
-from launcher.training.setup import Progress, Run
+from launcher.training.run import Progress, Run
 from launcher.training.totals import StepSums, StepTotals
 from launcher.training.update import Update
 from longctx.model.experts.balance import load_share, move_selection_bias_

@@ -23,7 +23,7 @@ from launcher.config.sections import AUTO
 from launcher.metrics.record import STOP_EVENT, Record, read_metrics
 from launcher.metrics.writer import RecordWriter
 from launcher.run_folder import LOGS
-from launcher.training.setup import Progress, Run
+from launcher.training.run import Progress, Run
 from longctx.checkpoint_format import list_checkpoints
 from parallel.runtime.parents import is_launcher_word, launchers_above
 from parallel.runtime.process import any_rank, gather_objects, on_rank_0

@@ -20,8 +20,8 @@ from launcher.training.compiling import CompileWatch
 from launcher.training.expert_record import DeadExpertWatch
 from launcher.training.messages import settle_between_steps
 from launcher.training.planned import PlanWatch, checked_line
+from launcher.training.run import Progress, Run
 from launcher.training.sample import Sampler
-from launcher.training.setup import Progress, Run
 from launcher.training.step import TrainStep
 from launcher.training.stopping import Stopping, agree_on_stop
 from launcher.training.validation import validate

@@ -10,7 +10,7 @@ from typing import Any, Literal, NamedTuple
 
 from launcher.training.broken_step import find_broken
 from launcher.training.history import History
-from launcher.training.setup import Run
+from launcher.training.run import Run
 from launcher.training.totals import StepSums, StepTotals
 from longctx.errors import GradientError
 

@@ -25,7 +25,8 @@ from launcher.config.side_by_side import settle_context
 from launcher.metrics.record import Record, read_metrics, without_timing
 from launcher.metrics.writer import MetricsWriter
 from launcher.training.feed import StepData
-from launcher.training.setup import Progress, Run, build_run
+from launcher.training.run import Progress, Run
+from launcher.training.setup import build_run
 from launcher.training.step import TrainStep
 from launcher.training.totals import StepSums
 from launcher.training.trainer import Trainer

@@ -14,7 +14,7 @@ from benchmarks.flips import Flip, looked_at
 from launcher.cluster.suspects import AUDIT_EVENT, suspected_ranks
 from launcher.metrics.record import Record, read_metrics
 from launcher.training.feed import StepData
-from launcher.training.setup import Progress, Run
+from launcher.training.run import Progress, Run
 from launcher.training.step import TrainStep
 from launcher.training.totals import StepSums
 from longctx.checkpoint_format import CHECKPOINTS

@@ -19,7 +19,7 @@ from data_pipeline.prepare.build import build_shards
 from data_pipeline.prepare.sources import open_source
 from data_pipeline.shards.reader import ShardSet
 from launcher.training.data_check import CheckedData, check_data
-from launcher.training.setup import Run
+from launcher.training.run import Run
 from longctx.errors import DataError
 from longctx.files import hash_file
 from longctx.tokenizer import load_tokenizer

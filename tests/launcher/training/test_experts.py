@@ -10,7 +10,7 @@ import torch
 
 from launcher.metrics.record import read_metrics
 from launcher.training.expert_record import DeadExpertWatch
-from launcher.training.setup import Run
+from launcher.training.run import Run
 from launcher.training.trainer import Trainer
 from longctx.checkpoint_format import CheckpointReader, list_checkpoints
 from longctx.errors import TrainingError

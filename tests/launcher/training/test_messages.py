@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import pytest
 
 from launcher.training.feed import StepData
-from launcher.training.setup import Progress
+from launcher.training.run import Progress
 from launcher.training.step import TrainStep
 from launcher.training.totals import StepSums
 from longctx.checkpoint_format import list_checkpoints

@@ -14,7 +14,7 @@ from torch import Tensor
 from launcher.metrics.record import Record
 from launcher.report.page import remarks
 from launcher.report.run import load_run
-from launcher.training.setup import Run
+from launcher.training.run import Run
 from launcher.training.trainer import Trainer
 from longctx.checkpoint_format import list_checkpoints
 from longctx.errors import TrainingError

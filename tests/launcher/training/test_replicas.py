@@ -13,9 +13,8 @@ import torch.distributed as dist
 from launcher.checkpoint.host_copy import HostCopy
 from launcher.cluster.suspects import suspected_ranks
 from launcher.metrics.record import Record
-from launcher.training.progress import Progress
 from launcher.training.replicas import ReplicaWatch
-from launcher.training.setup import Run
+from launcher.training.run import Progress, Run
 from launcher.training.step import TrainStep
 from launcher.training.trainer import Trainer
 from longctx.checkpoint_format import list_checkpoints

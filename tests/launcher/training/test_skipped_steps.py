@@ -16,7 +16,7 @@ from launcher.report.page import remarks
 from launcher.report.run import load_run
 from launcher.training import history
 from launcher.training.feed import StepData
-from launcher.training.setup import Progress, Run
+from launcher.training.run import Progress, Run
 from launcher.training.step import TrainStep
 from launcher.training.totals import StepSums
 from longctx.checkpoint_format import CHECKPOINTS, CheckpointReader

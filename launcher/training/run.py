@@ -1,0 +1,145 @@
+"""``Run``, what the steps of a run share, and ``Progress``, where it stands between two of them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from data_pipeline.loader import Loader, ValidationLoader
+from data_pipeline.rows.batches import Share
+from launcher.checkpoint.saver import Saver, run_saver
+from launcher.cluster.stopping import Stop
+from launcher.config.sections import RunConfig
+from launcher.metrics.record import Record
+from launcher.training.expert_record import expert_layers
+from launcher.training.feed import StepData, StepFeed
+from launcher.training.history import NO_HISTORY, History
+from launcher.training.model import shard_batch, share_of
+from launcher.training.origin import Kind
+from launcher.training.planned import Expected
+from launcher.training.routing_files import RoutingFiles
+from longctx.batch import Batch, PackedDocuments
+from longctx.config import ModelConfig
+from parallel.mesh import Mesh
+from parallel.zero.engine import ZeroEngine
+
+
+@dataclass(frozen=True, kw_only=True)
+class Progress:
+    """Where a run stands between two steps. Each step returns a new one."""
+
+    step: int = 0
+    """Optimiser steps taken."""
+    expert_load_LE: Tensor | None = None
+    """How many tokens chose each expert in the last step; None before the first, and in a dense model."""
+    history: History = NO_HISTORY
+    """What the steps before say of the next one."""
+    stop_asked: bool = False
+    """Whether any rank has been asked to stop: the run ends here."""
+    validation_due: bool = False
+    """Whether the validation after this step was left out, or broken off, because of that."""
+
+    def state(self) -> dict[str, Any]:
+        """As a checkpoint has it."""
+        expert_load = []
+        if self.expert_load_LE is not None:
+            expert_load = self.expert_load_LE.tolist()
+        return {
+            "step": self.step,
+            # Fewer where some were left out. The optimiser corrects its moments' beginning by this number.
+            "optimizer_steps": self.step - self.history.skipped,
+            "expert_load": expert_load,
+            "history": self.history.state(),
+            "validation_due": self.validation_due,
+        }
+
+
+@dataclass(frozen=True, kw_only=True)
+class Run:
+    """What the steps of a run share. Built once, by ``build_run``; nothing in it is replaced afterwards."""
+
+    config: RunConfig
+    model: ModelConfig
+    mesh: Mesh
+    device: torch.device
+    folder: Path
+    loader: Loader
+    validation: ValidationLoader | None
+    """None where the run never validates."""
+    engine: ZeroEngine
+    routing: RoutingFiles
+    origin: Kind
+    begins_again: bool
+    """Whether an earlier start of it left metrics and no checkpoint: these are set aside."""
+    model_type: str | None
+    """Hugging Face's type of the model that the weights came from, which an export keeps; None of new weights."""
+    progress: Progress
+    """Where the run begins."""
+    tokenizer_files: dict[str, bytes]
+    """What every checkpoint holds of the tokenizer, by name; read by rank 0 alone."""
+    expected: Expected
+    """What the plan says of a step."""
+    exclusions: Record | None
+    """What the run leaves out of its data, as an event; None where nothing is and nothing was."""
+    stop: Stop
+    """What asks this rank to end the run."""
+
+    @property
+    def is_rank_0(self) -> bool:
+        """Whether this process writes the run's files and the console."""
+        return self.mesh.rank == 0
+
+    @cached_property
+    def feed(self) -> StepFeed:
+        """The data of the steps to come, in their order."""
+        return StepFeed(
+            self.loader,
+            self.place,
+            num_steps=max(0, self.config.last_step - self.progress.step),
+            device=self.device,
+            prefetch_steps=self.config.data.prefetch_steps,
+            workers=self.config.data.workers,
+            measure=self.is_rank_0 and self.config.parallel.tokens_per_rank > 0,
+        )
+
+    @cached_property
+    def saver(self) -> Saver:
+        """What saves the run's checkpoints."""
+        step, ranks_here = self.progress.step, self.mesh.ranks_per_node
+        return run_saver(self.config, self.engine, self.model, self.tokenizer_files, step=step, ranks_here=ranks_here)
+
+    @property
+    def expert_layers(self) -> list[int]:
+        """The layers that have experts: the rows of every tensor with an L axis."""
+        return expert_layers(self.model)
+
+    def place(self, documents: PackedDocuments) -> Share:
+        """Which tokens of a micro-batch with these documents are this rank's."""
+        return share_of(documents, self.config, self.mesh)
+
+    def shard_batch(self, batch: Batch) -> Batch:
+        """This rank's tokens of a micro-batch that did not come from a loader, where the batch is: on the CPU."""
+        return shard_batch(batch, self.config, self.mesh)
+
+    def first_tokens(self, rows: Sequence[int]) -> tuple[int, ...]:
+        """The indices, among all tokens of a step, of the first ones of its rows of these numbers."""
+        return tuple(row * self.config.data.seq_len for row in rows)
+
+    def token_indices(self, data: StepData) -> list[Tensor]:
+        """For each of a step's micro-batches the indices, among all tokens of the step, of those on this rank.
+
+        −1 for what pads a micro-batch for its ranks.
+        """
+        found, row_tokens = [], self.config.data.seq_len
+        for rows, shard in zip(data.rows, data.shards, strict=True):
+            index = shard.placement.indices(self.mesh.context_rank)
+            row, place = index // row_tokens, index % row_tokens
+            first = torch.tensor(self.first_tokens(rows))[row.clamp(max=len(rows) - 1)]
+            found.append(torch.where(row < len(rows), first + place, -1))
+        return found
