@@ -99,7 +99,7 @@ def build(data: Path, output: Path, settings: dict[str, Any]) -> tuple[Any, Any]
 
     logging.disable(logging.CRITICAL)
     with contextlib.redirect_stdout(io.StringIO()):
-        run = build_run(load_config(data, output, settings).resolve(native_bfloat16=True), torch.device("cpu"))
+        run = build_run(load_config(data, output, settings), torch.device("cpu"))
     return run, FlippedStep(run)
 
 

@@ -116,9 +116,8 @@ def take_steps(case: Case, data: str, output: str, steps: int) -> Steps:
 
     from launcher.training.setup import build_run
     from launcher.training.trainer import Trainer
-    from longctx.kernels.processor import has_native_bfloat16
 
-    config = config_of(case, data, output).resolve(native_bfloat16=has_native_bfloat16())
+    config = config_of(case, data, output)
     run = build_run(config, torch.device("cpu"))
     trainer, found = Trainer(run), Steps()
     for _ in range(WARM_UP_STEPS):

@@ -81,7 +81,7 @@ class SavingRun:
 
         logging.disable(logging.CRITICAL)
         with contextlib.redirect_stdout(io.StringIO()):
-            config = load_config(data, output, settings).resolve(native_bfloat16=True)
+            config = load_config(data, output, settings)
             self._run = build_run(config, torch.device("cpu"))
         self._take = TrainStep(self._run)
         self._progress, _ = self._take(self._run.progress)

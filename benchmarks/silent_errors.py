@@ -108,7 +108,7 @@ def measure(data: Path, output: Path, settings: dict[str, Any], steps: int) -> d
 
     ledgers.bit_sum = counted
     with contextlib.redirect_stdout(io.StringIO()):
-        run = build_run(load_config(data, output, settings).resolve(native_bfloat16=True), torch.device("cpu"))
+        run = build_run(load_config(data, output, settings), torch.device("cpu"))
     take, progress = TrainStep(run), run.progress
     progress, _ = take(progress)
     found: dict[str, list[float]] = {name: [] for name in ("step", "of_messages", "of_replicas", "bytes", "messages")}

@@ -145,6 +145,9 @@ def load_config(data: Path, output: Path, settings: dict[str, Any]) -> Any:
         "train.tokens_per_step": 256 * RANKS,
         "train.steps": 2,
         "train.lr": 1e-4,
+        # As where the processor has such instructions, whichever this one is; stage 0 has no bfloat16.
+        "train.dtype": "bfloat16" if settings.get("zero.stage", 1) else "float32",
+        "train.products": "native",
         "validation.rows": 0,
         **settings,
     }
@@ -157,7 +160,7 @@ def start(data: Path, output: Path, settings: dict[str, Any], origin: dict[str, 
     from launcher.training.setup import build_run
 
     logging.disable(logging.CRITICAL)
-    config = load_config(data, output, {**settings, **origin}).resolve(native_bfloat16=True)
+    config = load_config(data, output, settings | origin)
     began, cpu_began = time.perf_counter(), time.process_time()
     with PeakMemory() as memory, contextlib.redirect_stdout(io.StringIO()):
         run = build_run(config, torch.device("cpu"))
@@ -174,7 +177,7 @@ def save(data: Path, output: Path, settings: dict[str, Any]) -> None:
 
     logging.disable(logging.CRITICAL)
     with contextlib.redirect_stdout(io.StringIO()):
-        run = build_run(load_config(data, output, settings).resolve(native_bfloat16=True), torch.device("cpu"))
+        run = build_run(load_config(data, output, settings), torch.device("cpu"))
         save_checkpoint(
             output, run.engine, step=0, model=run.model, training={"step": 0}, tokenizer_files=run.tokenizer_files
         )

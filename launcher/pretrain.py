@@ -28,11 +28,9 @@ from launcher.cluster.scheduler import check_tasks
 from launcher.cluster.stopping import Stop
 from launcher.config.check import check_run
 from launcher.config.load import load_run_config
-from launcher.config.side_by_side import settle_context
 from launcher.run_folder import LOGS
-from longctx.kernels.processor import has_native_bfloat16
 from parallel.runtime.device import choose_device
-from parallel.runtime.process import broadcast_object, environment_rank, start_process_group, stop_process_group
+from parallel.runtime.process import environment_rank, start_process_group, stop_process_group
 
 
 def main(argv: list[str], stop: Stop | None = None) -> int:
@@ -47,7 +45,6 @@ def main(argv: list[str], stop: Stop | None = None) -> int:
         config.run.device, context=parallel.context, ulysses=parallel.ulysses, expert=parallel.expert
     )
     check_run(config, world_size)
-    config = settle_context(config, world_size)
     traces = Path(config.run.output_dir) / LOGS
     stop = stop or Stop()
     stop.set_limits(max_seconds=config.run.max_seconds, orphan_seconds=config.run.orphan_seconds)
@@ -63,10 +60,6 @@ def main(argv: list[str], stop: Stop | None = None) -> int:
     # Before anything large is built: garbage that holds tensors must go.
     gc.enable()
 
-    # Rank 0 decides for all, should the hosts differ.
-    native = device.type == "cuda" or has_native_bfloat16()
-    native, device_type = broadcast_object((native, device.type))
-    config = config.resolve(native_bfloat16=native, device_type=device_type)
     trainer = Trainer(build_run(config, device, stop))
     stopped = trainer.train()
     # Only now: after an error NCCL waits here for kernels that wait for this rank.

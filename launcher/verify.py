@@ -24,11 +24,9 @@ from launcher.cluster.scheduler import check_tasks
 from launcher.config.check import check_run
 from launcher.config.flags import end_with
 from launcher.config.load import load_run_config
-from launcher.config.side_by_side import settle_context
-from longctx.kernels.processor import has_native_bfloat16
 from longctx.untrusted.terminal import for_terminal
 from parallel.runtime.device import choose_device
-from parallel.runtime.process import broadcast_object, environment_rank, start_process_group, stop_process_group
+from parallel.runtime.process import environment_rank, start_process_group, stop_process_group
 
 
 def main(argv: list[str]) -> int | None:
@@ -44,15 +42,11 @@ def main(argv: list[str]) -> int | None:
         config.run.device, context=parallel.context, ulysses=parallel.ulysses, expert=parallel.expert
     )
     check_run(config, world_size)
-    config = settle_context(config, world_size)
     start_process_group(timeout_seconds=config.run.timeout_seconds, meet_seconds=config.run.meet_seconds, device=device)
     # DeepSpeed decides on a device when it is imported.
     from launcher.verification.run import verify_run
 
-    # Rank 0 decides for all, should the hosts differ.
-    native = device.type == "cuda" or has_native_bfloat16()
-    native, device_type = broadcast_object((native, device.type))
-    verdict = verify_run(config.resolve(native_bfloat16=native, device_type=device_type), device)
+    verdict = verify_run(config, device)
     if rank == 0:
         sys.stdout.write(for_terminal(f"{verdict.text}\n", sys.stdout))
     stop_process_group()

@@ -35,7 +35,7 @@ from launcher.checkpoint.save import (
     write_rank_file,
 )
 from launcher.checkpoint.store import store_at
-from launcher.config.sections import RunConfig
+from launcher.config.resolved import ResolvedConfig
 from launcher.metrics.goodput.timeline import TIMELINE_FILE
 from launcher.metrics.record import METRICS_FILE
 from launcher.plan.checkpoint_copy import copies_checkpoints
@@ -316,7 +316,7 @@ class Kept:
 
 
 def run_saver(
-    config: RunConfig,
+    config: ResolvedConfig,
     engine: ZeroEngine,
     model: ModelConfig,
     tokenizer_files: Mapping[str, bytes],

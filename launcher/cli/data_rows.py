@@ -21,6 +21,7 @@ Kind = Literal["best_fit", "concatenate", "one_document"]
 if TYPE_CHECKING:
     from data_pipeline.mixture.forecast import Forecast
     from data_pipeline.rows.survey import Survey
+    from launcher.config.resolve import Machine
     from launcher.config.sections import RunConfig
 
 
@@ -53,7 +54,8 @@ def plan(
     from data_pipeline.shards.reader import ShardSet
     from launcher.config.check import check_run
     from launcher.config.load import load_run_config
-    from launcher.config.side_by_side import settle_context
+    from launcher.config.lockstep import in_lockstep
+    from launcher.config.resolve import settle
     from launcher.metrics.throughput import training_flops
     from launcher.plan.world import World
 
@@ -64,13 +66,13 @@ def plan(
     world = World.of(run_config, ranks, 0)
     check_run(run_config, world.ranks)
     # How many rows go through the model at once may follow from the ranks.
-    run_config = settle_context(run_config, world.ranks)
+    run_config = settle(run_config, _machine(run_config, world.ranks))
     data, micro_batches = run_config.data, run_config.micro_batches(world.ranks)
     open_folder = partial(ShardSet.open, verify=False, cache=data.cache)
     order_of = {"seed": run_config.run.seed, "packing": run_config.packing}
     folders, order = open_order(data.train, data.seq_len, open_folder=open_folder, **order_of)
     cost = partial(training_flops, run_config.model.config())
-    lockstep = _in_lockstep(run_config)
+    lockstep = in_lockstep(run_config)
     with progress(f"planning {data.train}"):
         found = survey(order, data.seq_len, micro_batches, cost, documents=PLANNED_DOCUMENTS, lockstep=lockstep)
     # Before the table, which names it.
@@ -148,19 +150,18 @@ def sample(
     say(f"Written to {output}: {len(text):,} characters.")
 
 
-def _in_lockstep(config: RunConfig) -> bool:
-    """Whether data ranks wait in each micro-batch, on the device that the run names or this machine has."""
+def _machine(config: RunConfig, ranks: int) -> Machine:
+    """That of a run on so many ranks, with the device that it names or this machine has."""
     import torch
 
-    from launcher.config.lockstep import in_lockstep
+    from launcher.config.resolve import Machine
 
     device_type = config.run.device
     if device_type == "auto":
         device_type = "cpu"
         if torch.cuda.is_available():
             device_type = "cuda"
-    # zero.stage = "auto" is another one on GPUs.
-    return in_lockstep(config.resolve(native_bfloat16=True, device_type=device_type))
+    return Machine(ranks=ranks, device_type=device_type, native_bfloat16=True)
 
 
 def _lines(found: Survey, steps: int, *, lockstep: bool) -> list[list[str]]:

@@ -5,10 +5,11 @@ from __future__ import annotations
 import dataclasses
 import math
 from pathlib import Path
+from typing import Literal
 
 from launcher.config.kept import check_kept
 from launcher.config.sections import ModelSection, RunConfig
-from launcher.config.side_by_side import padded_tokens, settle_context
+from launcher.config.side_by_side import padded_tokens, with_context
 from launcher.config.store import store_place
 from launcher.config.zero import check_zero_section
 from longctx.errors import ConfigError
@@ -22,7 +23,7 @@ from parallel.schedule.heads import check_heads
 def check_run(config: RunConfig, world_size: int) -> None:
     """ConfigError for the first rule between fields, or between fields and world, that does not hold."""
     _check_finite(config)
-    config = settle_context(config, world_size)
+    config = with_context(config, world_size)
     # Degrees first: the messages of the later rules divide by them.
     check_degrees(
         world_size,
@@ -106,13 +107,20 @@ def _refuse_expert_options(config: RunConfig) -> None:
         value = getattr(getattr(config, section), key)
         default = getattr(getattr(defaults, section), key)
         # 0 is what "auto" comes to: a dense run's own config.toml may say so.
-        if name == "parallel.expert_tile_tokens" and not config.expert_tile_tokens:
+        if name == "parallel.expert_tile_tokens" and not value:
             continue
         if value != default:
             raise ConfigError(
                 f"{name}={value} means nothing to a model without experts (model.num_experts=0).\n"
                 f"Leave it out ({name}={default}), or set model.num_experts."
             )
+
+
+def _number(value: int | Literal["auto"]) -> int:
+    """A number that is in its range if it is left open."""
+    if value == "auto":
+        return 0
+    return value
 
 
 def _check_ranges(config: RunConfig) -> None:
@@ -142,7 +150,7 @@ def _check_ranges(config: RunConfig) -> None:
         "run.log_every": (config.run.log_every, 1),
         "run.replicas_every": (config.run.replicas_every, 0),
         "run.audit_every": (config.run.audit_every, 0),
-        "parallel.expert_tile_tokens": (config.expert_tile_tokens, 0),
+        "parallel.expert_tile_tokens": (_number(config.parallel.expert_tile_tokens), 0),
     }
     for name, (value, least) in at_least.items():
         # Not `value < least`, which NaN would pass.

@@ -47,7 +47,7 @@ def _check_either(config: RunConfig) -> None:
 def _check_chunks(config: RunConfig) -> None:
     """Chunks of tokens and groups of heads go with the rest."""
     train, model = config.train, config.model
-    if config.chunk_tokens < 0:
+    if train.chunk_tokens != "auto" and train.chunk_tokens < 0:
         raise ConfigError(
             f"train.chunk_tokens={train.chunk_tokens} must be at least 0. Try 8192, 0 for whole rows, or auto."
         )

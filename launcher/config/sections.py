@@ -5,19 +5,15 @@ from __future__ import annotations
 import dataclasses
 from dataclasses import dataclass, field
 from functools import cache
-from typing import Literal
+from typing import Literal, Self
 
 import tomli_w
-import torch
 
 from data_pipeline.mixture.file import is_mixture
 from data_pipeline.rows.fim import FimRule
 from data_pipeline.rows.micro_batches import MicroBatches
 from data_pipeline.rows.pack import Kind, Packing
 from longctx.config import ModelConfig
-from longctx.errors import ConfigError
-from parallel.experts.tiles import default_tile_tokens
-from parallel.zero.options import default_stage
 
 LEAST_CHUNK = 1024
 """The fewest tokens at a time that train.chunk_tokens=auto comes to: products of fewer do not fill a GPU."""
@@ -354,78 +350,12 @@ class RunConfig:
     checkpoint: CheckpointSection = field(default_factory=CheckpointSection)
     validation: ValidationSection = field(default_factory=ValidationSection)
 
-    @property
-    def dtype(self) -> torch.dtype:
-        """The compute dtype, once ``resolve`` has settled it."""
-        # Unsettled, it is the dtype that every device and ZeRO stage takes.
-        if self.train.dtype == "auto":
-            return torch.float32
-        return getattr(torch, self.train.dtype)
-
-    @property
-    def expert_tile_tokens(self) -> int:
-        """``parallel.expert_tile_tokens``, once ``resolve`` has settled it."""
-        # A dense model leaves it at "auto", and nothing reads it.
-        if self.parallel.expert_tile_tokens == "auto":
-            return 0
-        return self.parallel.expert_tile_tokens
-
-    @property
-    def chunk_tokens(self) -> int:
-        """``train.chunk_tokens``; until a plan has settled it, auto is the leanest that it may come to."""
-        if self.train.chunk_tokens == "auto":
-            return LEAST_CHUNK
-        return self.train.chunk_tokens
-
-    @property
-    def zero_stage(self) -> int:
-        """The ZeRO stage, once ``resolve`` has settled it."""
-        # Unsettled, it is that of the device that every machine has.
-        if self.zero.stage == "auto":
-            return default_stage("cpu")
-        return self.zero.stage
-
-    def resolve(self, *, native_bfloat16: bool, device_type: str = "cpu") -> RunConfig:
-        """The config with nothing left to the machine: a dtype, one way of ``train.products``, a ZeRO stage.
-
-        ConfigError where a GPU would train in float32 and nobody asked for it.
-        """
-        dtype, products, stage = self.train.dtype, self.train.products, self.zero.stage
-        if stage == "auto":
-            stage = default_stage(device_type)
-        if dtype == "auto":
-            dtype = "float32"
-            # DeepSpeed's stage 0 cannot keep float32 masters beside bfloat16 weights.
-            if native_bfloat16 and stage:
-                dtype = "bfloat16"
-            elif device_type == "cuda" and not stage:
-                raise ConfigError(
-                    "zero.stage=0 with train.dtype=auto would train in float32 on a GPU, at a fraction of its speed: "
-                    "DeepSpeed has no float32 accumulation of bfloat16 in that stage.\n"
-                    "Try zero.stage=2, or train.dtype=float32 where that is meant."
-                )
-        if products == "auto":
-            products = "float32"
-            if native_bfloat16:
-                products = "native"
-        parallel = self.parallel
-        if parallel.expert_tile_tokens == "auto" and self.model.num_experts:
-            tile_tokens = default_tile_tokens(device_type, parallel.expert)
-            parallel = dataclasses.replace(parallel, expert_tile_tokens=tile_tokens)
-        train = dataclasses.replace(self.train, dtype=dtype, products=products)
-        zero = dataclasses.replace(self.zero, stage=stage)
-        return dataclasses.replace(self, train=train, parallel=parallel, zero=zero)
-
-    def with_chunks(self, chunk_tokens: int, head_groups: int | None = None) -> RunConfig:
+    def with_chunks(self, chunk_tokens: int, head_groups: int | None = None) -> Self:
         """The config with ``train.chunk_tokens`` settled, and with its own or another number of groups of heads."""
         groups = head_groups or self.train.head_groups
         return dataclasses.replace(
             self, train=dataclasses.replace(self.train, chunk_tokens=chunk_tokens, head_groups=groups)
         )
-
-    def with_layout(self, layout: str) -> RunConfig:
-        """The config with ``parallel.layout`` settled."""
-        return dataclasses.replace(self, parallel=dataclasses.replace(self.parallel, layout=layout))
 
     @property
     def rows_per_step(self) -> int:
@@ -452,7 +382,7 @@ class RunConfig:
         return step == self.last_step or (every > 0 and step % every == 0)
 
     def micro_batches(self, world_size: int) -> MicroBatches:
-        """How the rows of a step are dealt out; ``settle_context`` comes first."""
+        """How the rows of a step are dealt out, once the ranks that share a micro-batch are settled."""
         return MicroBatches.deal(
             self.rows_per_step,
             most_rows=self.train.micro_batch_rows,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import TypeVar
 
 from data_pipeline.rows.micro_batches import MicroBatches
 from launcher.config.sections import RunConfig
@@ -12,15 +13,16 @@ from parallel.layout.select import AUTO
 from parallel.layout.side_by_side import rows_at_once, tokens_on_ranks
 from parallel.mesh import check_degrees
 
+C = TypeVar("C", bound=RunConfig)
 _LAYOUTS = (AUTO, "balanced", "contiguous")
 """Those that leave a short document on one rank."""
 
 
-def settle_context(config: RunConfig, world_size: int) -> RunConfig:
+def with_context(config: C, world_size: int) -> C:
     """The config with the ranks and the rows that ``parallel.tokens_per_rank`` comes to; as it is without that key.
 
     ``parallel.context`` is then the ranks that share a micro-batch, and ``train.micro_batch_rows`` the rows of the
-    largest one. To settle a config again changes nothing. ConfigError where the key cannot be had.
+    largest one. To do it again changes nothing. ConfigError where the key cannot be had.
     """
     parallel, most = config.parallel, config.parallel.tokens_per_rank
     if most < 0:

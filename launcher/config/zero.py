@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 
+import torch
+
 from launcher.config.sections import RunConfig, ZeroSection
 from longctx.errors import ConfigError
-from parallel.zero.options import ZeroOptions, check_zero, update_size
+from parallel.zero.options import ZeroOptions, check_zero, default_stage, update_size
 
 
 def zero_options(zero: ZeroSection) -> ZeroOptions:
@@ -73,11 +75,22 @@ _READ_BY: Mapping[str, Sequence[int]] = {
 
 def check_zero_section(config: RunConfig, world_size: int) -> None:
     """ConfigError for the first rule of the section that does not hold."""
-    check_zero(config.zero_stage, config.dtype)
+    # Left open, it is the dtype that every device and stage takes.
+    dtype = torch.float32
+    if config.train.dtype != "auto":
+        dtype = getattr(torch, config.train.dtype)
+    check_zero(_stage(config.zero), dtype)
     _check_stage_reads(config)
     _check_offload(config)
     _check_sizes(config.zero)
     _check_hpz(config, world_size)
+
+
+def _stage(zero: ZeroSection) -> int:
+    """The stage; left open, that of the device that every machine has."""
+    if zero.stage == "auto":
+        return default_stage("cpu")
+    return zero.stage
 
 
 def _check_stage_reads(config: RunConfig) -> None:
@@ -86,7 +99,7 @@ def _check_stage_reads(config: RunConfig) -> None:
     for key, stages in _READ_BY.items():
         value, default = getattr(config.zero, key), getattr(defaults, key)
         # "auto" is stage 1 or 2: no key tells these apart.
-        if value != default and config.zero_stage not in stages:
+        if value != default and _stage(config.zero) not in stages:
             raise ConfigError(
                 f"zero.{key}={value} means nothing in zero.stage={config.zero.stage}: {_stages(stages)}.\n"
                 f"Leave it out (zero.{key}={default}), or set zero.stage={stages[-1]}."
@@ -116,9 +129,9 @@ def _check_offload(config: RunConfig) -> None:
                 "nvme.\nLeave it out, or set zero.offload=nvme."
             )
         return
-    if config.zero_stage != 3:
+    if _stage(config.zero) != 3:
         raise ConfigError(
-            f"zero.{swapped[0]}=nvme needs zero.stage=3, and this is stage {config.zero_stage}: DeepSpeed's stages 1 "
+            f"zero.{swapped[0]}=nvme needs zero.stage=3, and this is stage {_stage(config.zero)}: DeepSpeed's stages 1 "
             "and 2 take it for cpu, and swap nothing.\nTry zero.stage=3, or zero.offload=cpu."
         )
     if not zero.nvme_path:

@@ -14,7 +14,8 @@ from typing import Any, Literal, NamedTuple
 
 import torch
 
-from launcher.config.sections import DataSection, ModelSection, ParallelSection, RunConfig, TrainSection, ZeroSection
+from launcher.config.resolved import ResolvedConfig, ResolvedTrain, ResolvedZero
+from launcher.config.sections import DataSection, ModelSection
 from launcher.measure.clock import Clock, meet, num_ranks
 from launcher.measure.figures import Figure
 from launcher.measure.sizes import Sizes
@@ -22,6 +23,7 @@ from launcher.plan.parameters import num_parameters
 from launcher.trace.batch import synthetic_batch
 from launcher.training.model import shard_batch
 from launcher.training.setup import build_engine
+from longctx.kernels.processor import fastest_products
 from parallel.loss import count_step
 from parallel.mesh import Mesh
 
@@ -97,7 +99,7 @@ class _Stage:
         self.fixed = [layer, max(micro_batch, _LEAST_SECONDS), max(step, _LEAST_SECONDS)]
 
 
-def _config(stage: int, dtype: torch.dtype, *, width: int, layers: int, vocabulary: int) -> RunConfig:
+def _config(stage: int, dtype: torch.dtype, *, width: int, layers: int, vocabulary: int) -> ResolvedConfig:
     """A dense model of this width over as many data ranks as there are, two micro-batches a step."""
     heads = max(1, width // 64)
     model = ModelSection(
@@ -111,17 +113,18 @@ def _config(stage: int, dtype: torch.dtype, *, width: int, layers: int, vocabula
         tie_embeddings=False,
         qkv_bias=False,
     )
-    return RunConfig(
+    return ResolvedConfig(
         model=model,
         data=DataSection(seq_len=_TOKENS),
-        train=TrainSection(tokens_per_step=2 * _TOKENS * num_ranks(), dtype=_NAMES[dtype], compile="off"),
-        parallel=ParallelSection(layout="contiguous", expert_tile_tokens=0),
+        train=ResolvedTrain(
+            tokens_per_step=2 * _TOKENS * num_ranks(), dtype=_NAMES[dtype], products=fastest_products()
+        ),
         # Stage 3 keeps small weights whole: here norms alone, as in models whose matrices are larger.
-        zero=ZeroSection(stage=stage, param_persistence_threshold=width),
+        zero=ResolvedZero(stage=stage, param_persistence_threshold=width),
     )
 
 
-def _step(clock: Clock, config: RunConfig, num_steps: int) -> _Step:
+def _step(clock: Clock, config: ResolvedConfig, num_steps: int) -> _Step:
     """Median seconds of a step's parts; the first one, which allocates, is left out."""
     mesh = Mesh.build(context=1, ulysses=1, expert=1)
     engine = build_engine(config, mesh, accumulation=2)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from launcher.config.sections import RunConfig
+from launcher.config.resolved import ResolvedConfig
 from launcher.plan.loss_bytes import loss_bytes
 from launcher.plan.parameters import num_layer_parameters
 from launcher.plan.token_bytes import TokenBytes
@@ -29,7 +29,7 @@ class Activations:
 
 
 def activations(
-    config: RunConfig, tokens: int, *, ring: int, device_type: str = "cuda", num_documents: int = 1
+    config: ResolvedConfig, tokens: int, *, ring: int, device_type: str = "cuda", num_documents: int = 1
 ) -> Activations:
     """For so many ``tokens`` of a micro-batch on each rank, in a ring of so many ranks, on devices of this type.
 
@@ -41,7 +41,9 @@ def activations(
 class _Layers(TokenBytes):
     """The layers of a model over the tokens of a rank; sums of bytes a token where nothing else is said."""
 
-    def __init__(self, config: RunConfig, tokens: int, ring: int, device_type: str, num_documents: int = 1) -> None:
+    def __init__(
+        self, config: ResolvedConfig, tokens: int, ring: int, device_type: str, num_documents: int = 1
+    ) -> None:
         super().__init__(config)
         self.tokens, self.ring, self.device_type = tokens, ring, device_type
         self.num_documents = num_documents
@@ -119,7 +121,7 @@ class _Layers(TokenBytes):
     def _experts(self, tokens: int) -> int:
         """The same of a layer of experts: assignments are gathered, and weights' gradients formed."""
         model, width = self.model, self.width
-        tile = min(self.config.expert_tile_tokens or tokens, tokens)
+        tile = min(self.config.parallel.expert_tile_tokens or tokens, tokens)
         assignments = tile * model.experts_per_token
         inner = model.expert_ffn_size * width
         # Behind the second product: gate, up, their gradients, these side by side; tokens, and gradients of the output.
@@ -157,7 +159,7 @@ class _Layers(TokenBytes):
         return max(max(11 * heads // 4 + 12 * keys, 7 * heads // 2 + 17 * keys // 2) + padded, within)
 
     def _ffn_of_chunk(self, layer: int) -> int:
-        chunk = min(self.config.chunk_tokens, self.tokens)
+        chunk = min(self.config.train.chunk_tokens, self.tokens)
         saved = 6 * self.x + self.before_core() + self.out
         # The input's gradient takes the place of the output's, chunk by chunk.
         ffn = 2 * chunk * saved + self._ffn(layer, chunk) + self._stored(self.x + self.out)

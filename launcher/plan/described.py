@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from launcher.config.sections import RunConfig
+from launcher.config.resolved import ResolvedConfig
 from launcher.config.side_by_side import padded_tokens
 from launcher.plan.world import World
 from launcher.wording import plural
@@ -11,7 +11,7 @@ Rows = tuple[list[str], list[list[str]]]
 """Headings and rows of a table."""
 
 
-def describe_run(config: RunConfig, world: World, document_tokens: int) -> str:
+def describe_run(config: ResolvedConfig, world: World, document_tokens: int) -> str:
     """Ranks and degrees, and a micro-batch, a line each."""
     parallel, tokens = config.parallel, padded_tokens(config, config.data.seq_len * config.train.micro_batch_rows)
     documents = "one document a row"
@@ -19,20 +19,20 @@ def describe_run(config: RunConfig, world: World, document_tokens: int) -> str:
         documents = f"documents of {document_tokens:,} tokens"
     return (
         f"{plural(world.ranks, 'rank')} ({world.ranks_per_node} a machine): context {parallel.context}, ulysses "
-        f"{parallel.ulysses}, expert {parallel.expert}, ZeRO {config.zero_stage}, {config.train.dtype}, layout "
+        f"{parallel.ulysses}, expert {parallel.expert}, ZeRO {config.zero.stage}, {config.train.dtype}, layout "
         f"{parallel.layout}, keep {config.train.keep} on {config.train.store}{_chunks(config)}{_offload(config)}\n"
         f"{tokens:,} tokens a micro-batch, {tokens // parallel.context:,} of them on a rank, {documents}"
     )
 
 
-def _chunks(config: RunConfig) -> str:
+def _chunks(config: ResolvedConfig) -> str:
     train = config.train
-    if not config.chunk_tokens:
+    if not config.train.chunk_tokens:
         return ""
-    return f", chunks of {config.chunk_tokens:,} tokens, {plural(train.head_groups, 'group')} of heads"
+    return f", chunks of {config.train.chunk_tokens:,} tokens, {plural(train.head_groups, 'group')} of heads"
 
 
-def _offload(config: RunConfig) -> str:
+def _offload(config: ResolvedConfig) -> str:
     """What the columns of weights, gradients and optimiser leave out."""
     found = [
         f"{what} on {where}"

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from launcher.config.sections import RunConfig
+from launcher.config.resolved import ResolvedConfig
 from longctx.batch import PackedDocuments
 
 
-def documents_of(config: RunConfig, document_tokens: int = 0) -> PackedDocuments:
+def documents_of(config: ResolvedConfig, document_tokens: int = 0) -> PackedDocuments:
     """``train.micro_batch_rows`` full rows of documents of this length; 0 is a row each."""
     rows, tokens = config.train.micro_batch_rows, config.data.seq_len
     length = min(document_tokens or tokens, tokens)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from launcher.config.sections import RunConfig
+from launcher.config.resolved import ResolvedConfig
 from launcher.plan.hardware import Hardware
 from launcher.plan.parameters import num_layer_parameters
 from launcher.plan.rates import Rate
@@ -20,7 +20,7 @@ _FLOAT32 = 4
 class _Tokens:
     """A rank's tokens of a micro-batch."""
 
-    config: RunConfig
+    config: ResolvedConfig
     model: ModelConfig
     hardware: Hardware
     tokens: int
@@ -34,10 +34,10 @@ class _Tokens:
         return passes * self.tokens * a_token / rate.at(dtype, bytes=max(1.0, self.at_once * a_token))
 
 
-def elementwise_seconds(config: RunConfig, tokens: int, hardware: Hardware) -> float:
+def elementwise_seconds(config: ResolvedConfig, tokens: int, hardware: Hardware) -> float:
     """Norms, rotation, activations, sums, tokens to experts, and the loss between its products."""
     train, model = config.train, config.model.config()
-    of_tokens = _Tokens(config, model, hardware, tokens, min(config.chunk_tokens or tokens, tokens))
+    of_tokens = _Tokens(config, model, hardware, tokens, min(config.train.chunk_tokens or tokens, tokens))
     of_experts = sum(map(model.has_experts, range(model.num_layers)))
     total = model.num_layers * _attention_seconds(of_tokens)
     if of_experts:
@@ -50,9 +50,9 @@ def elementwise_seconds(config: RunConfig, tokens: int, hardware: Hardware) -> f
     return total + _weight_sum_seconds(config, tokens, hardware)
 
 
-def _forwards(config: RunConfig) -> int:
+def _forwards(config: ResolvedConfig) -> int:
     """How often a layer goes forward but for its last sum."""
-    if config.train.keep != "all" or config.chunk_tokens:
+    if config.train.keep != "all" or config.train.chunk_tokens:
         return 2
     return 1
 
@@ -78,7 +78,7 @@ def _ffn_seconds(of: _Tokens, width: int) -> float:
 def _activation_seconds(of: _Tokens, width: float, rows: float) -> float:
     """``rows`` through a gated activation of this width, forward and backward."""
     forwards = _forwards(of.config)
-    if of.config.chunk_tokens:
+    if of.config.train.chunk_tokens:
         # By chunks the second run leaves it out, with the product behind it.
         forwards = 1
     share = rows / of.tokens
@@ -100,11 +100,11 @@ def _expert_seconds(of: _Tokens) -> float:
     return total
 
 
-def _weight_sum_seconds(config: RunConfig, tokens: int, hardware: Hardware) -> float:
+def _weight_sum_seconds(config: ResolvedConfig, tokens: int, hardware: Hardware) -> float:
     """Each chunk's gradients of weights: written, read, and added to a float32 sum."""
-    if not config.chunk_tokens:
+    if not config.train.chunk_tokens:
         return 0.0
-    chunks, parameters = -(-tokens // config.chunk_tokens), num_layer_parameters(config)
+    chunks, parameters = -(-tokens // config.train.chunk_tokens), num_layer_parameters(config)
     moved = chunks * parameters * (2.0 * config.dtype.itemsize + 2 * _FLOAT32)
     of_tensor = parameters / (7 * config.model.num_layers) * _FLOAT32
     return moved / hardware.memory_bandwidth.at(config.train.dtype, bytes=of_tensor)

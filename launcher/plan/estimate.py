@@ -7,23 +7,27 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
-from launcher.config.sections import DataSection, ParallelSection, RunConfig, TrainSection
-from launcher.config.side_by_side import padded_documents, padded_tokens, settle_context
+from launcher.config.check import check_run
+from launcher.config.resolve import Data, Machine, resolve
+from launcher.config.resolved import ResolvedConfig, ResolvedParallel, ResolvedTrain
+from launcher.config.sections import DataSection, RunConfig
+from launcher.config.side_by_side import C, padded_documents, padded_tokens, with_context
+from launcher.config.zero import zero_options
 from launcher.metrics.throughput import attended_pairs, training_flops
 from launcher.plan.activations import Activations, activations
 from launcher.plan.checkpoint_copy import copy_bytes
-from launcher.plan.chunks import settle_chunks
 from launcher.plan.documents import documents_of
 from launcher.plan.figures import StepBytes
 from launcher.plan.hardware import Hardware
 from launcher.plan.memory import memory_of_rank
 from launcher.plan.parameters import build_shapes, planned_mesh
 from launcher.plan.seconds import StepSeconds, slowest, step_seconds
-from launcher.plan.settled import settled
 from launcher.plan.world import RankKind, World, rank_kinds
 from launcher.plan.zero import Held, partition_bytes
 from longctx.batch import PackedDocuments
 from longctx.errors import ConfigError
+from longctx.kernels.processor import has_native_bfloat16
+from parallel.zero.options import check_device
 
 HEADROOM = 0.1
 """Share of a device's memory that is left to NCCL's buffers, kernels' workspaces (attention's in backward is counted)
@@ -43,7 +47,7 @@ class RankEstimate:
 class RunEstimate:
     """A run as it would be on this hardware."""
 
-    config: RunConfig
+    config: ResolvedConfig
     world: World
     document_tokens: int
     hardware: Hardware
@@ -118,12 +122,24 @@ class RunEstimate:
         }
 
 
-def estimate_run(config: RunConfig, world: World, hardware: Hardware, *, document_tokens: int = 0) -> RunEstimate:
-    """The estimate; ConfigError for what a run would refuse. Starts nothing and reads no data."""
-    config = settled(config, world, document_tokens=document_tokens, device_type=hardware.device_type)
-    config = settle_chunks(
-        config, lambda one: fits(one, world, hardware, share=1 - HEADROOM, document_tokens=document_tokens)
+def planned(asked: RunConfig, world: World, hardware: Hardware, *, document_tokens: int = 0) -> ResolvedConfig:
+    """What a run on these ranks resolves its config to. ConfigError for what it would refuse."""
+    check_run(asked, world.ranks)
+    machine = Machine(
+        ranks=world.ranks,
+        device_type=hardware.device_type,
+        # A CPU is this machine's, or one like it.
+        native_bfloat16=hardware.device_type == "cuda" or has_native_bfloat16(),
+        fits=lambda one: fits(one, world, hardware, share=1 - HEADROOM, document_tokens=document_tokens),
     )
+    config = resolve(asked, machine, Data(is_packed=document_tokens % asked.data.seq_len > 0))
+    check_device(zero_options(config.zero), hardware.device_type)
+    return config
+
+
+def estimate_run(asked: RunConfig, world: World, hardware: Hardware, *, document_tokens: int = 0) -> RunEstimate:
+    """The estimate; ConfigError for what a run would refuse. Starts nothing and reads no data."""
+    config = planned(asked, world, hardware, document_tokens=document_tokens)
     model = config.model.config()
     documents = documents_of(config, document_tokens)
     padded = padded_documents(config, documents)
@@ -145,7 +161,7 @@ def estimate_run(config: RunConfig, world: World, hardware: Hardware, *, documen
 
 
 def estimate_ranks(
-    config: RunConfig, world: World, hardware: Hardware, documents: PackedDocuments
+    config: ResolvedConfig, world: World, hardware: Hardware, documents: PackedDocuments
 ) -> tuple[list[RankEstimate], int]:
     """Each kind of rank, and bytes of the host for each; ``config`` is settled, ``documents`` are a micro-batch's."""
     device_type = hardware.device_type
@@ -164,7 +180,7 @@ def estimate_ranks(
 
 
 def fits_rows(
-    config: RunConfig,
+    config: ResolvedConfig,
     world: World,
     hardware: Hardware,
     seq_len: int,
@@ -177,13 +193,15 @@ def fits_rows(
     """
     longer = with_rows(config, seq_len)
     try:
-        longer = settle_context(longer, world.ranks)
+        longer = with_context(longer, world.ranks)
     except ConfigError:
         return False  # more tokens than parallel.tokens_per_rank allows
     return fits(longer, world, hardware, share=share)
 
 
-def fits(config: RunConfig, world: World, hardware: Hardware, *, share: float = 1.0, document_tokens: int = 0) -> bool:
+def fits(
+    config: ResolvedConfig, world: World, hardware: Hardware, *, share: float = 1.0, document_tokens: int = 0
+) -> bool:
     """Whether a settled run fits into a share of the device's memory, and into the host's."""
     passing = _activations(config, hardware.device_type, len(documents_of(config, document_tokens).lengths))
     if _host_bytes(config, world, passing, hardware.device_type) > hardware.host_memory_bytes:
@@ -191,13 +209,13 @@ def fits(config: RunConfig, world: World, hardware: Hardware, *, share: float = 
     return _bytes(config, world, passing, hardware).peak <= share * hardware.memory_bytes
 
 
-def peak_bytes(config: RunConfig, world: World, hardware: Hardware) -> int:
+def peak_bytes(config: ResolvedConfig, world: World, hardware: Hardware) -> int:
     """The most of a rank's device in a step of a settled run."""
     passing = _activations(config, hardware.device_type, config.train.micro_batch_rows)
     return _bytes(config, world, passing, hardware).peak
 
 
-def with_rows(config: RunConfig, seq_len: int) -> RunConfig:
+def with_rows(config: C, seq_len: int) -> C:
     """The config with rows of another length, as many a step."""
     train = dataclasses.replace(config.train, tokens_per_step=config.rows_per_step * seq_len)
     if config.parallel.tokens_per_rank:
@@ -206,14 +224,14 @@ def with_rows(config: RunConfig, seq_len: int) -> RunConfig:
     return dataclasses.replace(config, data=dataclasses.replace(config.data, seq_len=seq_len), train=train)
 
 
-def _host_bytes(config: RunConfig, world: World, passing: Activations, device_type: str) -> int:
+def _host_bytes(config: ResolvedConfig, world: World, passing: Activations, device_type: str) -> int:
     """Of the machine's memory, for one rank, where that is not the device's own."""
     if device_type == "cpu":
         return 0
     return _stored_bytes(config, world, passing)
 
 
-def _stored_bytes(config: RunConfig, world: World, passing: Activations) -> int:
+def _stored_bytes(config: ResolvedConfig, world: World, passing: Activations) -> int:
     """What is offloaded or kept in the machine's memory, for one rank."""
     memory = memory_of_rank(config, config.model.config(), world.ranks)
     counted = 0
@@ -223,14 +241,14 @@ def _stored_bytes(config: RunConfig, world: World, passing: Activations) -> int:
     return memory.host + max(0, passing.kept_on_host - counted)
 
 
-def _activations(config: RunConfig, device_type: str, num_documents: int) -> Activations:
+def _activations(config: ResolvedConfig, device_type: str, num_documents: int) -> Activations:
     parallel = config.parallel
     tokens = padded_tokens(config, config.data.seq_len * config.train.micro_batch_rows) // parallel.context
     ring = parallel.context // parallel.ulysses
     return activations(config, tokens, ring=ring, device_type=device_type, num_documents=num_documents)
 
 
-def _bytes(config: RunConfig, world: World, passing: Activations, hardware: Hardware) -> StepBytes:
+def _bytes(config: ResolvedConfig, world: World, passing: Activations, hardware: Hardware) -> StepBytes:
     held = _held(_without_rows(config, world), world, hardware.device_type)
     kept, kept_on_host, process, updating = passing.kept, passing.kept_on_host, 0, 0
     if hardware.device_type == "cpu":
@@ -255,26 +273,29 @@ def _bytes(config: RunConfig, world: World, passing: Activations, hardware: Hard
 
 
 @cache
-def _held(config: RunConfig, world: World, device_type: str) -> Held:
+def _held(config: ResolvedConfig, world: World, device_type: str) -> Held:
     """What does not depend on rows: a search asks for the same many times."""
     return partition_bytes(config, build_shapes(config), planned_mesh(config, world), device_type)
 
 
-def _without_rows(config: RunConfig, world: World) -> RunConfig:
+def _without_rows(config: ResolvedConfig, world: World) -> ResolvedConfig:
     """The config with all defaults but for what decides about weights, gradients and optimiser."""
     # As many micro-batches a step, of one token each: how gradients are collected depends on their number.
     micro_batches = config.accumulation(world.ranks) * (world.ranks // config.parallel.context)
-    train = TrainSection(
-        dtype=config.train.dtype, chunk_tokens=min(config.chunk_tokens, 1), tokens_per_step=micro_batches
+    train = ResolvedTrain(
+        dtype=config.train.dtype,
+        products=config.train.products,
+        chunk_tokens=min(config.train.chunk_tokens, 1),
+        tokens_per_step=micro_batches,
     )
-    parallel = ParallelSection(
+    parallel = ResolvedParallel(
         context=config.parallel.context, ulysses=config.parallel.ulysses, expert=config.parallel.expert
     )
     data = DataSection(seq_len=1)
-    return RunConfig(model=config.model, data=data, train=train, parallel=parallel, zero=config.zero)
+    return ResolvedConfig(model=config.model, data=data, train=train, parallel=parallel, zero=config.zero)
 
 
-def _masked_flops(config: RunConfig, lengths: tuple[int, ...]) -> float:
+def _masked_flops(config: ResolvedConfig, lengths: tuple[int, ...]) -> float:
     """FLOPs, forward and backward, of the pairs that the causal masks of full layers leave out."""
     model = config.model.config()
     full = sum(model.layer_kind(layer) == "full" for layer in range(model.num_layers))

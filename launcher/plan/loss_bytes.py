@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from launcher.config.sections import RunConfig
+from launcher.config.resolved import ResolvedConfig
 from longctx.kernels.cross_entropy import TILE_ELEMENTS, tokens_of_chunk
-from longctx.kernels.processor import fastest_products
 
 _FLOAT32 = 4
 _LOGITS_OF_GPU = 1 << 29
@@ -13,7 +12,7 @@ _BLOCK_OF_GPU = 1 << 27
 """Of them, those that are worked on at once, in float32."""
 
 
-def loss_bytes(config: RunConfig, tokens: int, device_type: str) -> int:
+def loss_bytes(config: ResolvedConfig, tokens: int, device_type: str) -> int:
     """Bytes beside the gradients of hidden states and head, for so many tokens of a rank."""
     if device_type == "cpu":
         return _on_cpu(config, tokens)
@@ -23,7 +22,7 @@ def loss_bytes(config: RunConfig, tokens: int, device_type: str) -> int:
     return chunk + max(3 * min(_BLOCK_OF_GPU, logits) * _FLOAT32, chunk)
 
 
-def _on_cpu(config: RunConfig, tokens: int) -> int:
+def _on_cpu(config: ResolvedConfig, tokens: int) -> int:
     """Where blocks fit a cache: a chunk's logits and its own gradient, normed hidden states, products of the head."""
     vocab_size, model_width, width = config.model.vocab_size, config.model.hidden_size, config.dtype.itemsize
     normed, head = tokens * model_width * width, 0
@@ -37,8 +36,5 @@ def _on_cpu(config: RunConfig, tokens: int) -> int:
     return chunk * (vocab_size + model_width) * width + head + normed
 
 
-def _products_in_float32(config: RunConfig) -> bool:
-    products = config.train.products
-    if products == "auto":
-        products = fastest_products()
-    return products == "float32"
+def _products_in_float32(config: ResolvedConfig) -> bool:
+    return config.train.products == "float32"

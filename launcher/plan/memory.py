@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
-from launcher.config.sections import RunConfig
+from launcher.config.resolved import ResolvedConfig
 from launcher.config.zero import zero_options
 from launcher.wording import plural
 from longctx.architecture.rules import GATED
@@ -75,7 +75,7 @@ class Memory:
         return self.training - self.host
 
 
-def memory_by_stage(config: RunConfig, model: ModelConfig, world_size: int) -> dict[int, Memory]:
+def memory_by_stage(config: ResolvedConfig, model: ModelConfig, world_size: int) -> dict[int, Memory]:
     """What each rank would need in every ZeRO stage that trains in the run's dtype."""
     stages = [1, 2, 3]
     # Stage 0 has no float32 accumulation of bfloat16.
@@ -91,14 +91,14 @@ def memory_by_stage(config: RunConfig, model: ModelConfig, world_size: int) -> d
     return found
 
 
-def memory_of_rank(config: RunConfig, model: ModelConfig, world_size: int) -> Memory:
+def memory_of_rank(config: ResolvedConfig, model: ModelConfig, world_size: int) -> Memory:
     """What each of ``world_size`` ranks needs; ``config`` has its dtype and stage settled."""
     counts = count_parameters(model)
     whole = sum(counts.values())
     # Before ZeRO a rank holds its own experts and everything else.
     held = whole - counts["routed_experts"] + counts["routed_experts"] // config.parallel.expert
     part = -(-whole // world_size)
-    width, stage = config.dtype.itemsize, config.zero_stage
+    width, stage = config.dtype.itemsize, config.zero.stage
     weights, gradients, masters, building = held * width, held * FLOAT32, part * FLOAT32, 0
     if stage == 0:
         masters, part = 0, held
@@ -133,7 +133,7 @@ def memory_of_rank(config: RunConfig, model: ModelConfig, world_size: int) -> Me
     activations, kept_on_disk = _activation_bytes(config, model), 0
     if config.train.store == "disk":
         kept_on_disk = activations
-    elif config.train.store == "host" and config.chunk_tokens:
+    elif config.train.store == "host" and config.train.chunk_tokens:
         in_memory += activations
     elif config.train.store == "host":
         # The last block's stay on the device.
@@ -155,7 +155,7 @@ def memory_of_rank(config: RunConfig, model: ModelConfig, world_size: int) -> Me
     )
 
 
-def _activation_bytes(config: RunConfig, model: ModelConfig) -> int:
+def _activation_bytes(config: ResolvedConfig, model: ModelConfig) -> int:
     """What all blocks save of this rank's tokens of a micro-batch."""
     tokens = config.data.seq_len * config.train.micro_batch_rows // config.parallel.context
     heads = model.num_heads * model.value_dim
@@ -165,7 +165,7 @@ def _activation_bytes(config: RunConfig, model: ModelConfig) -> int:
         # Each block's input, and attention's result: the rest is computed again.
         return tokens * model.num_layers * (model.hidden_size + heads) * config.dtype.itemsize
     projected = model.head_dim * (model.num_heads + model.num_kv_heads) + model.num_kv_heads * model.value_dim
-    if config.chunk_tokens:
+    if config.train.chunk_tokens:
         # What passes between a block's parts; the rest is computed again.
         return tokens * model.num_layers * (model.hidden_size + projected + heads) * config.dtype.itemsize
     # Inputs of both norms and of both parts; queries, keys, values and attention's result.
@@ -174,7 +174,7 @@ def _activation_bytes(config: RunConfig, model: ModelConfig) -> int:
     return tokens * (model.num_layers * values + ffn) * config.dtype.itemsize
 
 
-def _ffn_values(config: RunConfig, model: ModelConfig, layer: int) -> int:
+def _ffn_values(config: ResolvedConfig, model: ModelConfig, layer: int) -> int:
     """Values that a layer's FFN saves of one token."""
     # Before the activation; a gate beside it.
     projections = 1
@@ -201,7 +201,9 @@ def free_bytes(device: torch.device) -> int:
     return available_bytes(with_growth=True)
 
 
-def check_memory(config: RunConfig, model: ModelConfig, world_size: int, ranks_here: int, device: torch.device) -> None:
+def check_memory(
+    config: ResolvedConfig, model: ModelConfig, world_size: int, ranks_here: int, device: torch.device
+) -> None:
     """ConfigError, with the arithmetic, where this machine has less memory free than the run is sure to need.
 
     A warning where the machine says that its memory may grow by what is missing.
@@ -227,7 +229,7 @@ def check_memory(config: RunConfig, model: ModelConfig, world_size: int, ranks_h
 
 
 def why_too_large(
-    config: RunConfig, model: ModelConfig, need: Memory, *, ranks_here: int, host_bytes: int, gpu_bytes: int | None
+    config: ResolvedConfig, model: ModelConfig, need: Memory, *, ranks_here: int, host_bytes: int, gpu_bytes: int | None
 ) -> str | None:
     """Why the run does not fit into what is free, line by line; None where it does.
 
@@ -255,7 +257,7 @@ def _headline(num_bytes: int, has: str, parameters: int) -> str:
     return f"This run does not fit: a rank needs at least {gib(num_bytes)}, {has} ({parameters:,} parameters)."
 
 
-def _parts(config: RunConfig, need: Memory) -> list[str]:
+def _parts(config: ResolvedConfig, need: Memory) -> list[str]:
     """The sum, a line for each part."""
     how = {
         "weights": f"{config.train.dtype}",
@@ -266,7 +268,7 @@ def _parts(config: RunConfig, need: Memory) -> list[str]:
     lines = [f"  {name:<12}{gib(getattr(need, name)):>12}  {text}" for name, text in how.items()]
     if need.kept_on_disk:
         lines.append(f"  {'stored':<12}{'-' + gib(need.kept_on_disk):>12}  of these, in train.store_path")
-    lines.append(f"  {'together':<12}{gib(need.training):>12}  (zero.stage={config.zero_stage})")
+    lines.append(f"  {'together':<12}{gib(need.training):>12}  (zero.stage={config.zero.stage})")
     if need.disk:
         lines.insert(-1, f"  {'buffers':<12}{gib(need.buffers):>12}  for what is swapped: zero.sub_group_size decides")
         lines.insert(-1, f"  {'swapped':<12}{'-' + gib(need.disk):>12}  of these, to zero.nvme_path")
@@ -275,7 +277,7 @@ def _parts(config: RunConfig, need: Memory) -> list[str]:
     return lines
 
 
-def _advice(config: RunConfig, model: ModelConfig, need: Memory, world_size: int, *, on_gpu: bool) -> str:
+def _advice(config: ResolvedConfig, model: ModelConfig, need: Memory, world_size: int, *, on_gpu: bool) -> str:
     """What would make it smaller, with the figure."""
     zero = dataclasses.replace(config.zero, stage=3)
     train = dataclasses.replace(config.train, keep=_less(config.train.keep), recompute_experts="all")
@@ -303,7 +305,7 @@ def _less(keep: str) -> str:
     return "inputs"
 
 
-def _advice_of_host(changed: RunConfig, model: ModelConfig, world_size: int) -> list[str]:
+def _advice_of_host(changed: ResolvedConfig, model: ModelConfig, world_size: int) -> list[str]:
     """What the machine's memory could take besides."""
     flags, zero, train = [], changed.zero, changed.train
     if zero.offload == "none":

@@ -7,7 +7,7 @@ from functools import cache
 import torch
 from torch import nn
 
-from launcher.config.sections import RunConfig
+from launcher.config.resolved import ResolvedConfig
 from launcher.plan.world import World
 from longctx.config import ModelConfig
 from longctx.model.decoder import Decoder
@@ -16,7 +16,7 @@ from parallel.experts.dispatcher import AllToAllDispatcher
 from parallel.mesh import Mesh
 
 
-def planned_mesh(config: RunConfig, world: World) -> Mesh:
+def planned_mesh(config: ResolvedConfig, world: World) -> Mesh:
     """The mesh as rank 0 would have it, without process groups."""
     parallel = config.parallel
     return Mesh(
@@ -29,17 +29,17 @@ def planned_mesh(config: RunConfig, world: World) -> Mesh:
     )
 
 
-def build_shapes(config: RunConfig) -> Decoder:
+def build_shapes(config: ResolvedConfig) -> Decoder:
     """The decoder of a run on the meta device, with one rank's experts; the same object for the same model."""
     return _decoder(config.model.config(), config.parallel.expert)
 
 
-def num_parameters(config: RunConfig) -> int:
+def num_parameters(config: ResolvedConfig) -> int:
     """Values of the weights that a rank holds before ZeRO, and whose gradients it sends."""
     return _count(build_shapes(config))
 
 
-def num_layer_parameters(config: RunConfig, layer: int | None = None) -> int:
+def num_layer_parameters(config: ResolvedConfig, layer: int | None = None) -> int:
     """Those of one layer, or of all layers: what embedding, last norm and output head leave."""
     layers = build_shapes(config).model.layers
     if layer is None:

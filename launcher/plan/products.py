@@ -12,7 +12,7 @@ from functools import cache
 
 from torch import nn
 
-from launcher.config.sections import RunConfig
+from launcher.config.resolved import ResolvedConfig
 from launcher.plan.hardware import Hardware
 from launcher.plan.parameters import build_shapes
 from launcher.plan.rates import Rate
@@ -33,7 +33,7 @@ class Weight:
     """Whether it is the last product of its part of a layer, whose result no backward reads."""
 
 
-def weights_of_layers(config: RunConfig) -> Counter[Weight]:
+def weights_of_layers(config: ResolvedConfig) -> Counter[Weight]:
     """The weights of all layers, alike ones counted: no tables, norms and biases, and neither embedding nor head."""
     return _weights_in(build_shapes(config).model.layers)
 
@@ -52,9 +52,9 @@ def _weights_in(layers: nn.Module) -> Counter[Weight]:
     return found
 
 
-def product_seconds(config: RunConfig, tokens: int, hardware: Hardware) -> float:
+def product_seconds(config: ResolvedConfig, tokens: int, hardware: Hardware) -> float:
     """Forward, backward and what is computed again of it, for a rank's ``tokens`` of a micro-batch."""
-    chunk = min(config.chunk_tokens or tokens, tokens)
+    chunk = min(config.train.chunk_tokens or tokens, tokens)
     total, chosen = 0.0, config.model.experts_per_token
     for weight, count in weights_of_layers(config).items():
         rows, at_once = float(tokens), float(chunk)
@@ -67,7 +67,7 @@ def product_seconds(config: RunConfig, tokens: int, hardware: Hardware) -> float
     return total + _head_seconds(config, tokens, hardware)
 
 
-def _head_seconds(config: RunConfig, tokens: int, hardware: Hardware) -> float:
+def _head_seconds(config: ResolvedConfig, tokens: int, hardware: Hardware) -> float:
     """The logits and their two products back, never computed again."""
     head = Weight(config.model.vocab_size, config.model.hidden_size)
     at_once = min(tokens, tokens_of_chunk(head.outer, head.inner, hardware.device_type))
@@ -75,7 +75,7 @@ def _head_seconds(config: RunConfig, tokens: int, hardware: Hardware) -> float:
 
 
 def _seconds(
-    config: RunConfig, hardware: Hardware, weight: Weight, rows: float, at_once: float, forwards: int
+    config: ResolvedConfig, hardware: Hardware, weight: Weight, rows: float, at_once: float, forwards: int
 ) -> float:
     """``rows`` through a weight, so many ``at_once``."""
     # The rate is that of a product of as many values, as if the weight were square.
@@ -89,13 +89,13 @@ def _seconds(
     return forwards * of(hardware.product_flops) + 2 * of(hardware.product_backward_flops)
 
 
-def _again(config: RunConfig, weight: Weight) -> int:
+def _again(config: ResolvedConfig, weight: Weight) -> int:
     """Whether backward computes a product of forward once more."""
     train = config.train
     if weight.num_experts:
         # An expert's last product is never formed again, and the others where their result was not saved.
         return int(not weight.is_last and (train.keep != "all" or train.recompute_experts == "all"))
-    if config.chunk_tokens:
+    if config.train.chunk_tokens:
         return int(not weight.is_last)
     return int(train.keep != "all")
 

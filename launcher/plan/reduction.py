@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from launcher.config.sections import RunConfig
+from launcher.config.resolved import ResolvedConfig
 from launcher.config.zero import zero_options
 from longctx.architecture.size import count_parameters
 from parallel.zero.options import overlaps
@@ -44,13 +44,13 @@ class Reduction:
 
 
 def reduction_bytes(
-    config: RunConfig, parameters: Mapping[str, torch.Size], experts: Set[str], *, world_size: int, device: str
+    config: ResolvedConfig, parameters: Mapping[str, torch.Size], experts: Set[str], *, world_size: int, device: str
 ) -> Reduction:
     """What the config's ZeRO stage takes on a ``device`` ("cuda", "cpu") that holds these ``parameters``.
 
     ``experts`` names those of them that fewer ranks share: they are reduced apart from the others.
     """
-    stage = config.zero_stage
+    stage = config.zero.stage
     sizes = {name: shape.numel() for name, shape in parameters.items()}
     if stage == 0 or (stage == 1 and config.dtype == torch.bfloat16 and config.zero.offload == "none"):
         of_experts = sum(size for name, size in sizes.items() if name in experts)

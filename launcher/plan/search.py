@@ -15,11 +15,10 @@ from typing import Any
 from launcher.config.sections import RunConfig
 from launcher.config.side_by_side import padded_documents
 from launcher.plan.documents import documents_of
-from launcher.plan.estimate import HEADROOM, estimate_ranks, fits_rows, with_rows
+from launcher.plan.estimate import HEADROOM, estimate_ranks, fits_rows, planned, with_rows
 from launcher.plan.hardware import Hardware
 from launcher.plan.longest import longest_row
 from launcher.plan.seconds import slowest
-from launcher.plan.settled import settled
 from launcher.plan.world import RANKS_IN_A_NODE, World
 from longctx.errors import ConfigError
 
@@ -160,7 +159,7 @@ def nearest(
 ) -> Nearest:
     """What would fit, seen from the leanest settings that do not."""
     hardware = leanest.hardware
-    config = settled(leanest.config, world, document_tokens=document_tokens, device_type=hardware.device_type)
+    config = planned(leanest.config, world, hardware, document_tokens=document_tokens)
     longest = longest_row(
         lambda seq_len: fits_rows(config, world, hardware, seq_len, share=1 - HEADROOM),
         unit=128 * config.parallel.context,
@@ -265,7 +264,7 @@ def _divisors(number: int) -> list[int]:
 
 
 def _candidate(config: RunConfig, world: World, hardware: Hardware, document_tokens: int) -> Candidate:
-    on_device = settled(config, world, document_tokens=document_tokens, device_type=hardware.device_type)
+    on_device = planned(config, world, hardware, document_tokens=document_tokens)
     documents = padded_documents(on_device, documents_of(on_device, document_tokens))
     ranks, host_bytes = estimate_ranks(on_device, world, hardware, documents)
     return Candidate(

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from math import comb
 
-from launcher.config.sections import RunConfig
+from launcher.config.resolved import ResolvedConfig
 from launcher.plan.activations import Activations
 from launcher.plan.attention import Attention, attention_of_rank
 from launcher.plan.elementwise import elementwise_seconds
@@ -56,7 +56,7 @@ class StepSeconds:
 
 
 def step_seconds(
-    config: RunConfig,
+    config: ResolvedConfig,
     world: World,
     kind: RankKind,
     documents: PackedDocuments,
@@ -100,7 +100,7 @@ def step_seconds(
     )
 
 
-def _forwards(config: RunConfig) -> int:
+def _forwards(config: ResolvedConfig) -> int:
     """How often attention goes forward."""
     if config.train.keep == "inputs":
         return 2
@@ -123,12 +123,12 @@ def _waits(attention: Attention, computing: float, hardware: Hardware, *, width:
     return _waited(max(within, afar) + attention.messages * hardware.message_seconds, computing, hardware)
 
 
-def _host_seconds(config: RunConfig, tokens: int, micro_batches: float, hardware: Hardware) -> float:
+def _host_seconds(config: ResolvedConfig, tokens: int, micro_batches: float, hardware: Hardware) -> float:
     """Calling operators and bookkeeping, where nothing hides them."""
     chunks, again = 1, 0.0
-    if config.chunk_tokens:
-        chunks = -(-tokens // config.chunk_tokens)
-    if config.train.keep != "all" or config.chunk_tokens:
+    if config.train.chunk_tokens:
+        chunks = -(-tokens // config.train.chunk_tokens)
+    if config.train.keep != "all" or config.train.chunk_tokens:
         # A second forward pass, of three parts of which backward is two.
         again = 1 / 3
     of_layer, of_micro_batch, of_step = (
@@ -139,18 +139,18 @@ def _host_seconds(config: RunConfig, tokens: int, micro_batches: float, hardware
     return micro_batches * (layers + of_micro_batch) + of_step
 
 
-def _of_stage(seconds: Rate | None, config: RunConfig) -> float:
+def _of_stage(seconds: Rate | None, config: ResolvedConfig) -> float:
     """What a measured profile says of the run's ZeRO stage; 0 where none was measured."""
     if seconds is None:
         return 0.0
-    return seconds.at(config.train.dtype, stage=config.zero_stage + 1)
+    return seconds.at(config.train.dtype, stage=config.zero.stage + 1)
 
 
 # ------------------------------------------------------------------------------------------------------------ messages
 
 
 def _ulysses_seconds(
-    config: RunConfig, model: ModelConfig, world: World, documents: PackedDocuments, hardware: Hardware
+    config: ResolvedConfig, model: ModelConfig, world: World, documents: PackedDocuments, hardware: Hardware
 ) -> float:
     """Heads for rows and back: forward, backward, and once more what is projected again."""
     ulysses = config.parallel.ulysses
@@ -160,7 +160,7 @@ def _ulysses_seconds(
     row = model.num_heads * (model.head_dim + model.value_dim) + 2 * model.num_kv_heads * model.head_dim
     sent = tokens * row * config.dtype.itemsize * (ulysses - 1) / ulysses
     passes = 2
-    if config.train.keep != "all" or config.chunk_tokens:
+    if config.train.keep != "all" or config.train.chunk_tokens:
         passes = 3
     # Four messages a pass: queries, keys, values, output.
     bandwidth = _exchange_rate(ulysses, world, hardware).at(bytes=max(1.0, sent / 4))
@@ -174,7 +174,7 @@ def _exchange_rate(ranks: int, world: World, hardware: Hardware) -> Rate:
     return hardware.exchange_bandwidth
 
 
-def _expert_seconds(config: RunConfig, model: ModelConfig, world: World, tokens: int, hardware: Hardware) -> float:
+def _expert_seconds(config: ResolvedConfig, model: ModelConfig, world: World, tokens: int, hardware: Hardware) -> float:
     """Tokens to their experts and back, forward and backward, and the way there once more where it is not saved."""
     ranks = config.parallel.expert
     if ranks == 1:
@@ -192,7 +192,7 @@ def _expert_seconds(config: RunConfig, model: ModelConfig, world: World, tokens:
 
 
 def _state_seconds(
-    config: RunConfig, world: World, micro_batches: int, memory: Memory, computing: float, hardware: Hardware
+    config: ResolvedConfig, world: World, micro_batches: int, memory: Memory, computing: float, hardware: Hardware
 ) -> tuple[float, float]:
     """(seconds of gradients and weights between ranks, seconds of the update) a step.
 
@@ -204,14 +204,14 @@ def _state_seconds(
         zero = _waited(reducing, computing, hardware) + gathering
         return zero, _optimizer_seconds(config, memory, hardware)
     # What DeepSpeed takes for each parameter was measured whole, with as many ranks.
-    stage, parameters = config.zero_stage + 1, num_parameters(config)
+    stage, parameters = config.zero.stage + 1, num_parameters(config)
     adding, reducing, updating = (
         parameters / rate.at(config.train.dtype, stage=stage) for rate in rates if rate is not None
     )
     return (micro_batches - 1) * adding + reducing, updating
 
 
-def _zero_seconds(config: RunConfig, world: World, micro_batches: int, hardware: Hardware) -> tuple[float, float]:
+def _zero_seconds(config: ResolvedConfig, world: World, micro_batches: int, hardware: Hardware) -> tuple[float, float]:
     """(seconds of reducing and gathering beside computation, seconds of gathering that nothing hides) a step."""
     if world.ranks == 1:
         return 0.0, 0.0
@@ -221,7 +221,7 @@ def _zero_seconds(config: RunConfig, world: World, micro_batches: int, hardware:
     if world.ranks > world.ranks_per_node:
         # All devices of a machine carry what crosses.
         bandwidth = min(bandwidth, world.ranks_per_node * hardware.network_bandwidth.at(bytes=parameters * _FLOAT32))
-    stage = config.zero_stage
+    stage = config.zero.stage
     if stage == 3:
         gathered = 2 * micro_batches * parameters * width
         return (micro_batches * parameters * _FLOAT32 + gathered) / bandwidth, 0.0
@@ -235,7 +235,7 @@ def _zero_seconds(config: RunConfig, world: World, micro_batches: int, hardware:
     return reductions * parameters * _FLOAT32 / bandwidth, after / bandwidth
 
 
-def _optimizer_seconds(config: RunConfig, memory: Memory, hardware: Hardware) -> float:
+def _optimizer_seconds(config: ResolvedConfig, memory: Memory, hardware: Hardware) -> float:
     """AdamW reads master, both moments and gradient, and writes all but the last, and the weight."""
     values = memory.moments / (2 * _FLOAT32)
     bandwidth = hardware.memory_bandwidth.at(config.train.dtype, bytes=max(1.0, values * _FLOAT32))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from launcher.config.sections import RunConfig
+from launcher.config.resolved import ResolvedConfig
 from longctx.architecture.rules import GATED
 
 _LOGSUMEXP = 8
@@ -16,7 +16,7 @@ class TokenBytes:
     log-sum-exp.
     """
 
-    def __init__(self, config: RunConfig) -> None:
+    def __init__(self, config: ResolvedConfig) -> None:
         self.config, self.model, self.width = config, config.model.config(), config.dtype.itemsize
         model, width = self.model, self.width
         self.x = model.hidden_size * width
@@ -24,7 +24,7 @@ class TokenBytes:
         self.out = model.num_heads * model.value_dim * width
         self.kv = model.num_kv_heads * (model.head_dim + model.value_dim) * width
         self.lse = model.num_heads * _LOGSUMEXP
-        self.chunked = bool(config.chunk_tokens)
+        self.chunked = bool(config.train.chunk_tokens)
 
     def kept_of(self, layer: int) -> int:
         """What forward keeps of a layer."""

@@ -22,7 +22,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from launcher.config.sections import RunConfig
+from launcher.config.resolved import ResolvedConfig
 from launcher.plan.token_bytes import TokenBytes
 
 _FLOAT32 = 4
@@ -47,7 +47,7 @@ class BackwardCall:
     """Bytes of a value of queries, keys and values."""
 
 
-def expected_kernel(config: RunConfig, device_type: str = "cuda") -> str:
+def expected_kernel(config: ResolvedConfig, device_type: str = "cuda") -> str:
     """Return the attention kernel that a run is expected to take where it leaves the choice to the machine.
 
     No flash-attn is installed by `make setup`, so ``auto`` is PyTorch's own kernel; FlexAttention where that lacks the

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import torch
 
-from launcher.config.sections import RunConfig
+from launcher.config.resolved import ResolvedConfig
 from launcher.plan.documents import documents_of
 from longctx.batch import Batch
 
 
-def synthetic_batch(config: RunConfig, document_tokens: int = 0) -> Batch:
+def synthetic_batch(config: ResolvedConfig, document_tokens: int = 0) -> Batch:
     """``train.micro_batch_rows`` full rows of documents of this length (0: a row each). Token ids are 0."""
     rows, tokens = config.train.micro_batch_rows, config.data.seq_len
     documents = documents_of(config, document_tokens)

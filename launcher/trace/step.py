@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from launcher.config.sections import RunConfig
+from launcher.config.resolved import ResolvedConfig
 from launcher.plan.figures import StepBytes
 from launcher.plan.world import World
 from launcher.plan.zero import partition_bytes
@@ -38,7 +38,7 @@ DEVICE = torch.device("cuda", 0)
 
 
 def trace_rank(
-    config: RunConfig, world: World, rank: int, *, document_tokens: int = 0, capability: tuple[int, int] = (9, 0)
+    config: ResolvedConfig, world: World, rank: int, *, document_tokens: int = 0, capability: tuple[int, int] = (9, 0)
 ) -> RankTrace:
     """What one step of a rank takes. This process is that rank from now on, and good for nothing else.
 
@@ -78,7 +78,7 @@ def _links(rank: int, world: World, mesh: Mesh) -> Links:
     return links
 
 
-def _build(config: RunConfig, mesh: Mesh, recorder: Recorder) -> CausalLM:
+def _build(config: ResolvedConfig, mesh: Mesh, recorder: Recorder) -> CausalLM:
     """The module of a run, its weights in the run's dtype, with gradients beside them."""
     dispatcher = None
     if config.parallel.expert > 1:
@@ -106,7 +106,7 @@ def _convert(module: CausalLM, dtype: torch.dtype) -> None:
 class _Step:
     """One step under way, and what it has been seen to take."""
 
-    def __init__(self, config: RunConfig, mesh: Mesh, module: CausalLM, recorder: Recorder) -> None:
+    def __init__(self, config: ResolvedConfig, mesh: Mesh, module: CausalLM, recorder: Recorder) -> None:
         self.config, self.mesh, self.module, self.recorder = config, mesh, module, recorder
         self.is_whole = True
         """Whether the trace came to the step's end."""
@@ -201,10 +201,10 @@ class _Step:
         )
 
 
-def _partition(module: CausalLM, config: RunConfig, mesh: Mesh) -> list[int]:
+def _partition(module: CausalLM, config: ResolvedConfig, mesh: Mesh) -> list[int]:
     """Values of the flat masters that this rank updates: matrices, then norms and biases."""
     ranks = mesh.world_size
-    if config.zero_stage == 0:
+    if config.zero.stage == 0:
         ranks = 1
     sizes: dict[bool, int] = {True: 0, False: 0}
     for p in module.parameters():

@@ -13,11 +13,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from launcher.config.resolved import ResolvedConfig
 from launcher.config.sections import RunConfig
-from launcher.plan.chunks import settle_chunks
-from launcher.plan.estimate import HEADROOM, fits
+from launcher.plan.estimate import planned
 from launcher.plan.hardware import Hardware, load_hardware
-from launcher.plan.settled import settled
 from launcher.plan.world import RankKind, World, rank_kinds
 from launcher.trace.figures import RankTrace
 from launcher.trace.places import ROOT
@@ -37,7 +36,7 @@ It takes 6 GB of disk. On a machine with GPUs `make setup` has installed that bu
 class RunTrace:
     """A run's step, as each kind of rank meets it."""
 
-    config: RunConfig
+    config: ResolvedConfig
     world: World
     document_tokens: int
     capability: tuple[int, int]
@@ -67,17 +66,14 @@ def check_cuda_build() -> None:
 
 
 def traced_config(
-    config: RunConfig, world: World, *, document_tokens: int, hardware: Hardware | None = None
-) -> RunConfig:
+    asked: RunConfig, world: World, *, document_tokens: int, hardware: Hardware | None = None
+) -> ResolvedConfig:
     """The config as it is on GPUs, nothing left to the machine or the data. ConfigError for what a run would refuse.
 
     ``train.chunk_tokens = "auto"`` is what ``hardware`` has memory for; None is an H100.
     """
     gpu = hardware or load_hardware("h100")
-    config = settled(config, world, document_tokens=document_tokens)
-    config = settle_chunks(
-        config, lambda one: fits(one, world, gpu, share=1 - HEADROOM, document_tokens=document_tokens)
-    )
+    config = planned(asked, world, gpu, document_tokens=document_tokens)
     # A compiler's graphs do not go through the trace; the report says so.
     config = dataclasses.replace(config, train=dataclasses.replace(config.train, compile="off"))
     _check_store(config)
@@ -88,7 +84,7 @@ def traced_config(
     return config
 
 
-def _check_store(config: RunConfig) -> None:
+def _check_store(config: ResolvedConfig) -> None:
     """ConfigError where values would be written to a disk: there are none."""
     if config.train.store == "disk":
         raise ConfigError(
@@ -98,7 +94,7 @@ def _check_store(config: RunConfig) -> None:
 
 
 def trace_run(
-    config: RunConfig,
+    asked: RunConfig,
     world: World,
     *,
     document_tokens: int = 0,
@@ -108,7 +104,7 @@ def trace_run(
 ) -> RunTrace:
     """Trace one step of each kind of rank. LongCtxError where this cannot be done here, or the run would be refused."""
     check_cuda_build()
-    config = traced_config(config, world, document_tokens=document_tokens, hardware=hardware)
+    config = traced_config(asked, world, document_tokens=document_tokens, hardware=hardware)
     kinds, traces = rank_kinds(config), []
     # One after another: a trace takes seconds, and memory for a hundred thousand tensors.
     for kind in kinds:
@@ -131,7 +127,7 @@ def trace_run(
     )
 
 
-def _check_scores(config: RunConfig) -> None:
+def _check_scores(config: ResolvedConfig) -> None:
     """ConfigError where scores are more than products: FlexAttention, which has them, wants data."""
     model, rule = config.model, None
     if model.attention_softcap:

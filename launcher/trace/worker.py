@@ -41,6 +41,7 @@ def _trace(orders: dict[str, Any]) -> dict[str, Any]:
     if finish is not None:
         finish()
     from launcher.config.load import from_values
+    from launcher.config.resolved import ResolvedConfig
     from launcher.plan.world import World
     from launcher.trace.step import trace_rank
 
@@ -51,7 +52,7 @@ def _trace(orders: dict[str, Any]) -> dict[str, Any]:
     if finish is None and torch.cuda.is_available():
         capability = torch.cuda.get_device_capability()
     trace = trace_rank(
-        from_values(orders["config"]),
+        ResolvedConfig.of(from_values(orders["config"])),
         World(**orders["world"]),
         orders["rank"],
         document_tokens=orders["document_tokens"],

@@ -7,11 +7,10 @@ import dataclasses
 import torch
 
 from data_pipeline.rows.batches import Share
-from launcher.config.sections import RunConfig
+from launcher.config.resolved import ResolvedConfig
 from launcher.config.side_by_side import padded_documents, padded_tokens
 from launcher.training.compiling import compiler_of
 from longctx.batch import Batch, PackedDocuments
-from longctx.kernels.processor import fastest_products
 from longctx.model.experts.dispatch import TokenDispatcher
 from longctx.model.training_pass import Execution
 from longctx.objectives.causal_lm import CausalLM
@@ -21,19 +20,16 @@ from parallel.parallelize import build_parallel_model
 
 
 def build_causal_lm(
-    config: RunConfig, mesh: Mesh, *, dispatcher: TokenDispatcher | None = None, device: str = "meta"
+    config: ResolvedConfig, mesh: Mesh, *, dispatcher: TokenDispatcher | None = None, device: str = "meta"
 ) -> CausalLM:
     """The decoder over the mesh's ranks, and its objective; weights are unset, on ``device``.
 
-    ``config`` has its layout and ``train.compile`` settled. ``dispatcher`` None is the mesh's.
+    ``dispatcher`` None is the mesh's.
     """
     train, parallel = config.train, config.parallel
     communication_dtype = None
     if parallel.communication_dtype != "float32":
         communication_dtype = getattr(torch, parallel.communication_dtype)
-    products = train.products
-    if products == "auto":
-        products = fastest_products()
     return build_parallel_model(
         config.model.config(),
         mesh,
@@ -46,11 +42,11 @@ def build_causal_lm(
             keep=train.keep,
             store=train.store,
             store_path=train.store_path,
-            chunk_tokens=config.chunk_tokens,
+            chunk_tokens=config.train.chunk_tokens,
             head_groups=train.head_groups,
             recompute_experts=train.recompute_experts,
-            expert_tile_tokens=config.expert_tile_tokens,
-            products=products,
+            expert_tile_tokens=config.parallel.expert_tile_tokens,
+            products=train.products,
             compiler=compiler_of(config),
         ),
         dispatcher=dispatcher,
@@ -61,12 +57,12 @@ def build_causal_lm(
     )
 
 
-def build_layout(config: RunConfig, mesh: Mesh, documents: PackedDocuments) -> SequenceLayout:
+def build_layout(config: ResolvedConfig, mesh: Mesh, documents: PackedDocuments) -> SequenceLayout:
     """Where the tokens of a micro-batch live; ``config`` has its layout settled."""
     return SequenceLayout.build(config.parallel.layout, documents.num_tokens, mesh.context, documents, mesh.ulysses)
 
 
-def share_of(documents: PackedDocuments, config: RunConfig, mesh: Mesh) -> Share:
+def share_of(documents: PackedDocuments, config: ResolvedConfig, mesh: Mesh) -> Share:
     """Which tokens of a micro-batch with these documents are this rank's; ``config`` has its layout settled."""
     # Rows side by side need not divide by the ranks: padding behind them does.
     padded = padded_documents(config, documents)
@@ -75,7 +71,7 @@ def share_of(documents: PackedDocuments, config: RunConfig, mesh: Mesh) -> Share
     return Share(padded, layout.rank_runs(mesh.context_rank), layout)
 
 
-def shard_batch(batch: Batch, config: RunConfig, mesh: Mesh) -> Batch:
+def shard_batch(batch: Batch, config: ResolvedConfig, mesh: Mesh) -> Batch:
     """This rank's tokens of a whole micro-batch that did not come from a loader, where the batch is: on the CPU."""
     batch = batch.padded(padded_tokens(config, batch.documents.num_tokens))
     layout = build_layout(config, mesh, batch.documents)

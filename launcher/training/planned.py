@@ -11,7 +11,7 @@ from typing import Any
 
 import psutil
 
-from launcher.config.sections import RunConfig
+from launcher.config.resolved import ResolvedConfig
 from launcher.metrics.record import Record
 from launcher.plan.estimate import estimate_ranks
 from launcher.plan.figures import StepBytes
@@ -75,7 +75,9 @@ class Expected:
         return found
 
 
-def expect(config: RunConfig, world: World, documents: PackedDocuments, *, device_name: str, steps: int) -> Expected:
+def expect(
+    config: ResolvedConfig, world: World, documents: PackedDocuments, *, device_name: str, steps: int
+) -> Expected:
     """The arithmetic for a settled ``config``; ``documents`` are those of a micro-batch on this rank's context group.
 
     ``device_name`` is "cpu" or a GPU's name.
@@ -166,7 +168,7 @@ def _duration(seconds: float) -> str:
     return f"{seconds / 3600:,.1f} hours"
 
 
-def check_planned_memory(config: RunConfig, expected: Expected, *, ranks_here: int, free_bytes: int) -> None:
+def check_planned_memory(config: ResolvedConfig, expected: Expected, *, ranks_here: int, free_bytes: int) -> None:
     """ConfigError where a rank's peak is more than is free; ``free_bytes`` are a GPU's, or for all ranks."""
     if not config.run.memory_check:
         return

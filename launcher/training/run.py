@@ -15,7 +15,7 @@ from data_pipeline.loader import Loader, ValidationLoader
 from data_pipeline.rows.batches import Share
 from launcher.checkpoint.saver import Saver, run_saver
 from launcher.cluster.stopping import Stop
-from launcher.config.sections import RunConfig
+from launcher.config.resolved import ResolvedConfig
 from launcher.metrics.record import Record
 from launcher.training.expert_record import expert_layers
 from launcher.training.feed import StepData, StepFeed
@@ -64,7 +64,7 @@ class Progress:
 class Run:
     """What the steps of a run share. Built once, by ``build_run``; nothing in it is replaced afterwards."""
 
-    config: RunConfig
+    config: ResolvedConfig
     model: ModelConfig
     mesh: Mesh
     device: torch.device

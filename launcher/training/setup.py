@@ -23,6 +23,8 @@ from launcher.checkpoint.load import load_checkpoint, load_weights
 from launcher.checkpoint.tokenizers import check_same_data, check_same_tokenizer, uncompared_files
 from launcher.cluster.stopping import Stop
 from launcher.config.lockstep import in_lockstep
+from launcher.config.resolve import Choice, Data, resolve, settle
+from launcher.config.resolved import ResolvedConfig
 from launcher.config.sections import DataSection, RunConfig
 from launcher.config.side_by_side import padded_documents
 from launcher.config.zero import zero_options
@@ -32,12 +34,11 @@ from launcher.metrics.trackers.feed import check_trackers
 from launcher.plan.memory import check_memory, free_bytes, memory_of_rank
 from launcher.plan.world import World
 from launcher.run_folder import LOGS, hold_folder, prepare_folder, start_logging
-from launcher.training.chunks import settle_free_chunks
-from launcher.training.compiling import settle_compile
 from launcher.training.data_check import check_data
 from launcher.training.data_fetch import fetch_data
 from launcher.training.exclusions import exclusion_event, exclusion_lines
 from launcher.training.history import History
+from launcher.training.machine import device_of_ranks, machine_of_ranks
 from launcher.training.model import build_causal_lm, build_layout
 from launcher.training.origin import Kind, Origin, converted, find_origin, hf_type
 from launcher.training.planned import Expected, check_planned_memory, expect
@@ -50,7 +51,6 @@ from longctx.conversion.companions import read_notices
 from longctx.errors import ConfigError
 from longctx.tokenizer import load_tokenizer
 from longctx.tokenizer.load import has_tokenizer
-from parallel.layout.select import AUTO, choose_layout
 from parallel.mesh import Mesh
 from parallel.runtime.device import device_name
 from parallel.runtime.process import on_every_rank, on_rank_0
@@ -64,12 +64,16 @@ from parallel.zero.options import check_device
 log = logging.getLogger(__name__)
 
 
-def build_run(config: RunConfig, device: torch.device, stop: Stop | None = None) -> Run:
-    """Check and build everything; every rank alike. The process group must be up.
+def build_run(asked: RunConfig, device: torch.device, stop: Stop | None = None) -> Run:
+    """Resolve what was asked for, check and build everything; every rank alike. The process group must be up.
 
     Without a ``stop`` nothing asks the run to end before its last step.
     Collective. What a resumed run did after its checkpoint is still in the folder: ``Trainer.train`` sets it aside.
     """
+    machine = device_of_ranks(device)
+    settled = settle(asked, machine)
+    # The leanest that it may come to: nothing is known of the data yet, and of the memory only what a run is sure of.
+    config = resolve(settled, replace(machine, fits=lambda _: False), Data(is_packed=True))
     model, parallel = config.model.config(), config.parallel
     mesh = Mesh.build(
         context=parallel.context,
@@ -96,10 +100,14 @@ def build_run(config: RunConfig, device: torch.device, stop: Stop | None = None)
     _check_data(config, loader, validation)
     tokenizer_files = on_every_rank(lambda: _tokenizer_files(origin.folder, loader, validation, mesh))
     on_every_rank(lambda: _take_order(origin, loader, config.data))
-    config = settle_compile(settle_layout(config, model, loader), device)
-    config = settle_free_chunks(config, mesh, device)
-    if validation is None:
-        config = _without_validation(config, is_rank_0=mesh.rank == 0)
+    machine = machine_of_ranks(machine, settled, mesh, device)
+    data = Data(
+        is_packed=leaves_remainders(loader.folders, config.data.seq_len),
+        has_held_out=validation is not None,
+        name=str(config.data.train),
+    )
+    # Rank 0 for all: a profile that was measured lies in its working folder.
+    config = on_rank_0(lambda: resolve(settled, machine, data, say=_say))
     # The others wait: rank 0 alone needs a first block of rows now.
     excluded = exclusion_lines(_all_folders(loader, validation))
     expected = on_rank_0(lambda: _say_start(config, model, device, origin, loader, mesh=mesh, excluded=excluded))
@@ -141,8 +149,16 @@ def build_run(config: RunConfig, device: torch.device, stop: Stop | None = None)
     )
 
 
+def _say(choice: Choice) -> None:
+    """Log what a step of ``resolve`` chose, and why."""
+    level = logging.INFO
+    if choice.is_warning:
+        level = logging.WARNING
+    log.log(level, "%s", choice.why)
+
+
 def _say_start(
-    config: RunConfig,
+    config: ResolvedConfig,
     model: ModelConfig,
     device: torch.device,
     origin: Origin,
@@ -182,7 +198,7 @@ def _say_start(
     return expected
 
 
-def first_degrees(config: RunConfig, mesh: Mesh, loader: Loader) -> list[Degrees]:
+def first_degrees(config: ResolvedConfig, mesh: Mesh, loader: Loader) -> list[Degrees]:
     """How the micro-batches of the next step come to lie on this rank's group; none where the degree is fixed."""
     if not config.parallel.tokens_per_rank:
         return []
@@ -194,7 +210,7 @@ def first_degrees(config: RunConfig, mesh: Mesh, loader: Loader) -> list[Degrees
 
 
 def _open_data(
-    config: RunConfig, model: ModelConfig, mesh: Mesh, origin: Kind
+    config: ResolvedConfig, model: ModelConfig, mesh: Mesh, origin: Kind
 ) -> tuple[Loader, ValidationLoader | None]:
     """The loaders of the training data and of the validation data; ConfigError when the model has too few tokens."""
     common: dict[str, Any] = {
@@ -249,7 +265,7 @@ def _validation_data(data: DataSection) -> tuple[str | Path | None, bool]:
     return None, False
 
 
-def _check_data(config: RunConfig, loader: Loader, validation: ValidationLoader | None) -> None:
+def _check_data(config: ResolvedConfig, loader: Loader, validation: ValidationLoader | None) -> None:
     """Read the files that data.verify asks for; the log says how much that was. Collective.
 
     What is not here yet is fetched first.
@@ -309,36 +325,6 @@ def _tokenizer_files(
     return uncompared_files(origin, loader.shards.tokenizer()) | notices
 
 
-def _without_validation(config: RunConfig, *, is_rank_0: bool) -> RunConfig:
-    """The config of a run that never validates; the log says what to set where that was not asked for."""
-    if config.validation.rows and is_rank_0:
-        log.warning(
-            "data.train=%s holds no held-out documents, so this run never validates.\n"
-            "Name a shard folder as data.validation, or build the data with a larger --validation-fraction; "
-            "validation.rows=0 says that it is meant.",
-            config.data.train,
-        )
-    return replace(config, validation=replace(config.validation, rows=0))
-
-
-def settle_layout(config: RunConfig, model: ModelConfig, loader: Loader) -> RunConfig:
-    """The config with ``parallel.layout = "auto"`` replaced by what it comes to; the log says why."""
-    parallel = config.parallel
-    if parallel.layout != AUTO:
-        return config
-    layout, reason = choose_layout(
-        num_tokens=config.data.seq_len * config.train.micro_batch_rows,
-        degree=parallel.context,
-        ulysses=parallel.ulysses,
-        packed=leaves_remainders(loader.folders, config.data.seq_len) or config.train.micro_batch_rows > 1,
-        layers=model.layers,
-        window=model.window,
-        side_by_side=parallel.tokens_per_rank > 0,
-    )
-    log.info("parallel.layout=auto is %s: %s.", layout, reason)
-    return config.with_layout(layout)
-
-
 _LOOKED_AT = 1 << 16
 """Documents whose lengths are looked at where the manifest does not tell whether rows are packed."""
 
@@ -365,7 +351,7 @@ def _leaves_remainders(shards: ShardSet, seq_len: int) -> bool:
     return bool((first % seq_len).any())
 
 
-def build_engine(config: RunConfig, mesh: Mesh, *, accumulation: int) -> ZeroEngine:
+def build_engine(config: ResolvedConfig, mesh: Mesh, *, accumulation: int) -> ZeroEngine:
     """The model over the mesh's ranks, under ZeRO; its weights are unset."""
     train = config.train
     options = OptimizerOptions(
@@ -373,7 +359,7 @@ def build_engine(config: RunConfig, mesh: Mesh, *, accumulation: int) -> ZeroEng
     )
     return ZeroEngine(
         build_causal_lm(config, mesh),
-        stage=config.zero_stage,
+        stage=config.zero.stage,
         dtype=config.dtype,
         accumulation=accumulation,
         options=options,
@@ -400,7 +386,7 @@ def _start(origin: Origin, engine: ZeroEngine, model: ModelConfig) -> None:
     log.info("Started from the weights of %s.", origin.folder)
 
 
-def _open_routing(config: RunConfig, model: ModelConfig, *, first_step: int, resumes: bool) -> RoutingFiles:
+def _open_routing(config: ResolvedConfig, model: ModelConfig, *, first_step: int, resumes: bool) -> RoutingFiles:
     """The files that the run's routing is recorded in and replayed from. Collective."""
     train = config.train
     routing = RoutingFiles(train.record_routing, train.replay_routing, model, train.tokens_per_step)

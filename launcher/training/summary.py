@@ -10,7 +10,7 @@ from typing import Any
 from data_pipeline.mixture.forecast import Forecast
 from data_pipeline.rows.blocks import PackReport
 from launcher.config.model import describe_change, model_changes
-from launcher.config.sections import RunConfig
+from launcher.config.resolved import ResolvedConfig
 from launcher.plan.memory import Memory, gib, memory_by_stage
 from launcher.training.origin import Origin
 from launcher.wording import plural
@@ -25,7 +25,7 @@ from parallel.transport.select import resolve_transport
 class Start:
     """The figures of a run before its first step."""
 
-    config: RunConfig
+    config: ResolvedConfig
     model: ModelConfig
     mesh: Mesh
     device: str
@@ -93,8 +93,8 @@ def _experts(start: Start) -> str:
         line += ", one shared"
     if parallel.expert > 1:
         line += f", {model.num_experts // parallel.expert} on a rank"
-    if start.config.expert_tile_tokens:
-        line += f", {start.config.expert_tile_tokens} tokens at a time"
+    if start.config.parallel.expert_tile_tokens:
+        line += f", {start.config.parallel.expert_tile_tokens} tokens at a time"
     if model.capacity_factor:
         line += f", capacity {model.capacity_factor:g}"
     return line
@@ -121,7 +121,7 @@ def _ranks(start: Start) -> str:
     if mesh.context > 1:
         rows += f" rows by {resolve_transport(config.parallel.transport, mesh)}"
     where = f"{mesh.describe()} on {start.device}"
-    return f"Ranks: {where}, {rows}, ZeRO {config.zero_stage}, {config.train.dtype}."
+    return f"Ranks: {where}, {rows}, ZeRO {config.zero.stage}, {config.train.dtype}."
 
 
 def _side_by_side(start: Start) -> list[str]:
@@ -163,7 +163,7 @@ def _stages(start: Start) -> list[str]:
             f"{name} {gib(getattr(need, name))}" for name in ("weights", "gradients", "masters", "moments")
         )
         chosen = ""
-        if stage == start.config.zero_stage:
+        if stage == start.config.zero.stage:
             chosen = ", this run"
         offloaded = ""
         if need.host:
@@ -366,7 +366,7 @@ _FREE = (
 """Keys that may differ without another course of training: where files are, and where this process ends."""
 
 
-def changed_settings(before: Mapping[str, Any], config: RunConfig) -> dict[str, tuple[Any, Any]]:
+def changed_settings(before: Mapping[str, Any], config: ResolvedConfig) -> dict[str, tuple[Any, Any]]:
     """Keys of a resumed run that are not as its checkpoint has them: name -> (before, now)."""
     now = dataclasses.asdict(config)
     changes: dict[str, tuple[Any, Any]] = {}

@@ -6,7 +6,7 @@ import logging
 import shutil
 from pathlib import Path
 
-from launcher.config.sections import RunConfig
+from launcher.config.resolved import ResolvedConfig
 from launcher.plan.memory import gib, memory_of_rank
 from launcher.wording import plural
 from longctx.config import ModelConfig
@@ -16,7 +16,7 @@ from longctx.swap_file import SwapFile
 log = logging.getLogger(__name__)
 
 
-def check_swap_folders(config: RunConfig, model: ModelConfig, world_size: int, ranks_here: int) -> None:
+def check_swap_folders(config: ResolvedConfig, model: ModelConfig, world_size: int, ranks_here: int) -> None:
     """ConfigError unless ``zero.nvme_path`` and ``train.store_path`` can be written and have room for this machine's
     ranks.
 
@@ -29,7 +29,7 @@ def check_swap_folders(config: RunConfig, model: ModelConfig, world_size: int, r
         _check(config, "train.store_path", config.train.store_path, need.kept_on_disk, ranks_here)
 
 
-def _check(config: RunConfig, key: str, path: str, need: int, ranks_here: int) -> None:
+def _check(config: ResolvedConfig, key: str, path: str, need: int, ranks_here: int) -> None:
     """ConfigError unless the folder has room for ``need`` bytes of each rank."""
     try:
         Path(path).mkdir(parents=True, exist_ok=True)

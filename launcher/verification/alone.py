@@ -12,7 +12,7 @@ from itertools import product
 import torch
 from torch import Tensor
 
-from launcher.config.sections import RunConfig
+from launcher.config.resolved import ResolvedConfig
 from launcher.verification.choices import RouterState, recorded_routers
 from launcher.verification.rows import micro_batch
 from launcher.verification.state import StepState
@@ -29,17 +29,14 @@ from parallel.loss import StepCounts
 class Alone:
     """The model of one process, its float32 masters, and AdamW on them."""
 
-    def __init__(self, config: RunConfig, world_size: int, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(self, config: ResolvedConfig, world_size: int, dtype: torch.dtype, device: torch.device) -> None:
         """Weights begin where those of the run on ``world_size`` ranks do: rounded to its dtype, whatever is here."""
         self.config, self.model = config, config.model.config()
         micro_batches = config.micro_batches(world_size)
         numbers = product(range(len(micro_batches)), range(micro_batches.data_degree))
         self._rows = [micro_batches.rows(number, data_rank) for number, data_rank in numbers]
-        products = config.train.products
-        if products == "auto":
-            products = "native"
         self.lm = CausalLM(
-            Decoder(self.model, seed=config.run.seed, execution=Execution(products=products)),
+            Decoder(self.model, seed=config.run.seed, execution=Execution(products=config.train.products)),
             z_loss=config.train.z_loss,
             label_smoothing=config.train.label_smoothing,
         ).to(device)
@@ -108,7 +105,7 @@ def _gradients(
     masters: dict[str, Tensor],
     batches: list[Batch],
     tokens: list[slice],
-    config: RunConfig,
+    config: ResolvedConfig,
     step: int,
     load_LE: Tensor | None,
     experts_LTk: Tensor | None,
@@ -162,7 +159,7 @@ def _clip(masters: dict[str, Tensor], clip_norm: float) -> float:
     return norm
 
 
-def _adamw(config: RunConfig, masters: dict[str, Tensor]) -> torch.optim.AdamW:
+def _adamw(config: ResolvedConfig, masters: dict[str, Tensor]) -> torch.optim.AdamW:
     train = config.train
     matrices = [p for p in masters.values() if p.ndim >= 2]
     vectors = [p for p in masters.values() if p.ndim < 2]

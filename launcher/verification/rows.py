@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import torch
 
-from launcher.config.sections import RunConfig
+from launcher.config.resolved import ResolvedConfig
 from longctx.batch import IGNORED_TARGET, PADDING_DOCUMENT, Batch, PackedDocuments
 
 _PADDING = 3
 """Tokens at the end of each row that are padding."""
 
 
-def micro_batch(config: RunConfig, step: int, rows_of_step: range) -> Batch:
+def micro_batch(config: ResolvedConfig, step: int, rows_of_step: range) -> Batch:
     """A micro-batch of these rows of a step, counted over all data ranks: packed rows that end in padding."""
     rows, tokens = len(rows_of_step), config.data.seq_len
     generator = torch.Generator().manual_seed((step << 20) + rows_of_step.start)

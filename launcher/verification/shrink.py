@@ -7,7 +7,7 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
-from launcher.config.sections import RunConfig
+from launcher.config.resolved import ResolvedConfig
 from longctx.config import ModelConfig
 
 TOKENS_A_RANK = 256
@@ -21,12 +21,12 @@ MICRO_BATCHES = 2
 class Shrunk:
     """A small configuration, and what was changed to make it."""
 
-    config: RunConfig
+    config: ResolvedConfig
     changes: tuple[str, ...]
     """A line each: key, value before, value after."""
 
 
-def shrink(config: RunConfig, world_size: int) -> Shrunk:
+def shrink(config: ResolvedConfig, world_size: int) -> Shrunk:
     """The configuration with a small model and short rows.
 
     Degrees, layout, transport, kernel, heads, ZeRO, dtype, the number of chunks and all that the loss is made of stay.
@@ -39,14 +39,14 @@ def shrink(config: RunConfig, world_size: int) -> Shrunk:
     rows = sum(sizes) * micro_batches.data_degree
     share = seq_len / config.data.seq_len
     train: dict[str, Any] = {"tokens_per_step": rows * seq_len}
-    if config.chunk_tokens:
-        train["chunk_tokens"] = max(1, math.ceil(config.chunk_tokens * share))
+    if config.train.chunk_tokens:
+        train["chunk_tokens"] = max(1, math.ceil(config.train.chunk_tokens * share))
     parallel: dict[str, Any] = {}
     if config.parallel.tokens_per_rank:
         # Room for as many rows as before.
         parallel["tokens_per_rank"] = math.ceil(sizes[0] * seq_len / context)
-    if config.expert_tile_tokens:
-        parallel["expert_tile_tokens"] = max(1, math.ceil(config.expert_tile_tokens * share))
+    if config.parallel.expert_tile_tokens:
+        parallel["expert_tile_tokens"] = max(1, math.ceil(config.parallel.expert_tile_tokens * share))
     sections = {
         "model": _model(config.model, share, config.parallel.expert),
         "data": {"seq_len": seq_len},
@@ -63,7 +63,7 @@ def shrink(config: RunConfig, world_size: int) -> Shrunk:
     return Shrunk(config, tuple(changes))
 
 
-def _row_tokens(config: RunConfig) -> int:
+def _row_tokens(config: ResolvedConfig) -> int:
     """Tokens of a row of the small run."""
     context, most = config.parallel.context, TOKENS_A_RANK * config.parallel.context
     if config.parallel.tokens_per_rank:

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from launcher.config.sections import RunConfig
+from launcher.config.resolved import ResolvedConfig
 from launcher.training.model import shard_batch
 from launcher.training.routing_files import gather_tokens
 from launcher.training.setup import build_engine
@@ -26,7 +26,7 @@ from parallel.zero.engine import ZeroEngine
 _MASTER, _FIRST_MOMENT = ROLES[0], ROLES[1]
 
 
-def steps_together(config: RunConfig, mesh: Mesh, device: torch.device) -> Iterator[StepState]:
+def steps_together(config: ResolvedConfig, mesh: Mesh, device: torch.device) -> Iterator[StepState]:
     """Every step's state, on rank 0; the others get states without tensors. Collective."""
     train, model = config.train, config.model.config()
     micro_batches = config.micro_batches(mesh.world_size)
@@ -82,7 +82,7 @@ def steps_together(config: RunConfig, mesh: Mesh, device: torch.device) -> Itera
         )
 
 
-def _token_indices(rows: range, shard: Batch, config: RunConfig, mesh: Mesh) -> Tensor:
+def _token_indices(rows: range, shard: Batch, config: ResolvedConfig, mesh: Mesh) -> Tensor:
     """Return which of the step's tokens a micro-batch of these rows has on this rank; -1 for padding behind them."""
     seq_len, layout = config.data.seq_len, shard.placement
     index_T = torch.arange(layout.num_tokens)

@@ -19,7 +19,7 @@ from launcher.evaluation.harness.settings import Settings
 from launcher.recipes.find import find_config, recipes
 from tests.docs.pages import ALL_BLOCKS, ALL_COMMANDS, PAGES, Block, commands_of
 from tests.helpers import REPOSITORY
-from tests.launcher.runs import pretrain, recipe_flags
+from tests.launcher.runs import pretrain, recipe_flags, resolved
 
 SCRIPT, LM_EVAL, VERIFY = "launcher/pretrain.py", "launcher/lm_eval.py", "launcher/verify.py"
 VERBS = {"launcher/evaluate.py": "evaluate", "launcher/generate.py": "generate"}
@@ -89,7 +89,7 @@ def check_start(words: Sequence[str]) -> None:
         at = flags.index("--config")
         flags[at : at + 2] = recipe_flags(find_config(flags[at + 1]))
     config = load_run_config(flags)
-    check_run(config.resolve(native_bfloat16=True), max(config.parallel.context, config.parallel.expert))
+    check_run(resolved(config, native_bfloat16=True), max(config.parallel.context, config.parallel.expert))
 
 
 def is_config(given: str) -> bool:

@@ -24,6 +24,8 @@ from typing import Any
 import psutil
 
 from launcher.config.load import load_run_config
+from launcher.config.resolve import Data, Machine, resolve
+from launcher.config.resolved import ResolvedConfig
 from launcher.config.sections import RunConfig
 from tests.helpers import REPOSITORY
 from tests.longctx.families.hub_configs import HUB
@@ -68,6 +70,19 @@ def flags(shards: Path, output: Path, changed: Mapping[str, Any] | None = None) 
 def tiny_config(shards: Path, output: Path, changed: Mapping[str, Any] | None = None) -> RunConfig:
     """The same as a config, for workers that no launcher started."""
     return load_run_config(flags(shards, output, {"run.hostfile": "none", **(changed or {})}))
+
+
+def resolved(
+    config: RunConfig,
+    *,
+    native_bfloat16: bool = False,
+    device_type: str = "cpu",
+    ranks: int = 1,
+    fits: Callable[[ResolvedConfig], bool] = lambda config: True,
+) -> ResolvedConfig:
+    """What a config comes to on such a machine, with documents of any length."""
+    machine = Machine(ranks=ranks, device_type=device_type, native_bfloat16=native_bfloat16, fits=fits)
+    return resolve(config, machine, Data(is_packed=True))
 
 
 def recipe_flags(recipe: Path) -> list[str]:

@@ -16,6 +16,7 @@ from launcher.config.load import load_run_config
 from launcher.measure.run import MeasureOptions, _num_ranks
 from longctx.errors import ConfigError
 from parallel.runtime.device import choose_device
+from tests.launcher.runs import resolved
 
 
 @pytest.fixture
@@ -50,7 +51,7 @@ def test_a_run_is_refused_and_both_lines_are_runs(two_ranks, monkeypatch, script
     assert (one, two) == (1, 2)
     for ranks, arguments in ((one, on_gpu), (two, on_cpu)):
         config = load_run_config(arguments)
-        check_run(config.resolve(native_bfloat16=True), ranks)
+        check_run(resolved(config, native_bfloat16=True), ranks)
     # The first would take the GPU, which this machine lacks.
     assert load_run_config(on_gpu).run.device == "auto"
     assert choose_device(load_run_config(on_cpu).run.device) == torch.device("cpu")

@@ -30,7 +30,7 @@ from longctx.kernels.processor import has_native_bfloat16
 from parallel.runtime.process import start_process_group
 from tests.faults import FaultRow, verdict
 from tests.helpers import REPOSITORY
-from tests.launcher.runs import STEPS, Ended, Launch, flags, pretrain
+from tests.launcher.runs import STEPS, Ended, Launch, flags, pretrain, resolved
 from tests.launcher.workers import end_guarded_each, rows, run, train
 
 pytestmark = pytest.mark.timeout(240)
@@ -58,7 +58,7 @@ def test_what_a_run_leaves_behind(finished, shards):
     wanted.add(TIMELINE_FILE)
     assert names == wanted
     config = from_values(tomllib.loads((folder / "config.toml").read_text()))
-    asked = load_run_config(flags(shards, folder)).resolve(native_bfloat16=has_native_bfloat16())
+    asked = resolved(load_run_config(flags(shards, folder)), native_bfloat16=has_native_bfloat16())
     # What the machine decides is written as it was decided: on a CPU nothing is compiled.
     assert config == replace(asked, train=replace(asked.train, compile="off"))
     environment = json.loads((folder / "environment.json").read_text())

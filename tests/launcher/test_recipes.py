@@ -25,7 +25,7 @@ from launcher.training.trainer import Trainer
 from longctx.architecture.size import count_parameters
 from longctx.checkpoint_format import CheckpointReader, find_checkpoint
 from longctx.generation import load_model
-from tests.launcher.runs import STARTS, recipe_flags
+from tests.launcher.runs import STARTS, recipe_flags, resolved
 from tests.launcher.workers import leave_out_pictures, run
 from tests.longctx.families.hub_configs import HUB, PARAMETERS
 
@@ -70,7 +70,7 @@ class TestWhole:
     def test_is_a_run_on_its_ranks(self, name):
         config = load_run_config(recipe_flags(recipes()[name]))
         for native in (True, False):
-            check_run(config.resolve(native_bfloat16=native), PLANS[name].ranks)
+            check_run(resolved(config, native_bfloat16=native), PLANS[name].ranks)
         assert config.accumulation(PLANS[name].ranks) >= 1
         assert config.run.output_dir != config.run.start_from
 
@@ -82,7 +82,7 @@ class TestWhole:
     def test_fits_its_gpus_as_its_comment_reckons(self, name):
         plan, config = (
             PLANS[name],
-            load_run_config(recipe_flags(recipes()[name])).resolve(native_bfloat16=True, device_type="cuda"),
+            resolved(load_run_config(recipe_flags(recipes()[name])), native_bfloat16=True, device_type="cuda"),
         )
         gib = memory_of_rank(config, config.model.config(), plan.ranks).training / GIB
         assert gib < 0.75 * plan.gpu_gib, "the rest is for kernels, collectives and CUDA itself"

@@ -21,7 +21,6 @@ import launcher.metrics.writer
 import launcher.report.page
 import launcher.training.trainer
 from launcher.cluster.exit import run_to_exit_code
-from launcher.config.side_by_side import settle_context
 from launcher.metrics.record import Record, read_metrics, without_timing
 from launcher.metrics.writer import MetricsWriter
 from launcher.training.feed import StepData
@@ -45,8 +44,7 @@ SAVING = (launcher.checkpoint.saver, launcher.checkpoint.save, launcher.checkpoi
 
 def build(shards: Path, output: Path, changed: Mapping[str, Any]) -> Run:
     """A tiny run, ready for its first step."""
-    config = settle_context(tiny_config(shards, output, changed), int(os.environ.get("WORLD_SIZE", "1")))
-    return build_run(config, torch.device("cpu"))
+    return build_run(tiny_config(shards, output, changed), torch.device("cpu"))
 
 
 def train(shards: Path, output: Path, changed: Mapping[str, Any], step: type[TrainStep] = TrainStep) -> None:

@@ -23,7 +23,7 @@ from longctx.errors import ConfigError
 from longctx.kernels.processor import PRODUCTS
 from longctx.untrusted.git_lfs import POINTER_LINE
 from tests.helpers import REPOSITORY
-from tests.launcher.runs import SCREEN, recipe_flags
+from tests.launcher.runs import SCREEN, recipe_flags, resolved
 
 RECIPES = sorted(QUICKSTART.parent.glob("*.toml"))
 DENSE = ["--model.num_experts", "0", "--model.shared_ffn_size", "0"]
@@ -280,19 +280,19 @@ def test_every_recipe_loads_and_fits_its_ranks(path):
         for copies in (1, 2):
             unit = config.data.seq_len * config.train.micro_batch_rows * copies * ranks // config.parallel.context
             if config.train.tokens_per_step % unit == 0:
-                resolved = config.resolve(native_bfloat16=native)
-                check_run(resolved, ranks * copies)
-                assert resolved.accumulation(ranks * copies) >= 1
-    check_run(config.resolve(native_bfloat16=True), ranks)
+                found = resolved(config, native_bfloat16=native, ranks=ranks * copies)
+                check_run(found, ranks * copies)
+                assert found.accumulation(ranks * copies) >= 1
+    check_run(resolved(config, native_bfloat16=True, ranks=ranks), ranks)
 
 
 @pytest.mark.parametrize("native", [True, False])
 def test_nothing_is_left_to_the_machine(native):
-    own = load_run_config([]).resolve(native_bfloat16=native).train
+    own = resolved(load_run_config([]), native_bfloat16=native).train
     assert (own.dtype, own.products) == (("bfloat16", "native") if native else ("float32", "float32"))
     for products in PRODUCTS:
         asked = ["--train.dtype", "bfloat16", "--train.products", products]
-        given = load_run_config(asked).resolve(native_bfloat16=native).train
+        given = resolved(load_run_config(asked), native_bfloat16=native).train
         assert (given.dtype, given.products) == ("bfloat16", products)
 
 
@@ -303,15 +303,15 @@ def test_a_gpu_gets_its_own_stage_and_never_float32_unasked():
         ("--zero.stage", "0", "--train.dtype", "float32"): ("float32", 0),
     }
     for argv, wanted in asked.items():
-        config = load_run_config(list(argv)).resolve(native_bfloat16=True, device_type="cuda")
+        config = resolved(load_run_config(list(argv)), native_bfloat16=True, device_type="cuda")
         assert (config.train.dtype, config.zero.stage) == wanted
     stage_0 = load_run_config(["--zero.stage", "0"])
     with pytest.raises(
         ConfigError, match=r"(?s)would train in float32 on a GPU.*zero\.stage=2, or train\.dtype=float32"
     ):
-        stage_0.resolve(native_bfloat16=True, device_type="cuda")
-    assert stage_0.resolve(native_bfloat16=True).train.dtype == "float32"
-    assert load_run_config(["--zero.stage", "auto"]).resolve(native_bfloat16=True).zero.stage == 1
+        resolved(stage_0, native_bfloat16=True, device_type="cuda")
+    assert resolved(stage_0, native_bfloat16=True).train.dtype == "float32"
+    assert resolved(load_run_config(["--zero.stage", "auto"]), native_bfloat16=True).zero.stage == 1
 
 
 @pytest.mark.parametrize(
@@ -327,8 +327,8 @@ def test_a_gpu_gets_its_own_stage_and_never_float32_unasked():
     ],
 )
 def test_experts_on_several_gpus_are_sent_in_tiles(argv, device_type, wanted):
-    config = load_run_config(argv).resolve(native_bfloat16=True, device_type=device_type)
-    assert config.expert_tile_tokens == wanted
+    config = resolved(load_run_config(argv), native_bfloat16=True, device_type=device_type)
+    assert config.parallel.expert_tile_tokens == wanted
     check_run(config, 2)
 
 

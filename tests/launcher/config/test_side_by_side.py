@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from launcher.config.check import check_run
 from launcher.config.load import load_run_config
 from launcher.config.sections import RunConfig
-from launcher.config.side_by_side import padded_tokens, settle_context
+from launcher.config.side_by_side import padded_tokens, with_context
 from longctx.errors import ConfigError
 from tests.launcher.runs import TINY_MODEL
 
@@ -51,12 +51,12 @@ def config(**changed: Any) -> RunConfig:
 def test_the_ranks_and_rows_that_follow(world_size, changed, ranks, sizes):
     given_config = config(**changed)
     check_run(given_config, world_size)
-    settled = settle_context(given_config, world_size)
+    settled = with_context(given_config, world_size)
     assert settled.parallel.context == ranks
     assert settled.train.micro_batch_rows == sizes[0]
     assert settled.micro_batches(world_size).sizes == sizes
     assert settled.accumulation(world_size) == len(sizes)
-    assert settle_context(settled, world_size) == settled, "a run's own config.toml comes to the same"
+    assert with_context(settled, world_size) == settled, "a run's own config.toml comes to the same"
     check_run(settled, world_size)
 
 
@@ -93,7 +93,7 @@ def test_what_cannot_be_had(world_size, changed, words):
 
 def test_without_the_key_nothing_changes():
     fixed = config(parallel__tokens_per_rank=0, parallel__context=2, train__micro_batch_rows=3)
-    assert settle_context(fixed, 4) is fixed
+    assert with_context(fixed, 4) is fixed
     assert padded_tokens(fixed, 777) == 777
     with pytest.raises(ConfigError, match="is not a multiple of 1536"):
         check_run(dataclasses.replace(fixed, train=dataclasses.replace(fixed.train, tokens_per_step=2560)), 4)
@@ -109,9 +109,9 @@ def test_no_rank_holds_more_than_it_may(world_size, tokens_per_rank, rows):
     )
     if world_size * tokens_per_rank < 256:
         with pytest.raises(ConfigError, match=r"data\.seq_len=256 is more than"):
-            settle_context(asked, world_size)
+            with_context(asked, world_size)
         return
-    settled = settle_context(asked, world_size)
+    settled = with_context(asked, world_size)
     sizes = settled.micro_batches(world_size).sizes
     assert sum(sizes) == rows
     for size in sizes:

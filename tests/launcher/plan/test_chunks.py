@@ -7,15 +7,15 @@ import dataclasses
 import pytest
 
 from launcher.config.check import check_run
+from launcher.config.chunks import chunk_choices
 from launcher.config.load import load_run_config
 from launcher.config.sections import LEAST_CHUNK, RunConfig
-from launcher.plan.chunks import chunk_choices, settle_chunks
-from launcher.plan.estimate import HEADROOM, estimate_run, fits, peak_bytes
+from launcher.plan.estimate import HEADROOM, estimate_run, peak_bytes, planned
 from launcher.plan.hardware import load_hardware
 from launcher.plan.search import search
-from launcher.plan.settled import settled
 from launcher.plan.world import World
 from longctx.errors import ConfigError
+from tests.launcher.runs import resolved
 
 WORLD = World(ranks=8, ranks_per_node=8)
 LLAMA = {
@@ -37,7 +37,7 @@ def llama(**changed: object) -> RunConfig:
 
 
 def ways(config: RunConfig) -> list[tuple[int, int]]:
-    return [(one.chunk_tokens, one.train.head_groups) for one in chunk_choices(config)]
+    return [(one.train.chunk_tokens, one.train.head_groups) for one in chunk_choices(config)]
 
 
 def test_whole_rows_come_first_then_large_chunks_in_few_groups():
@@ -73,9 +73,8 @@ def test_chunks_as_long_as_a_ranks_tokens_are_left_out():
 @pytest.mark.parametrize("memory", [100e9, 60e9, 50e9, 45e9, 40e9, 36e9, 20e9])
 def test_the_first_choice_that_leaves_room_is_taken_and_the_leanest_where_none_does(memory):
     hardware = dataclasses.replace(load_hardware("h100"), memory_bytes=memory)
-    config = settled(llama(), WORLD, document_tokens=0)
-    found = settle_chunks(config, lambda one: fits(one, WORLD, hardware, share=1 - HEADROOM))
-    choices = chunk_choices(config)
+    found = planned(llama(), WORLD, hardware)
+    choices = chunk_choices(found)
     index = choices.index(found)
     for choice in choices[:index]:
         assert peak_bytes(choice, WORLD, hardware) > (1 - HEADROOM) * memory
@@ -87,8 +86,8 @@ def test_the_first_choice_that_leaves_room_is_taken_and_the_leanest_where_none_d
 
 
 def test_a_number_stays():
-    config = llama(train__chunk_tokens=4096)
-    assert settle_chunks(config, lambda _: False) is config
+    found = resolved(llama(train__chunk_tokens=4096), fits=lambda _: False)
+    assert (found.train.chunk_tokens, found.train.head_groups) == (4096, 1)
 
 
 def test_a_search_chooses_by_itself():
@@ -98,6 +97,6 @@ def test_a_search_chooses_by_itself():
     assert {one.config.train.chunk_tokens for one in found.front} <= {0, 16384, 8192, 4096, 2048}
 
 
-def test_until_a_plan_has_settled_it_the_leanest_counts():
-    assert llama().chunk_tokens == LEAST_CHUNK
-    assert llama().with_chunks(0).chunk_tokens == 0
+def test_where_nothing_fits_the_leanest_is_taken():
+    found = resolved(llama(), fits=lambda _: False)
+    assert (found.train.chunk_tokens, found.train.head_groups) == (LEAST_CHUNK, 8)

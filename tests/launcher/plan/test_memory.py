@@ -11,7 +11,7 @@ from launcher.plan.memory import GIB, Memory, check_memory, gib, memory_by_stage
 from longctx.architecture.size import count_parameters
 from longctx.config import ModelConfig
 from longctx.errors import ConfigError
-from tests.launcher.runs import SCREEN
+from tests.launcher.runs import SCREEN, resolved
 from tests.longctx.samples import dense_config, tiny_config
 
 LLAMA = ["--model.preset", "llama-2-7b", "--data.seq_len", "4096", "--train.tokens_per_step", "4096"]
@@ -19,7 +19,7 @@ P = 6_738_415_616
 
 
 def need(flags: list[str], world_size: int = 2) -> Memory:
-    config = load_run_config(flags).resolve(native_bfloat16=False)
+    config = resolved(load_run_config(flags))
     return memory_of_rank(config, config.model.config(), world_size)
 
 
@@ -41,11 +41,11 @@ def test_what_each_stage_holds_of_seven_billion_parameters(stage, dtype, weights
 
 
 def test_the_stages_that_train_in_a_dtype_are_compared():
-    config = load_run_config([*LLAMA, "--train.dtype", "bfloat16"]).resolve(native_bfloat16=True)
+    config = resolved(load_run_config([*LLAMA, "--train.dtype", "bfloat16"]), native_bfloat16=True)
     found = memory_by_stage(config, config.model.config(), 8)
     assert list(found) == [1, 2, 3]
     assert [found[stage].state for stage in found] == sorted((m.state for m in found.values()), reverse=True)
-    config = load_run_config(LLAMA).resolve(native_bfloat16=False)
+    config = resolved(load_run_config(LLAMA))
     assert list(memory_by_stage(config, config.model.config(), 8)) == [0, 1, 2, 3]
 
 
@@ -140,7 +140,7 @@ def test_every_kind_of_layer_has_its_share(config: ModelConfig):
 
 
 def refusal(flags: list[str], world_size: int, *, host: float, gpu: float | None = None) -> str:
-    config = load_run_config(flags).resolve(native_bfloat16=False)
+    config = resolved(load_run_config(flags))
     gpu_bytes = None if gpu is None else int(gpu * GIB)
     own = memory_of_rank(config, config.model.config(), world_size)
     return (
@@ -180,7 +180,7 @@ def test_a_gpu_holds_one_rank_and_the_machine_passes_every_ranks_weights():
 
 def test_the_check_asks_the_machine_and_can_be_left_out(monkeypatch, caplog):
     monkeypatch.setattr(memory, "available_bytes", lambda with_growth=False: GIB)
-    config = load_run_config(LLAMA).resolve(native_bfloat16=False)
+    config = resolved(load_run_config(LLAMA))
     with pytest.raises(ConfigError, match="does not fit") as caught:
         check_memory(config, config.model.config(), 2, 2, torch.device("cpu"))
     assert "--zero.stage 3 and --train.keep attention would need" in str(caught.value)
@@ -196,5 +196,5 @@ def test_the_check_asks_the_machine_and_can_be_left_out(monkeypatch, caplog):
     with caplog.at_level("WARNING"):
         check_memory(config, config.model.config(), 2, 2, torch.device("cpu"))
     assert "may grow" in caplog.text
-    off = load_run_config([*LLAMA, "--run.memory_check", "false"]).resolve(native_bfloat16=False)
+    off = resolved(load_run_config([*LLAMA, "--run.memory_check", "false"]))
     check_memory(off, off.model.config(), 2, 2, torch.device("cpu"))

@@ -22,6 +22,7 @@ from parallel.mesh import Mesh
 from parallel.zero.engine import ZeroEngine
 from parallel.zero.optimizer import OptimizerOptions
 from tests.helpers import run_distributed
+from tests.launcher.runs import resolved
 from tests.oracles import packed_batch
 
 RANKS = 2
@@ -57,7 +58,7 @@ def run_config(kind: str, stage: int, dtype: str, micro_batches: int, *, overlap
         flags["zero.prefetch_bucket_size"] = BUCKET
         flags["zero.param_persistence_threshold"] = 0
     words = [word for name, value in flags.items() for word in (f"--{name}", str(value))]
-    return load_run_config(words).with_layout("zigzag")
+    return resolved(load_run_config([*words, "--parallel.layout", "zigzag"]))
 
 
 def arithmetic(config: RunConfig, mesh: Mesh) -> Held:
@@ -71,7 +72,7 @@ def step_peak(config: RunConfig, mesh: Mesh) -> int:
     with Alive() as alive:
         engine = ZeroEngine(
             build_causal_lm(config, mesh),
-            stage=config.zero_stage,
+            stage=config.zero.stage,
             dtype=config.dtype,
             accumulation=micro_batches,
             options=OptimizerOptions(clip_norm=1.0),

@@ -8,9 +8,10 @@ from typing import Any
 import pytest
 import torch
 
-import launcher.training.chunks
+import launcher.training.machine as machines
+from launcher.config.resolve import Data, Machine, resolve
 from launcher.config.sections import LEAST_CHUNK
-from launcher.training.chunks import settle_free_chunks
+from launcher.training.machine import machine_of_ranks
 from longctx.checkpoint_format import CHECKPOINTS, CheckpointReader
 from parallel.mesh import Mesh
 from parallel.runtime.process import gather_objects
@@ -51,13 +52,13 @@ def settle_with_little_on_one_rank(folder: Path) -> None:
     config = tiny_config(
         folder, folder / "run", {"train.chunk_tokens": "auto", "data.seq_len": 65536, "train.tokens_per_step": 1 << 17}
     )
-    config = config.resolve(native_bfloat16=False).with_layout("contiguous")
     mesh = Mesh.build(context=1, ulysses=1, expert=1)
     plenty, little, none = 8 << 30, 150 << 20, 1 << 20
     found = []
     for of_rank_0, of_rank_1 in ((plenty, plenty), (plenty, little), (little, plenty), (none, plenty)):
-        launcher.training.chunks.free_bytes = lambda _, free=(of_rank_0, of_rank_1): free[mesh.rank]
-        found.append(settle_free_chunks(config, mesh, torch.device("cpu")).train.chunk_tokens)
+        machines.free_bytes = lambda _, free=(of_rank_0, of_rank_1): free[mesh.rank]
+        machine = machine_of_ranks(Machine(ranks=2), config, mesh, torch.device("cpu"))
+        found.append(resolve(config, machine, Data(is_packed=False)).train.chunk_tokens)
     assert gather_objects(found) == [found, found]
     # Whole rows take 170 MiB, chunks of any size 118: there is one group of heads, and its queries and keys decide.
     assert found == [0, 16384, 16384, LEAST_CHUNK]
@@ -70,7 +71,7 @@ def test_the_rank_with_least_memory_decides_for_all(tmp_path):
 def train_with_little_memory(shards: Path, folder: Path) -> None:
     """Whole rows by number, then "auto" where whole rows have no room."""
     train_each(shards, {folder / "whole": {"train.steps": 4}})
-    launcher.training.chunks.fits = lambda config, *_, **__: config.chunk_tokens > 0
+    machines.fits = lambda config, *_, **__: config.train.chunk_tokens > 0
     train_each(shards, {folder / "auto": {"train.steps": 4, "train.chunk_tokens": "auto"}})
 
 

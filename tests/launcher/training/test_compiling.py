@@ -3,54 +3,60 @@
 from __future__ import annotations
 
 import json
-import logging
 
 import pytest
 import torch
 
-import launcher.training.compiling as compiling
-from launcher.training.compiling import compiler_of, settle_compile
+import launcher.training.machine as machines
+from launcher.config.resolve import Choice, Data, Machine, resolve
+from launcher.training.compiling import compiler_of
 from longctx.errors import ConfigError
 from longctx.kernels.regions import missing_for_compiling
+from parallel.mesh import Mesh
 from tests.helpers import run_distributed
 from tests.launcher.runs import SCREEN, tiny_config
 from tests.launcher.workers import train
-
-CUDA = torch.device("cuda")
-CPU = torch.device("cpu")
 
 
 def asked(tmp_path, wish: str):
     return tiny_config(tmp_path / "shards", tmp_path / "run", {"train.compile": wish})
 
 
-def with_missing(monkeypatch, problems: list[str | None]) -> None:
-    """Let the ranks be so many machines that lack these things."""
-    monkeypatch.setattr(compiling, "gather_objects", lambda _: problems)
+def comes_to(tmp_path, wish: str, device_type: str, problem: str = "") -> tuple[str | None, list[Choice]]:
+    """The compiler of a run that wishes so, and what is said."""
+    said: list[Choice] = []
+    machine = Machine(ranks=2, device_type=device_type, native_bfloat16=True, compile_problem=problem)
+    config = resolve(asked(tmp_path, wish), machine, Data(is_packed=True), say=said.append)
+    return compiler_of(config), [choice for choice in said if "ompile" in choice.why]
 
 
-def test_auto_is_on_for_gpus_that_can_compile_and_off_for_cpus(monkeypatch, tmp_path, caplog):
-    caplog.set_level(logging.INFO)
-    with_missing(monkeypatch, [None, None])
-    assert compiler_of(settle_compile(asked(tmp_path, "auto"), CUDA)) == "inductor"
-    assert "first step takes longer" in caplog.text
-    for wish, device, found in (("auto", CPU, None), ("off", CUDA, None), ("on", CPU, "inductor")):
-        settled = settle_compile(asked(tmp_path, wish), device)
-        assert compiler_of(settled) == found
-        assert settled.train.compile in ("on", "off")
+def test_auto_is_on_for_gpus_that_can_compile_and_off_for_cpus(tmp_path):
+    compiler, (said,) = comes_to(tmp_path, "auto", "cuda")
+    assert compiler == "inductor"
+    assert "first step takes longer" in said.why
+    for wish, device_type, found in (("auto", "cpu", None), ("off", "cuda", None), ("on", "cpu", "inductor")):
+        assert comes_to(tmp_path, wish, device_type)[0] == found
 
 
-def test_without_a_compiler_auto_goes_on_and_says_so(monkeypatch, tmp_path, caplog):
-    with_missing(monkeypatch, [None, "Triton is missing (pip install triton)"])
-    assert compiler_of(settle_compile(asked(tmp_path, "auto"), CUDA)) is None
-    assert "on rank 1 Triton is missing" in caplog.text
+def test_without_a_compiler_auto_goes_on_and_says_so(tmp_path):
+    compiler, (said,) = comes_to(tmp_path, "auto", "cuda", "on rank 1 Triton is missing (pip install triton)")
+    assert compiler is None
+    assert said.is_warning
+    assert "on rank 1 Triton is missing" in said.why
 
 
-def test_without_a_compiler_on_is_refused_on_one_screen(monkeypatch, tmp_path):
-    with_missing(monkeypatch, [None, "there is no C++ compiler (g++)"])
+def test_without_a_compiler_on_is_refused_on_one_screen(tmp_path):
     with pytest.raises(ConfigError, match=r"train.compile=on, but on rank 1 .*g\+\+.*\n.*train.compile=off") as error:
-        settle_compile(asked(tmp_path, "on"), CPU)
+        comes_to(tmp_path, "on", "cpu", "on rank 1 there is no C++ compiler (g++)")
     assert len(str(error.value).splitlines()) < SCREEN
+
+
+def test_the_rank_that_cannot_compile_is_named(monkeypatch, tmp_path):
+    monkeypatch.setattr(machines, "gather_objects", lambda _: [None, "there is no C++ compiler (g++)"])
+    mesh = Mesh(rank=0, world_size=2, context=2, ranks_per_node=2)
+    for wish, problem in (("on", "on rank 1 there is no C++ compiler (g++)"), ("auto", ""), ("off", "")):
+        machine = machines.machine_of_ranks(Machine(ranks=2), asked(tmp_path, wish), mesh, torch.device("cpu"))
+        assert machine.compile_problem == problem
 
 
 def test_an_unknown_wish_is_refused(tmp_path, capsys):

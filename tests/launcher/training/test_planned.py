@@ -10,11 +10,11 @@ import pytest
 from launcher.config.load import load_run_config
 from launcher.plan.documents import documents_of
 from launcher.plan.hardware import FOLDER, MEASURED_FILE
-from launcher.plan.settled import settled
 from launcher.plan.world import World
 from launcher.training.planned import Expected, PlanWatch, check_planned_memory, checked_line, expect, find_hardware
 from longctx.errors import ConfigError
-from tests.launcher.runs import SCREEN
+from longctx.kernels.processor import has_native_bfloat16
+from tests.launcher.runs import SCREEN, resolved
 
 QUICK = ["--config", "quickstart", "--data.seq_len", "64", "--train.tokens_per_step", "64"]
 
@@ -23,7 +23,8 @@ def expected(device_name: str = "cpu", **sizes: int) -> Expected:
     device_type = "cpu" if device_name == "cpu" else "cuda"
     world = World(ranks=1, ranks_per_node=1)
     flags = [*QUICK, "--parallel.context", "1", "--parallel.expert", "1"]
-    config = settled(load_run_config(flags), world, document_tokens=0, device_type=device_type)
+    native = device_type == "cuda" or has_native_bfloat16()
+    config = resolved(load_run_config(flags), native_bfloat16=native, device_type=device_type)
     found = expect(config, world, documents_of(config), device_name=device_name, steps=10)
     return dataclasses.replace(found, bytes=dataclasses.replace(found.bytes, **sizes))
 

@@ -10,20 +10,21 @@ import pytest
 
 from data_pipeline.rows.blocks import PackReport
 from launcher.config.load import load_run_config
-from launcher.config.side_by_side import settle_context
+from launcher.config.side_by_side import with_context
 from launcher.plan.memory import GIB, memory_of_rank
 from launcher.training.origin import Origin
 from launcher.training.summary import Start, changed_settings, summary, warnings
 from longctx.architecture.rope import Rope
 from parallel.mesh import Mesh
 from parallel.schedule.degrees import Degrees
+from tests.launcher.runs import resolved
 
 FLAGS = ["--data.seq_len", "2048", "--train.tokens_per_step", "4096", "--parallel.layout", "zigzag"]
 
 
 def start(flags: list[str] | None = None, **figures: Any) -> Start:
     """A run of the quickstart over two ranks, with some figures changed."""
-    config = load_run_config([*FLAGS, *(flags or [])]).resolve(native_bfloat16=False)
+    config = resolved(load_run_config([*FLAGS, *(flags or [])]))
     mesh = Mesh(rank=0, world_size=2, context=2, ranks_per_node=2)
     known: dict[str, Any] = {
         "config": config,
@@ -66,7 +67,7 @@ def test_rows_side_by_side_say_their_number_and_degrees():
         Degrees(ranks=(2,), fewest=(2,), imbalance=1.034),
     ]
     plain = start(together)
-    said = dataclasses.replace(plain, config=settle_context(plain.config, 2), degrees=degrees)
+    said = dataclasses.replace(plain, config=with_context(plain.config, 2), degrees=degrees)
     assert line("Side by side", said) == (
         "Side by side: 2 ranks of up to 3,072 tokens share 2 or 3 rows at once. In the first step a document lies on 1 "
         "to 2 of them, 1.50 in the mean (1.25 would hold it); the busiest rank has 1.034 of the mean attention."

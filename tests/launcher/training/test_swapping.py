@@ -16,7 +16,7 @@ from launcher.training.swap_folder import check_swap_folders
 from longctx.checkpoint_format import CHECKPOINTS, CheckpointReader
 from longctx.errors import ConfigError
 from tests.helpers import run_distributed
-from tests.launcher.runs import SCREEN
+from tests.launcher.runs import SCREEN, resolved
 from tests.launcher.training.test_offloading import check_same
 from tests.launcher.workers import rows, train_each_swapping
 
@@ -84,7 +84,7 @@ def test_all_state_on_a_disk_does_so_too(shards, tmp_path):
 
 def check(path: Path | str, *flags: str, ranks: int = 2) -> None:
     config = load_run_config([*(f"--{k}={v}" for k, v in on(Path(path), BOTH).items()), *flags])
-    config = config.resolve(native_bfloat16=False)
+    config = resolved(config)
     check_swap_folders(config, config.model.config(), ranks, ranks)
 
 

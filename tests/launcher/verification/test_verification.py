@@ -7,20 +7,19 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 
 import launcher.verification.run as verification
 from launcher.config.check import check_run
 from launcher.config.load import load_run_config
 from launcher.config.sections import RunConfig
-from launcher.config.side_by_side import settle_context
+from launcher.config.side_by_side import with_context
 from launcher.recipes.find import recipes
 from launcher.verification.choices import RouterState, unexplained_share
 from launcher.verification.compare import part_of
 from launcher.verification.shrink import TOKENS_A_RANK, shrink
 from longctx.kernels.processor import PRODUCTS
 from tests.helpers import run_distributed
-from tests.launcher.runs import TINY_MODEL, recipe_flags
+from tests.launcher.runs import TINY_MODEL, recipe_flags, resolved
 from tests.launcher.verification.mutants import MUTANTS
 from tests.longctx.samples import tiny_config
 
@@ -56,7 +55,6 @@ def verify(changed: dict[str, Any], mutant: str = "") -> str:
 
 
 def verdict(config: RunConfig) -> verification.Verdict:
-    config = settle_context(config, dist.get_world_size()).resolve(native_bfloat16=False)
     return verification.verify_run(config, torch.device("cpu"))
 
 
@@ -92,9 +90,9 @@ def test_rows_side_by_side_agree():
 
 def test_a_small_run_has_the_rows_of_a_large_one():
     changed = {**TOGETHER, "parallel.tokens_per_rank": 16384, "data.seq_len": 8192, "train.tokens_per_step": 8192 * 13}
-    config = settle_context(load_run_config(flags(changed)), 4)
+    config = resolved(load_run_config(flags(changed)), ranks=4)
     assert config.micro_batches(4).sizes == (7, 6)
-    small = settle_context(shrink(config, 4).config, 4)
+    small = with_context(shrink(config, 4).config, 4)
     check_run(small, 4)
     assert small.micro_batches(4).sizes == (7, 6)
     assert small.parallel.tokens_per_rank <= TOKENS_A_RANK

@@ -1,12 +1,10 @@
-"""``settle_chunks``: what ``train.chunk_tokens = "auto"`` comes to."""
+"""What ``train.chunk_tokens = "auto"`` chooses from."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 from launcher.config.kept import check_kept
 from launcher.config.sections import LEAST_CHUNK, RunConfig
-from launcher.config.side_by_side import padded_tokens
+from launcher.config.side_by_side import C, padded_tokens
 from longctx.errors import ConfigError
 
 _CHUNKS = (16384, 8192, 4096, 2048, LEAST_CHUNK)
@@ -14,18 +12,7 @@ _MORE_GROUPS = (1, 2, 4, 8, 16)
 """Times those that the config asks for."""
 
 
-def settle_chunks(config: RunConfig, fits: Callable[[RunConfig], bool]) -> RunConfig:
-    """The config with the first of ``chunk_choices`` that ``fits``; the last where none does, which is then refused.
-
-    ``config`` has its context degree settled.
-    """
-    if config.train.chunk_tokens != "auto":
-        return config
-    choices = chunk_choices(config)
-    return next((choice for choice in choices if fits(choice)), choices[-1])
-
-
-def chunk_choices(config: RunConfig) -> list[RunConfig]:
+def chunk_choices(config: C) -> list[C]:
     """What "auto" chooses from, the fastest and largest first: whole rows, then chunks, each with few groups of heads.
 
     Of chunks as long as a rank's tokens none but the least. ConfigError where nothing goes with the other settings.

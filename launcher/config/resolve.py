@@ -1,0 +1,200 @@
+"""``resolve``: a config of which nothing is left open, by one list of steps that all commands share.
+
+A key may be ``auto``, and some follow from others, as the rows of a micro-batch from the ranks that share it. Each step
+settles one of them, from the config so far, the machine and the data, and says why. A key that was named stays. Steps
+come in the order in which they need one another: what a rank holds in memory, by which chunks are chosen, depends on
+all that stands before them. Nothing here looks at a device or a file: a plan for another machine takes the same steps.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from launcher.config.chunks import chunk_choices
+from launcher.config.resolved import AUTO, ResolvedConfig
+from launcher.config.sections import RunConfig
+from launcher.config.side_by_side import with_context
+from longctx.errors import ConfigError
+from parallel.experts.tiles import default_tile_tokens
+from parallel.layout.select import choose_layout
+from parallel.zero.options import default_stage
+
+
+@dataclass(frozen=True, kw_only=True)
+class Machine:
+    """What all ranks of a run have in common."""
+
+    ranks: int
+    device_type: str = "cpu"
+    native_bfloat16: bool = False
+    """Whether the device multiplies bfloat16 as it is."""
+    compile_problem: str = ""
+    """Why some rank cannot compile blocks; empty if all can."""
+    fits: Callable[[ResolvedConfig], bool] = lambda config: True
+    """Whether a rank has the memory that a run takes."""
+    memory: Callable[[ResolvedConfig], str] = lambda config: ""
+    """What a run takes of how much, in words."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Data:
+    """What the training data is like."""
+
+    is_packed: bool
+    """Whether some document is no multiple of a row: rows then hold several."""
+    has_held_out: bool = True
+    """Whether there are documents to validate on."""
+    name: str = ""
+    """As the config calls it."""
+
+
+class Choice(NamedTuple):
+    """What a step makes of a config."""
+
+    config: RunConfig
+    why: str = ""
+    """For the log; empty where there is nothing to say."""
+    is_warning: bool = False
+    """Whether it is not what most people want."""
+
+
+Say = Callable[[Choice], None]
+
+
+def settle(config: RunConfig, machine: Machine) -> RunConfig:
+    """The config with all settled that needs no look at the data. ConfigError for what cannot be had."""
+    for step in BEFORE_DATA:
+        config = step(config, machine)
+    return config
+
+
+def resolve(config: RunConfig, machine: Machine, data: Data, *, say: Say = lambda choice: None) -> ResolvedConfig:
+    """The config with nothing left open; ``say`` hears of each choice in turn. ConfigError for what cannot be had.
+
+    To resolve a config again changes nothing.
+    """
+    config = settle(config, machine)
+    for step in WITH_DATA:
+        choice = step(config, machine, data)
+        config = choice.config
+        if choice.why:
+            say(choice)
+    return ResolvedConfig.of(config)
+
+
+def _context(config: RunConfig, machine: Machine) -> RunConfig:
+    return with_context(config, machine.ranks)
+
+
+def _stage(config: RunConfig, machine: Machine) -> RunConfig:
+    if config.zero.stage != AUTO:
+        return config
+    zero = dataclasses.replace(config.zero, stage=default_stage(machine.device_type))
+    return dataclasses.replace(config, zero=zero)
+
+
+def _dtype(config: RunConfig, machine: Machine) -> RunConfig:
+    if config.train.dtype != AUTO:
+        return config
+    dtype = "float32"
+    # DeepSpeed's stage 0 cannot keep float32 masters beside bfloat16 weights.
+    if machine.native_bfloat16 and config.zero.stage:
+        dtype = "bfloat16"
+    elif machine.device_type == "cuda" and not config.zero.stage:
+        raise ConfigError(
+            "zero.stage=0 with train.dtype=auto would train in float32 on a GPU, at a fraction of its speed: "
+            "DeepSpeed has no float32 accumulation of bfloat16 in that stage.\n"
+            "Try zero.stage=2, or train.dtype=float32 where that is meant."
+        )
+    return _with_train(config, dtype=dtype)
+
+
+def _products(config: RunConfig, machine: Machine) -> RunConfig:
+    if config.train.products != AUTO:
+        return config
+    products = "float32"
+    if machine.native_bfloat16:
+        products = "native"
+    return _with_train(config, products=products)
+
+
+def _expert_tiles(config: RunConfig, machine: Machine) -> RunConfig:
+    if config.parallel.expert_tile_tokens != AUTO:
+        return config
+    tile_tokens = 0
+    if config.model.num_experts:
+        tile_tokens = default_tile_tokens(machine.device_type, config.parallel.expert)
+    return dataclasses.replace(config, parallel=dataclasses.replace(config.parallel, expert_tile_tokens=tile_tokens))
+
+
+def _layout(config: RunConfig, machine: Machine, data: Data) -> Choice:
+    model, parallel = config.model.config(), config.parallel
+    if parallel.layout != AUTO:
+        return Choice(config)
+    layout, reason = choose_layout(
+        num_tokens=config.data.seq_len * config.train.micro_batch_rows,
+        degree=parallel.context,
+        ulysses=parallel.ulysses,
+        packed=data.is_packed or config.train.micro_batch_rows > 1,
+        layers=model.layers,
+        window=model.window,
+        side_by_side=parallel.tokens_per_rank > 0,
+    )
+    settled = dataclasses.replace(config, parallel=dataclasses.replace(parallel, layout=layout))
+    return Choice(settled, f"parallel.layout=auto is {layout}: {reason}.")
+
+
+def _compile(config: RunConfig, machine: Machine, data: Data) -> Choice:
+    wish, problem = config.train.compile, machine.compile_problem
+    if wish == "off" or (wish == AUTO and machine.device_type == "cpu"):
+        return Choice(_with_train(config, compile="off"))
+    if not problem:
+        return Choice(
+            _with_train(config, compile="on"),
+            f"Blocks are compiled (train.compile={wish}): the first step takes longer, and longer still where the "
+            "cache of compiled code is empty.",
+        )
+    if wish == "on":
+        raise ConfigError(f"train.compile=on, but {problem}.\nInstall it there, or set train.compile=off.")
+    why = f"train.compile=auto is off, for {problem}. Steps take longer than they could."
+    return Choice(_with_train(config, compile="off"), why, is_warning=True)
+
+
+def _chunks(config: RunConfig, machine: Machine, data: Data) -> Choice:
+    """The fastest that fits; if none does, the leanest, which is then refused."""
+    if config.train.chunk_tokens != AUTO:
+        return Choice(config)
+    choices = [ResolvedConfig.of(choice) for choice in chunk_choices(config)]
+    found = next((choice for choice in choices if machine.fits(choice)), choices[-1])
+    train = found.train
+    why = f"train.chunk_tokens=auto is {train.chunk_tokens}, train.head_groups {train.head_groups}"
+    return Choice(found, f"{why}{machine.memory(found)}.")
+
+
+def _validation(config: RunConfig, machine: Machine, data: Data) -> Choice:
+    if data.has_held_out or not config.validation.rows:
+        return Choice(config)
+    without = dataclasses.replace(config, validation=dataclasses.replace(config.validation, rows=0))
+    why = (
+        f"data.train={data.name} holds no held-out documents, so this run never validates.\n"
+        "Name a shard folder as data.validation, or build the data with a larger --validation-fraction; "
+        "validation.rows=0 says that it is meant."
+    )
+    return Choice(without, why, is_warning=True)
+
+
+BEFORE_DATA: tuple[Callable[[RunConfig, Machine], RunConfig], ...] = (
+    _context,
+    _stage,
+    _dtype,
+    _products,
+    _expert_tiles,
+)
+WITH_DATA: tuple[Callable[[RunConfig, Machine, Data], Choice], ...] = (_layout, _compile, _chunks, _validation)
+
+
+def _with_train(config: RunConfig, **values: object) -> RunConfig:
+    return dataclasses.replace(config, train=dataclasses.replace(config.train, **values))

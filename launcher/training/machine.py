@@ -1,0 +1,62 @@
+"""The ranks' machine as ``resolve`` sees it: what all of them have, asked of each."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import torch
+import torch.distributed as dist
+
+from launcher.config.resolve import Machine
+from launcher.config.resolved import AUTO, ResolvedConfig
+from launcher.config.sections import RunConfig
+from launcher.plan.estimate import HEADROOM, fits, peak_bytes
+from launcher.plan.memory import gib
+from launcher.plan.world import World
+from launcher.training.planned import hardware_of
+from longctx.kernels.memory import available_bytes
+from longctx.kernels.processor import has_native_bfloat16
+from longctx.kernels.regions import missing_for_compiling
+from parallel.mesh import Mesh
+from parallel.runtime.device import device_name, free_bytes
+from parallel.runtime.process import broadcast_object, gather_objects
+
+
+def device_of_ranks(device: torch.device) -> Machine:
+    """The kind of device, which rank 0 decides for all should the hosts differ. Collective."""
+    native = device.type == "cuda" or has_native_bfloat16()
+    native, device_type = broadcast_object((native, device.type))
+    return Machine(ranks=dist.get_world_size(), device_type=device_type, native_bfloat16=native)
+
+
+def machine_of_ranks(machine: Machine, config: RunConfig, mesh: Mesh, device: torch.device) -> Machine:
+    """The ``machine`` with what the rest of ``config`` depends on: compilers and free memory. Collective."""
+    wish = config.train.compile
+    if wish == "on" or (wish == AUTO and machine.device_type != "cpu"):
+        machine = dataclasses.replace(machine, compile_problem=_compile_problem(device))
+    if config.train.chunk_tokens == AUTO:
+        machine = _with_memory(machine, mesh, device)
+    return machine
+
+
+def _compile_problem(device: torch.device) -> str:
+    problems = gather_objects(missing_for_compiling(device.type))
+    return next((f"on rank {rank} {problem}" for rank, problem in enumerate(problems) if problem), "")
+
+
+def _with_memory(machine: Machine, mesh: Mesh, device: torch.device) -> Machine:
+    """The machine with the memory of the rank that has least of it free."""
+    free = gather_objects((free_bytes(device), available_bytes(with_growth=True) // mesh.ranks_per_node))
+    on_device, on_host = (min(of_ranks) for of_ranks in zip(*free, strict=True))
+    world = World(ranks=mesh.world_size, ranks_per_node=mesh.ranks_per_node)
+    hardware, _ = hardware_of(device_name(device))
+    # What a program takes is taken already.
+    hardware = dataclasses.replace(hardware, memory_bytes=on_device, host_memory_bytes=on_host, process_bytes=0)
+
+    def is_enough(config: ResolvedConfig) -> bool:
+        return fits(config, world, hardware, share=1 - HEADROOM)
+
+    def described(config: ResolvedConfig) -> str:
+        return f": a rank's peak is {gib(peak_bytes(config, world, hardware))}, and {gib(on_device)} are free"
+
+    return dataclasses.replace(machine, fits=is_enough, memory=described)
