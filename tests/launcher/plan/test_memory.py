@@ -131,7 +131,7 @@ def test_by_chunks_a_block_keeps_what_passes_between_its_parts_and_all_of_it_lea
 
 @pytest.mark.parametrize("config", [dense_config(), tiny_config(), tiny_config(dense_layers=(1,))], ids=str)
 def test_every_kind_of_layer_has_its_share(config: ModelConfig):
-    run = load_run_config(["--data.seq_len", "8", "--train.tokens_per_step", "8", "--parallel.context", "1"])
+    run = resolved(load_run_config(["--data.seq_len", "8", "--train.tokens_per_step", "8", "--parallel.context", "1"]))
     M, ffn = config.hidden_size, 2 * config.ffn_size
     experts = 2 * config.shared_ffn_size + 2 * config.experts_per_token * config.expert_ffn_size
     widths = sum(experts if config.has_experts(n) else ffn for n in range(2))

@@ -7,6 +7,7 @@ import torch
 
 from launcher.config.load import load_run_config
 from launcher.plan.reduction import Reduction, reduction_bytes
+from tests.launcher.runs import resolved
 
 LAYERS = 4
 SIZES = {"decoder.embedding": 100, **{f"decoder.layers.{n}.weight": 200 for n in range(LAYERS)}, "head": 100}
@@ -15,7 +16,7 @@ SIZES = {"decoder.embedding": 100, **{f"decoder.layers.{n}.weight": 200 for n in
 def reduction(bucket: int, stage: int = 2) -> Reduction:
     flags = ["--config", "quickstart", "--zero.stage", f"{stage}", "--zero.reduce_bucket_size", f"{bucket}"]
     shapes = {name: torch.Size([size]) for name, size in SIZES.items()}
-    return reduction_bytes(load_run_config(flags), shapes, set(), world_size=2, device="cpu")
+    return reduction_bytes(resolved(load_run_config(flags)), shapes, set(), world_size=2, device="cpu")
 
 
 @pytest.mark.parametrize("stage", [2, 3])

@@ -16,6 +16,7 @@ from longctx.config import PRESETS
 from longctx.tokenizer import load_tokenizer
 from tests.data_pipeline.lengths import write_lengths
 from tests.helpers import run_distributed
+from tests.launcher.runs import resolved
 from tests.launcher.training.test_degrees import check_equal
 from tests.launcher.workers import train_each
 
@@ -99,4 +100,4 @@ def test_ranks_have_as_much_work_and_the_rows_of_the_step(uneven: Path):
 )
 def test_data_ranks_meet_in_each_micro_batch_where_gradients_weights_or_experts_do(flags, waits):
     words = [word for key, value in flags.items() for word in (f"--{key}", str(value))]
-    assert in_lockstep(load_run_config(["--config", "quickstart", *words])) == waits
+    assert in_lockstep(resolved(load_run_config(["--config", "quickstart", *words]))) == waits

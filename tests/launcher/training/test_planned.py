@@ -98,7 +98,7 @@ def test_a_run_of_one_step_has_no_seconds_to_compare():
 
 @pytest.mark.parametrize(("device", "ranks"), [("cpu", 2), ("NVIDIA H100 80GB HBM3", 8)])
 def test_a_plan_that_does_not_fit_is_refused_on_one_screen(device, ranks):
-    found, config = expected(device, kept=40 * 2**30), load_run_config(QUICK)
+    found, config = expected(device, kept=40 * 2**30), resolved(load_run_config(QUICK), ranks=2)
     needs = found.bytes.peak - found.bytes.process
     if device == "cpu":
         needs *= ranks

@@ -24,7 +24,7 @@ FLAGS = ["--data.seq_len", "2048", "--train.tokens_per_step", "4096", "--paralle
 
 def start(flags: list[str] | None = None, **figures: Any) -> Start:
     """A run of the quickstart over two ranks, with some figures changed."""
-    config = resolved(load_run_config([*FLAGS, *(flags or [])]))
+    config = resolved(load_run_config([*FLAGS, *(flags or [])]), ranks=2)
     mesh = Mesh(rank=0, world_size=2, context=2, ranks_per_node=2)
     known: dict[str, Any] = {
         "config": config,

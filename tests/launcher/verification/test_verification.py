@@ -168,8 +168,9 @@ def test_a_choice_between_experts_that_score_alike_is_explained_and_no_other():
 
 @pytest.mark.parametrize("recipe", ["llama-3.1-8b-128k", "qwen3-30b-a3b-128k"])
 def test_a_recipe_made_small_keeps_what_is_verified(recipe):
-    config = load_run_config(recipe_flags(recipes()[recipe]))
-    ranks = 8 * config.parallel.context
+    asked = load_run_config(recipe_flags(recipes()[recipe]))
+    ranks = 8 * asked.parallel.context
+    config = resolved(asked, native_bfloat16=True, device_type="cuda", ranks=ranks)
     small = shrink(config, ranks).config
     check_run(small, ranks)
     assert (small.parallel.context, small.parallel.ulysses, small.zero) == (
