@@ -70,25 +70,27 @@ MOST_COST = 0.01
 
 def build(data: Path, output: Path, settings: dict[str, Any]) -> tuple[Any, Any]:
     """A run and its steps, whose audits keep what they find."""
-    from launcher.training.audit import StepAudit
+    from launcher.training.hooks import step_hooks
+    from launcher.training.hooks.audit import StepAudit
     from launcher.training.setup import build_run
     from launcher.training.step import TrainStep
 
     class KeepingAudit(StepAudit):
         findings: tuple[Any, ...] = ()
 
-        def settle(self, step: int, *, update: bool) -> None:
-            self.findings += tuple(self._auditor.settle(step, update=update))
+        def _settle(self, step: Any, *, update: bool) -> None:
+            self._watching.close()
+            self.findings += tuple(self._auditor.settle(step.number, update=update))
 
     class FlippedStep(TrainStep):
         def __init__(self, run: Any) -> None:
-            super().__init__(run)
             self.audit, self.flip = KeepingAudit(run), Flip()
+            super().__init__(run, [self.audit if isinstance(hook, StepAudit) else hook for hook in step_hooks(run)])
 
-        def forward_backward(self, data: Any, counts: Any, progress: Any) -> Any:
+        def forward_backward(self, step: Any) -> Any:
             self.flip.seen, self.flip.is_counting = 0, True
             try:
-                return super().forward_backward(data, counts, progress)
+                return super().forward_backward(step)
             finally:
                 self.flip.is_counting = False
 

@@ -10,31 +10,21 @@ from parallel.runtime.messages.differences import find_differences
 from parallel.runtime.messages.ledger import is_balanced
 
 
-def settle_step(run: Run, step: int, *, all_arrived: bool) -> None:
-    """Begin a new ledger where all messages of a step arrived as they were sent; else ClusterError. Collective.
-
-    Comes before the step's update: nothing has changed yet.
-    """
-    if run.mesh.ledger is None:
-        return
-    if not all_arrived:
-        state = "The step was not taken: weights, moments and checkpoints are those of the step before."
-        raise _differing(run, f"step {step}", state)
-    run.mesh.ledger.settle()
-
-
 def settle_between_steps(run: Run, what: str, step: int) -> None:
-    """The same of what was sent for ``what`` after a step, such as its validation. Collective."""
+    """Begin a new ledger if all that was sent for ``what``, such as a validation, arrived as it was sent.
+
+    ClusterError otherwise. Collective.
+    """
     ledger = run.mesh.ledger
     if ledger is None:
         return
     if not is_balanced(sum_over_ranks(ledger.balance(run.device))):
-        raise _differing(run, f"{what} after step {step}", "Its result is not recorded; the step itself is whole.")
+        raise differing(run, f"{what} after step {step}", "Its result is not recorded; the step itself is whole.")
     ledger.settle()
 
 
-def _differing(run: Run, when: str, state: str) -> ClusterError:
-    """What ends the run, the same on every rank."""
+def differing(run: Run, when: str, state: str) -> ClusterError:
+    """Return what ends the run, the same on every rank. Collective."""
     assert run.mesh.ledger is not None
     found = find_differences(run.mesh.ledger)
     # The newest checkpoint may be one that is being written.

@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-import statistics
-from collections import deque
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import psutil
 
@@ -21,9 +18,6 @@ from launcher.plan.seconds import StepSeconds, slowest
 from launcher.plan.world import World
 from longctx.batch import PackedDocuments
 from longctx.errors import ConfigError
-
-_STEPS = 1000
-"""The last ones, whose median is compared: a long run must not remember all."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -116,48 +110,6 @@ def find_hardware(device_name: str) -> Hardware | None:
         return load_hardware("cpu")
     shipped = sorted(path.stem for path in FOLDER.glob("*.toml") if path.stem != "cpu")
     return next((load_hardware(stem) for stem in shipped if stem.upper() in device_name.upper()), None)
-
-
-class PlanWatch:
-    """Compares a run's steps with what was expected of them. On rank 0."""
-
-    def __init__(self, expected: Expected) -> None:
-        self.expected = expected
-        self._seconds: deque[float] = deque(maxlen=_STEPS)
-        self._peak_bytes = 0
-        self._is_first = True
-
-    def see(self, record: Record) -> None:
-        """Take in a step. The first one of a process allocates and compiles: its seconds do not count."""
-        self._peak_bytes = max(self._peak_bytes, record["max_memory_bytes"])
-        if not self._is_first:
-            self._seconds.append(record["step_seconds"])
-        self._is_first = False
-
-    def record(self, step: int) -> Record:
-        """The end's event: what was measured, and by which share the plan was above it."""
-        found: Record = {"kind": "event", "event": "plan_checked", "step": step, "peak_bytes": self._peak_bytes}
-        if self._peak_bytes:
-            found["peak_error"] = self.expected.bytes.peak / self._peak_bytes - 1
-        if self._seconds:
-            found["step_seconds"] = statistics.median(self._seconds)
-        if self._seconds and self.expected.seconds is not None:
-            found["seconds_error"] = self.expected.seconds.total / found["step_seconds"] - 1
-        return found
-
-
-def checked_line(record: dict[str, Any]) -> str:
-    """The end's line for the log."""
-    line = f"Plan and run: {gib(record['peak_bytes'])} at the peak{_signed(record.get('peak_error'))}"
-    if "step_seconds" in record:
-        line += f", {record['step_seconds']:.3g} s a step in the median{_signed(record.get('seconds_error'))}"
-    return f"{line}."
-
-
-def _signed(error: float | None) -> str:
-    if error is None:
-        return ""
-    return f" (plan {error:+.0%})"
 
 
 def _duration(seconds: float) -> str:

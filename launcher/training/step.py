@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
-from typing import Any
+from contextlib import ExitStack
+from typing import Any, TypeVar
+
+from torch import Tensor
 
 from launcher.metrics.record import Record
 from launcher.metrics.throughput import (
@@ -14,15 +17,14 @@ from launcher.metrics.throughput import (
     tokens_per_second,
     training_flops,
 )
-from launcher.training.audit import StepAudit
 from launcher.training.expert_record import expert_record
 from launcher.training.feed import StepData
+from launcher.training.hook import Step, StepHook
+from launcher.training.hooks import step_hooks
 from launcher.training.learning_rate import learning_rate
-from launcher.training.messages import settle_step
-from launcher.training.replicas import ReplicaWatch
 from launcher.training.run import Progress, Run
 from launcher.training.totals import StepSums, StepTotals
-from launcher.training.update import Update
+from longctx.errors import GradientError
 from longctx.model.experts.balance import load_share, move_selection_bias_
 from longctx.model.training_pass import TrainingPass
 from parallel.loss import StepCounts, sum_counts
@@ -30,107 +32,112 @@ from parallel.runtime.device import device_name, peak_memory_bytes
 from parallel.runtime.watch.spans import begin
 from parallel.schedule.degrees import Degrees
 
+H = TypeVar("H", bound=StepHook)
+
 
 class TrainStep:
-    """Takes a run's optimiser steps, one a call."""
+    """Takes a run's optimiser steps, one a call; what looks at them is in ``launcher/training/hooks``."""
 
-    def __init__(self, run: Run) -> None:
-        self.run, self.audit = run, StepAudit(run)
-        self.replicas = ReplicaWatch(run)
+    def __init__(self, run: Run, hooks: Sequence[StepHook] | None = None) -> None:
+        """``hooks`` None are those that the run's config asks for."""
+        self.run = run
+        self.hooks = step_hooks(run) if hooks is None else list(hooks)
 
     def __call__(self, progress: Progress) -> tuple[Progress, Record]:
         """Take the next step; returns where the run then stands, and the step's record.
 
-        A step whose router logits, loss or gradient are not finite, or a spike, is left out: TrainingError, before
-        anything is changed, where that has come too often. All on every rank alike. Collective.
+        A hook may refuse the update: the step is then left out, on every rank alike. Collective.
         """
-        run, step = self.run, progress.step + 1
-        started = time.perf_counter()
-        # The watch names what a rank was in, should the run hang.
-        begin("waiting for data", step=step)
+        run, number, started = self.run, progress.step + 1, time.perf_counter()
+        # If the run hangs, what a rank was in is named.
+        begin("waiting for data", step=number)
+        with ExitStack() as scope:
+            # 1. The step's rows, and this rank's shard of each micro-batch. The next step's are prepared meanwhile.
+            data, waited = run.feed.next_step()
+            step = Step(number=number, progress=progress, data=data, waited=waited, scope=scope)
 
-        # 1. The step's rows, and this rank's shard of each micro-batch. ``order`` says where they begin in the data:
-        # the routing files and the message about a broken step need it. The next step's are prepared meanwhile.
-        data, waited = run.feed.next_step()
-        order = data.order
-        if run.routing.active:
-            run.routing.begin(step, order, run.token_indices(data))
+            # 2. Counts over all ranks come before the first backward: they divide each shard's part of the loss, so
+            # that the step's loss is one sum over one count whatever the degrees and the accumulation.
+            begin("counting tokens")
+            step.counts = sum_counts(data.own_counts)
+            for hook in self.hooks:
+                hook.before_forward(step)
+            step.sums = self.forward_backward(step)
+            begin("summing the step")
+            step.totals = step.sums.over_ranks(_model_flops(run, data), step.summed)
+            step.loss, step.lr = step.counts.mean_nll(step.totals.nll), learning_rate(number, run.config.train)
 
-        # 2. Counts over all ranks come before the first backward: they divide each shard's part of the loss, so that
-        # the step's loss is one sum over one count whatever the degrees and the accumulation.
-        begin("counting tokens")
-        counts = sum_counts(data.own_counts)
-        with self.audit.watching(step, update=False):
-            sums = self.forward_backward(data, counts, progress)
-        # Before anything changes: a number that other ranks compute otherwise ends the run here.
-        self.audit.settle(step, update=False)
-        begin("summing the step")
-        totals = sums.over_ranks(_model_flops(run, data), stop_asked=run.stop.is_asked(), ledger=run.mesh.ledger)
-        # Nothing has changed yet: a gradient of wrong bytes must not reach the weights.
-        settle_step(run, step, all_arrived=totals.all_arrived)
-        self.replicas.before_update(step)
+            # 3. Weights and moments change only if no hook refuses that, and the gradient is finite.
+            for hook in self.hooks:
+                hook.before_update(step)
+            try:
+                step.grad_norm = run.engine.step(step.lr, step.accepts)
+            except GradientError as error:
+                step.failure = error
+            load_LE = self._balance(step)
+            for hook in self.hooks:
+                hook.after_update(step)
 
-        # 3. Weights and moments change only by a step that is finite and no spike. Another is left out, on all ranks;
-        # too many of them in a row end the run here.
-        loss, lr = counts.mean_nll(totals.nll), learning_rate(step, run.config.train)
-        update = Update(run=run, step=step, loss=loss, lr=lr, order=order, history=progress.history)
-        with self.audit.watching(step, update=True):
-            grad_norm, skipped, history = update.take(sums, totals)
-        self.audit.settle(step, update=True)
+        # 4. What the step reports. The clock stops here: metrics and checkpoints are not the step's time.
+        record = self._record(step, seconds=time.perf_counter() - started)
+        for hook in self.hooks:
+            hook.record(step, record)
+        after = Progress(step=number, expert_load_LE=load_LE, history=step.history, stop_asked=step.stop_asked)
+        return after, record
 
-        # 4. The step's expert load moves the selection bias (arXiv 2408.15664), after the optimiser, so that forward
-        # and backward have seen one bias. The balance loss of the next step may read the load too.
-        load_LE = progress.expert_load_LE
-        if run.model.num_experts and not skipped:
-            load_LE = totals.counts_LE
-            if run.model.selection_bias_rate:
-                biases = run.engine.model.decoder.selection_biases()
-                move_selection_bias_(biases, load_LE, run.model.selection_bias_rate)
-        run.routing.end()
-        # From here on nobody writes to weights and moments until the next update.
-        self.replicas.after_step(step, is_saved=totals.stop_asked or run.config.saves_after(step))
-
-        # 5. What the step reports. The clock stops here: metrics and checkpoints are not the step's time.
-        record = {
-            "kind": "train",
-            "step": step,
-            "loss": loss,
-            "lr": lr,
-            "grad_norm": grad_norm,
-            **_speed(run, counts, totals, seconds=time.perf_counter() - started, waited=waited),
-            **source_record(data.after),
-            **degree_record(data.degrees),
-            **expert_record(totals, run.expert_layers, counts.tokens),
-        }
-        if skipped:
-            record["skipped"] = skipped
-        audited = self.audit.kind_of(step)
-        if audited is not None:
-            record["audited"] = audited
-        run.stop.step_seconds = record["step_seconds"]
-        return Progress(step=step, expert_load_LE=load_LE, history=history, stop_asked=totals.stop_asked), record
-
-    def forward_backward(self, data: StepData, counts: StepCounts, progress: Progress) -> StepSums:
+    def forward_backward(self, step: Step) -> StepSums:
         """Add up the gradients of the step's micro-batches; returns this rank's sums of what they report."""
         run, sums, load_LE = self.run, StepSums(), None
-        if progress.expert_load_LE is not None:
-            load_LE = load_share(progress.expert_load_LE).to(run.device)
-        for number, (rows, shard) in enumerate(zip(data.rows, data.shards, strict=True)):
-            if run.mesh.ledger is not None:
-                run.mesh.ledger.begin(number)
+        if step.progress.expert_load_LE is not None:
+            load_LE = load_share(step.progress.expert_load_LE).to(run.device)
+        for number, (rows, shard) in enumerate(zip(step.data.rows, step.data.shards, strict=True)):
+            for each in step.each_micro_batch:
+                each(number)
             # Dropout and jitter depend on the run's seed, the step and a token's index in it, and on nothing else:
             # another degree or a resumed run draws the same numbers.
             training_pass = TrainingPass(
-                seed=run.config.run.seed * 0x9E3779B1 + progress.step,
+                seed=run.config.run.seed * 0x9E3779B1 + step.progress.step,
                 first_tokens=run.first_tokens(rows),
                 expert_load_LE=load_LE,
-                replay=run.routing.replay(number),
+                replay=step.choices(number),
             )
             # One micro-batch at a time is on the device; backward frees its activations.
             loss = run.engine.forward(shard.unpack(run.device), training_pass)
-            run.engine.backward(counts.loss(loss, run.model))
+            run.engine.backward(step.counts.loss(loss, run.model))
             sums.add(loss)
         return sums
+
+    def hook(self, kind: type[H]) -> H | None:
+        """Return the hook of this class, if the steps have one."""
+        return next((hook for hook in self.hooks if isinstance(hook, kind)), None)
+
+    def _balance(self, step: Step) -> Tensor | None:
+        """Move the routers' selection bias by the step's load (arXiv 2408.15664), which is returned.
+
+        After the optimiser, so that forward and backward have seen one bias. The balance loss of the next step may read
+        the load too: that of the step before, if this one was left out.
+        """
+        run = self.run
+        if not run.model.num_experts or step.failure is not None:
+            return step.progress.expert_load_LE
+        if run.model.selection_bias_rate:
+            biases = run.engine.model.decoder.selection_biases()
+            move_selection_bias_(biases, step.totals.counts_LE, run.model.selection_bias_rate)
+        return step.totals.counts_LE
+
+    def _record(self, step: Step, *, seconds: float) -> Record:
+        run, counts, totals = self.run, step.counts, step.totals
+        return {
+            "kind": "train",
+            "step": step.number,
+            "loss": step.loss,
+            "lr": step.lr,
+            "grad_norm": step.grad_norm,
+            **_speed(run, counts, totals, seconds=seconds, waited=step.waited),
+            **source_record(step.data.after),
+            **degree_record(step.data.degrees),
+            **expert_record(totals, run.expert_layers, counts.tokens),
+        }
 
 
 def _model_flops(run: Run, data: StepData) -> float:

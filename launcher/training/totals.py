@@ -6,7 +6,7 @@ Axes: L expert layers, E experts.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -15,7 +15,6 @@ from torch import Tensor
 from longctx.model.experts.router import RouterDiagnostics
 from longctx.objectives.loss_sum import LossSum
 from parallel.loss import sum_over_ranks
-from parallel.runtime.messages.ledger import Ledger, is_balanced
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,10 +35,8 @@ class StepTotals:
     """Of the routers, each [L]."""
     flops: float
     """Model FLOPs."""
-    stop_asked: bool = False
-    """Whether any rank has been asked to stop."""
-    all_arrived: bool = True
-    """Whether all that ranks sent one another arrived as it was sent, as far as they compare it."""
+    summed: Mapping[str, Tensor]
+    """What hooks had summed, by name; on the CPU."""
 
     @property
     def finite(self) -> bool:
@@ -75,35 +72,34 @@ class StepSums:
         scalars, _, diagnostics = self._sums
         return bool(scalars.isfinite().all()) and not RouterDiagnostics._make(diagnostics).non_finite_tokens.any()
 
-    def over_ranks(self, flops: float, *, stop_asked: bool = False, ledger: Ledger | None = None) -> StepTotals:
-        """The sums over all ranks; ``flops`` are this rank's, as are whether it was asked to stop, and its ``ledger``.
+    def over_ranks(self, flops: float, summed: Mapping[str, Callable[[torch.device], Tensor]]) -> StepTotals:
+        """The sums over all ranks; ``flops`` are this rank's, as are the numbers [n] that ``summed`` gives by name.
 
         Collective: one for everything that a step reports.
         """
         assert self._sums is not None
         scalars, counts_LE, diagnostics_4L = self._sums
+        more = {name: numbers(scalars.device) for name, numbers in summed.items()}
         # float64 holds whole numbers up to 2^53, so counts stay exact.
         parts = [
             scalars,
             counts_LE.flatten().double(),
             diagnostics_4L.flatten().double(),
-            scalars.new_tensor((flops, stop_asked)),
+            scalars.new_tensor((flops,)),
+            *(numbers.double() for numbers in more.values()),
         ]
-        if ledger is not None:
-            parts.append(ledger.balance(scalars.device))
         # One small all-reduce a step instead of one for each quantity. On the device, behind the backward pass, whose
         # end the host waits for once: the update may not begin before it has seen that the step is finite.
         flat = sum_over_ranks(torch.cat(parts)).cpu()
-        *parts, of_messages = flat.split([4, counts_LE.numel(), diagnostics_4L.numel(), 2, 2 * (ledger is not None)])
-        nll, objective, balance, router_z = parts[0].tolist()
+        own, *rest = flat.split([4, counts_LE.numel(), diagnostics_4L.numel(), 1, *map(len, more.values())])
+        nll, objective, balance, router_z = own.tolist()
         return StepTotals(
             nll=nll,
             objective=objective,
             balance=balance,
             router_z=router_z,
-            counts_LE=parts[1].long().view(counts_LE.shape),
-            diagnostics=RouterDiagnostics._make(parts[2].view(diagnostics_4L.shape)),
-            flops=float(parts[3][0]),
-            stop_asked=bool(parts[3][1]),
-            all_arrived=ledger is None or is_balanced(of_messages),
+            counts_LE=rest[0].long().view(counts_LE.shape),
+            diagnostics=RouterDiagnostics._make(rest[1].view(diagnostics_4L.shape)),
+            flops=float(rest[2]),
+            summed=dict(zip(more, rest[3:], strict=True)),
         )

@@ -16,10 +16,9 @@ from launcher.metrics.record import DISCARDED_FILE, METRICS_FILE, Record, missin
 from launcher.metrics.trackers.feed import TrackerFeed, open_trackers
 from launcher.metrics.writer import Lines, RecordWriter
 from launcher.run_folder import write_config_and_environment
-from launcher.training.compiling import CompileWatch
-from launcher.training.expert_record import DeadExpertWatch
+from launcher.training.hooks.plan import PlanWatch, checked_line
+from launcher.training.hooks.replicas import ReplicaWatch
 from launcher.training.messages import settle_between_steps
-from launcher.training.planned import PlanWatch, checked_line
 from launcher.training.run import Progress, Run
 from launcher.training.sample import Sampler
 from launcher.training.step import TrainStep
@@ -35,10 +34,8 @@ log = logging.getLogger(__name__)
 class Trainer:
     """Steps, validations and checkpoints of one run."""
 
-    def __init__(
-        self, run: Run, *, train_step: TrainStep | None = None, dead_experts: DeadExpertWatch | None = None
-    ) -> None:
-        """A caller may bring a ``train_step`` or a watch over ``dead_experts`` of its own."""
+    def __init__(self, run: Run, *, train_step: TrainStep | None = None) -> None:
+        """A caller may bring a ``train_step`` of its own."""
         self.run, self.progress = run, run.progress
         self._train_step = train_step or TrainStep(run)
         self._sampler = None
@@ -47,9 +44,6 @@ class Trainer:
         self._loss: float | None = None
         self._validation_losses: dict[int, float] = {}
         """The last one by its step, if it was a number."""
-        self._compile_watch = CompileWatch(is_on=run.is_rank_0 and run.config.train.compile == "on")
-        self._plan_watch = PlanWatch(run.expected)
-        self._dead_experts = dead_experts or DeadExpertWatch(run.expert_layers, run.model.num_experts)
         self._stopping = Stopping(run)
         self.is_in_store = True
         """Whether the run's store has its last checkpoint, once the run is done; True without a store."""
@@ -92,9 +86,7 @@ class Trainer:
             if self._stopping.ends(self.progress):
                 run.saver.finish()
                 return self._stopping.end(self.progress, writer, self._save)
-            compared = self._plan_watch.record(self.progress.step)
-            writer.write(compared)
-            log.info("%s", checked_line(compared))
+            self._compare_with_plan(writer)
         self.is_in_store = _finish(run, self.progress.step)
         return None
 
@@ -104,11 +96,6 @@ class Trainer:
         # The last step is agreed on, too: what follows is waited for.
         if self.progress.stop_asked or self.progress.step == self.run.config.last_step:
             self.run.stop.agree()
-        self._compile_watch.report(self.progress.step)
-        load_LE = self.progress.expert_load_LE
-        # The same on every rank, so rank 0 can watch for all. A step that was left out has no load of its own.
-        if load_LE is not None and self.run.is_rank_0 and "skipped" not in record:
-            self._dead_experts.watch(load_LE, self.progress.step, self.run.model)
         return record
 
     def _open_folder(self) -> None:
@@ -125,7 +112,6 @@ class Trainer:
         """Take a step and write its record, also that of a step that could not be taken."""
         try:
             record = self.take_step()
-            self._plan_watch.see(record)
             writer.write(record)
             # All records up to the step of a checkpoint are written before it is committed.
             self.run.saver.after_step(record["step"], record["loss"])
@@ -165,10 +151,19 @@ class Trainer:
             self._validation_losses[self.progress.step] = record["loss"]
         writer.write({**record, "step": self.progress.step})
 
+    def _compare_with_plan(self, writer: RecordWriter) -> None:
+        """Record what the plan was wrong by."""
+        plan = self._train_step.hook(PlanWatch)
+        if plan is not None:
+            compared = plan.compared(self.progress.step)
+            writer.write(compared)
+            log.info("%s", checked_line(compared))
+
     def _save(self) -> None:
         """Begin to save a checkpoint; the last one is waited for. Collective."""
         run, step = self.run, self.progress.step
-        sums = self._train_step.replicas.before_save(step)
+        replicas = self._train_step.hook(ReplicaWatch)
+        sums = [] if replicas is None else replicas.before_save(step)
         with run.stop.saving:
             run.saver.save(
                 step=step,

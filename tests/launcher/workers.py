@@ -23,8 +23,8 @@ import launcher.training.trainer
 from launcher.cluster.exit import run_to_exit_code
 from launcher.metrics.record import Record, read_metrics, without_timing
 from launcher.metrics.writer import MetricsWriter
-from launcher.training.feed import StepData
-from launcher.training.run import Progress, Run
+from launcher.training.hook import Step
+from launcher.training.run import Run
 from launcher.training.setup import build_run
 from launcher.training.step import TrainStep
 from launcher.training.totals import StepSums
@@ -32,7 +32,6 @@ from launcher.training.trainer import Trainer
 from longctx.checkpoint_format import CHECKPOINTS
 from longctx.errors import CheckpointError
 from longctx.model.chunks.parts import LayerParts
-from parallel.loss import StepCounts
 from parallel.runtime.process import gather_objects
 from tests.helpers import run_distributed
 from tests.launcher.runs import SCREEN, tiny_config
@@ -70,10 +69,10 @@ def breaking_step(step: int, act: Callable[[Run], None]) -> type[TrainStep]:
     """Steps of which one breaks something before its forward pass."""
 
     class BreakingStep(TrainStep):
-        def forward_backward(self, data: StepData, counts: StepCounts, progress: Progress) -> StepSums:
-            if progress.step + 1 == step:
+        def forward_backward(self, now: Step) -> StepSums:
+            if now.number == step:
                 act(self.run)
-            return super().forward_backward(data, counts, progress)
+            return super().forward_backward(now)
 
     return BreakingStep
 
@@ -82,9 +81,9 @@ def train_until_killed_in_a_step(shards: Path, output: Path, changed: Mapping[st
     """``train``, but one rank is killed between the backward pass and the update of a step."""
 
     class KilledStep(TrainStep):
-        def forward_backward(self, data: StepData, counts: StepCounts, progress: Progress) -> StepSums:
-            sums = super().forward_backward(data, counts, progress)
-            if self.run.mesh.rank == rank and progress.step + 1 == step:
+        def forward_backward(self, now: Step) -> StepSums:
+            sums = super().forward_backward(now)
+            if self.run.mesh.rank == rank and now.number == step:
                 os.kill(os.getpid(), signal.SIGKILL)
             return sums
 

@@ -28,7 +28,7 @@ REPLICA = {"ranks": [2], "hosts": ["<node>"], "what": "model.norm.weight (exp_av
 
 
 def event(step: int, *findings: dict[str, Any]) -> dict[str, Any]:
-    """As ``launcher/training/audit.py`` writes it."""
+    """As ``launcher/training/hooks/audit.py`` writes it."""
     return {
         "kind": "event",
         "event": "audit",

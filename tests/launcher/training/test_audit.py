@@ -13,13 +13,13 @@ import pytest
 from benchmarks.flips import Flip, looked_at
 from launcher.cluster.suspects import AUDIT_EVENT, suspected_ranks
 from launcher.metrics.record import Record, read_metrics
-from launcher.training.feed import StepData
+from launcher.training.hook import Step
+from launcher.training.hooks.audit import StepAudit
 from launcher.training.run import Progress, Run
 from launcher.training.step import TrainStep
 from launcher.training.totals import StepSums
 from longctx.checkpoint_format import CHECKPOINTS
 from longctx.kernels.regions import missing_for_compiling
-from parallel.loss import StepCounts
 from tests.faults import FaultRow, verdict
 from tests.helpers import run_distributed
 from tests.launcher.workers import end_guarded, rows, run, train, train_each
@@ -85,16 +85,17 @@ class FlippedStep(TrainStep):
         self.flip = Flip()
         self.flip.bit = 11
 
-    def forward_backward(self, data: StepData, counts: StepCounts, progress: Progress) -> StepSums:
+    def forward_backward(self, step: Step) -> StepSums:
         self.flip.seen, self.flip.is_counting = 0, True
-        sums = super().forward_backward(data, counts, progress)
+        sums = super().forward_backward(step)
         self.flip.is_counting = False
         return sums
 
     def __call__(self, progress: Progress) -> tuple[Progress, Record]:
-        if self.run.mesh.rank == self.run.mesh.world_size - 1:
+        audit = self.hook(StepAudit)
+        if audit is not None and self.run.mesh.rank == self.run.mesh.world_size - 1:
             # Every step has as many products as the one before: the model is dense.
-            chance = self.audit._auditor._chance(progress.step + 1, self.run.mesh.rank)
+            chance = audit._auditor._chance(progress.step + 1, self.run.mesh.rank)
             self.flip.call = (looked_at(chance, self.flip.seen) or [0])[-1]
             if progress.step + 1 != WRONG:
                 self.flip.call = 0

@@ -9,8 +9,9 @@ import pytest
 import torch
 
 from launcher.metrics.record import read_metrics
-from launcher.training.expert_record import DeadExpertWatch
+from launcher.training.hooks.dead_experts import DeadExperts
 from launcher.training.run import Run
+from launcher.training.step import TrainStep
 from launcher.training.trainer import Trainer
 from longctx.checkpoint_format import CheckpointReader, list_checkpoints
 from longctx.errors import TrainingError
@@ -187,8 +188,9 @@ def kill_an_expert(shards: Path, output: Path) -> None:
     changed = {"model.selection_bias": True, "train.steps": 5, "validation.rows": 0, "parallel.context": 1}
     run = build(shards, output, changed)
     run.engine.model.decoder.model.layers[1].mlp.gate.e_score_correction_bias[2] = -1e3
-    watch = DeadExpertWatch(run.expert_layers, run.model.num_experts, window=3)
-    Trainer(run, dead_experts=watch).train()
+    step, short = TrainStep(run), DeadExperts(run.model, run.expert_layers, run.model.num_experts, window=3)
+    step.hooks = [short if isinstance(hook, DeadExperts) else hook for hook in step.hooks]
+    Trainer(run, train_step=step).train()
     started = build(
         shards, output / "next", {**changed, "run.start_from": output, "model.preset": "none", "train.lr": 1e-3}
     )

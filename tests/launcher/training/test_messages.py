@@ -12,12 +12,10 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from launcher.training.feed import StepData
-from launcher.training.run import Progress
+from launcher.training.hook import Step
 from launcher.training.step import TrainStep
 from launcher.training.totals import StepSums
 from longctx.checkpoint_format import list_checkpoints
-from parallel.loss import StepCounts
 from parallel.transport.exchange import TAG_GRADIENTS, TAG_KEYS
 from tests.faults import FaultRow, FaultRows, verdict
 from tests.launcher.runs import STEPS
@@ -116,11 +114,11 @@ def disturbed_step(fault: Fault, told: Path) -> type[TrainStep]:
     inject = injecting(fault, told)
 
     class DisturbedStep(TrainStep):
-        def forward_backward(self, data: StepData, counts: StepCounts, progress: Progress) -> StepSums:
-            if progress.step + 1 != BEFORE:
-                return super().forward_backward(data, counts, progress)
+        def forward_backward(self, step: Step) -> StepSums:
+            if step.number != BEFORE:
+                return super().forward_backward(step)
             with inject():
-                return super().forward_backward(data, counts, progress)
+                return super().forward_backward(step)
 
     return DisturbedStep
 
@@ -213,11 +211,11 @@ def delay_a_hop(shards: Path, output: Path, seconds: float) -> None:
     seen = faults.Seen()
 
     class LateStep(TrainStep):
-        def forward_backward(self, data, counts, progress):
-            if progress.step + 1 != BEFORE or self.run.mesh.rank != 1:
-                return super().forward_backward(data, counts, progress)
+        def forward_backward(self, step):
+            if step.number != BEFORE or self.run.mesh.rank != 1:
+                return super().forward_backward(step)
             with faults.exchanges_changed(faults.delayed(seconds, 1, seen)):
-                return super().forward_backward(data, counts, progress)
+                return super().forward_backward(step)
 
     train(shards, output, {**RING, "parallel.check_rows": "off"}, LateStep)
 

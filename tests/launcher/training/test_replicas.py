@@ -13,7 +13,7 @@ import torch.distributed as dist
 from launcher.checkpoint.host_copy import HostCopy
 from launcher.cluster.suspects import suspected_ranks
 from launcher.metrics.record import Record
-from launcher.training.replicas import ReplicaWatch
+from launcher.training.hooks.replicas import ReplicaWatch
 from launcher.training.run import Progress, Run
 from launcher.training.step import TrainStep
 from launcher.training.trainer import Trainer
@@ -197,7 +197,7 @@ def commit_no_flipped_copy(shards: Path, output: Path, waits: bool) -> None:
             flip_bit(one.values, 33)
             yield one
 
-    sums = trainer._train_step.replicas.before_save(2)
+    sums = trainer._train_step.hook(ReplicaWatch).before_save(2)
     with pytest.MonkeyPatch.context() as patch:
         if dist.get_rank() == 1:
             patch.setattr(HostCopy, "fill", flipped_copy)

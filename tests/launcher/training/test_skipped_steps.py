@@ -15,12 +15,11 @@ from launcher.metrics.record import Record, read_metrics
 from launcher.report.page import remarks
 from launcher.report.run import load_run
 from launcher.training import history
-from launcher.training.feed import StepData
+from launcher.training.hook import Step
 from launcher.training.run import Progress, Run
 from launcher.training.step import TrainStep
 from launcher.training.totals import StepSums
 from longctx.checkpoint_format import CHECKPOINTS, CheckpointReader
-from parallel.loss import StepCounts
 from tests.faults import FaultRow, verdict
 from tests.launcher.runs import STEPS
 from tests.launcher.training.test_non_finite import EXPERT, LAST_NORM, ROUTER
@@ -72,11 +71,11 @@ class SpoiltStep(TrainStep):
 
     kind, steps = "loss", (LEFT_OUT,)
 
-    def forward_backward(self, data: StepData, counts: StepCounts, progress: Progress) -> StepSums:
+    def forward_backward(self, step: Step) -> StepSums:
         mend: Callable[[], Any] = int
-        if progress.step + 1 in self.steps:
+        if step.number in self.steps:
             mend = broken_while(self.run, self.kind)
-        sums = super().forward_backward(data, counts, progress)
+        sums = super().forward_backward(step)
         mend()
         return sums
 
@@ -181,5 +180,8 @@ def test_too_many_in_a_row_end_it(shards, tmp_path):
     # Each rank's log has it, and the console that of rank 0 alone: there may be thousands of ranks.
     for rank, level in ((0, "WARNING"), (1, "INFO")):
         log = (tmp_path / f"logs/rank_{rank}.log").read_text()
-        assert f"{level} launcher.training.update: Step {LEFT_OUT} is left out, number 1 in a row of the 1 that" in log
+        assert (
+            f"{level} launcher.training.hooks.non_finite: Step {LEFT_OUT} is left out, number 1 in a row of the 1 that"
+            in log
+        )
         assert EXPERT in log

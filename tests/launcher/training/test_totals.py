@@ -13,7 +13,8 @@ from torch import Tensor
 
 from launcher.config.load import load_run_config
 from launcher.training.broken_step import BrokenStep, rows_from
-from launcher.training.expert_record import DeadExpertWatch, expert_layers, expert_record
+from launcher.training.expert_record import expert_layers, expert_record
+from launcher.training.hooks.dead_experts import DeadExperts
 from launcher.training.totals import StepSums, StepTotals
 from longctx.config import ModelConfig
 from longctx.model.experts.router import RouterDiagnostics
@@ -151,7 +152,7 @@ def add_up() -> None:
     sums = StepSums()
     for micro_batch in range(3):
         sums.add(loss_of(rank, micro_batch))
-    got = sums.over_ranks(flops=0.5 + rank)
+    got = sums.over_ranks(0.5 + rank, {"more": lambda device: torch.tensor([1.0, rank], device=device)})
     everyone = [loss_of(r, m) for r in range(world_size) for m in range(3)]
     for name, field in (("nll", "nll_sum"), ("balance", "balance_sum"), ("router_z", "z_sum")):
         wanted = sum(float(getattr(loss, field)) for loss in everyone)
@@ -160,6 +161,7 @@ def add_up() -> None:
     wanted = torch.stack([torch.stack(loss.diagnostics) for loss in everyone]).sum(0)
     torch.testing.assert_close(torch.stack(got.diagnostics), wanted, rtol=1e-14, atol=0)
     assert got.flops == sum(0.5 + r for r in range(world_size))
+    assert got.summed["more"].tolist() == [world_size, sum(range(world_size))]
 
 
 @pytest.mark.parametrize("world_size", [1, 3])
@@ -176,21 +178,21 @@ def counts(*idle: tuple[int, int]) -> Tensor:
 
 
 def test_a_dead_expert_is_named_once_after_a_whole_window():
-    watch = DeadExpertWatch([1, 3], 3, window=4)
+    watch = DeadExperts(MODEL, [1, 3], 3, window=4)
     said = [watch.find(counts((1, 2)) if step >= 2 else counts()) for step in range(1, 12)]
     assert said == [[], [], [], [], ["model.layers.3.mlp.experts.2"], [], [], [], [], [], []]
-    text = watch.warning(said[4], 5, MODEL)
+    text = watch.warning(said[4], 5)
     for words in ("model.layers.3.mlp.experts.2 is a dead expert", "in steps 2 to 5", "model.selection_bias_rate"):
         assert words in text
 
 
 def test_one_token_keeps_an_expert_alive():
-    watch = DeadExpertWatch([1, 3], 3, window=4)
+    watch = DeadExperts(MODEL, [1, 3], 3, window=4)
     assert all(not watch.find(counts((0, 0)) if step % 4 else counts()) for step in range(40))
 
 
 def test_many_dead_experts_fit_a_line():
-    watch = DeadExpertWatch(range(60), 64, window=1)
+    watch = DeadExperts(MODEL, range(60), 64, window=1)
     names = watch.find(torch.zeros(60, 64, dtype=torch.int64))
     assert len(names) == 60 * 64
-    assert "model.layers.0.mlp.experts.7 and 3832 more are dead experts" in watch.warning(names, 1, MODEL)
+    assert "model.layers.0.mlp.experts.7 and 3832 more are dead experts" in watch.warning(names, 1)

@@ -202,5 +202,5 @@ def test_the_sums_of_a_step_meet_on_the_device_that_computed_them():
         raise SeenError
 
     with patch("launcher.training.totals.sum_over_ranks", note), pytest.raises(SeenError):
-        sums.over_ranks(1.0)
+        sums.over_ranks(1.0, {})
     assert seen == ["meta"]

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 
 from launcher.cluster.suspects import AUDIT_EVENT
 from launcher.metrics.record import Record
+from launcher.training.hook import Step, StepHook
 from launcher.training.run import Run
 from launcher.wording import first_names
 from longctx.checkpoint_format import list_checkpoints
@@ -22,22 +23,23 @@ _TOLD = 3
 """Groups of ranks that are told of."""
 
 
-class ReplicaWatch:
+class ReplicaWatch(StepHook):
     """Compares what ranks hold in the steps that ``run.replicas_every`` names, and at every save."""
 
     def __init__(self, run: Run) -> None:
         self.run, self.replicas = run, Replicas(run.engine)
         self._every = run.config.run.replicas_every
 
-    def before_update(self, step: int) -> None:
-        """TrainingError where ranks differ, before the step changes anything. Collective where a comparison is due."""
-        if self._is_due(step):
-            _check(self.run, self.replicas, f"step {step}", step)
+    def before_update(self, step: Step) -> None:
+        """TrainingError if ranks differ, before the step changes anything. Collective if a comparison is due."""
+        if self._is_due(step.number):
+            _check(self.run, self.replicas, f"step {step.number}", step.number)
         self.replicas.forget()
 
-    def after_step(self, step: int, *, is_saved: bool) -> None:
-        """Note what lies still until the next update, where that step compares, or this one ``is_saved``."""
-        if self._is_due(step + 1) or (is_saved and self._every):
+    def after_update(self, step: Step) -> None:
+        """Note what lies still until the next update, if that compares, or if this step is saved."""
+        is_saved = step.stop_asked or self.run.config.saves_after(step.number)
+        if self._is_due(step.number + 1) or (is_saved and self._every):
             self._remember()
 
     def before_save(self, step: int) -> list[Sum]:

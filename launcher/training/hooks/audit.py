@@ -4,26 +4,26 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable, Sequence
-from contextlib import AbstractContextManager
+from contextlib import ExitStack
 from pathlib import Path
 
 from torch import Tensor
 
 from launcher.cluster.suspects import AUDIT_EVENT
 from launcher.metrics.record import Record
+from launcher.training.hook import Step, StepHook
 from launcher.training.run import Run
 from launcher.wording import plural
 from longctx.checkpoint_format import list_checkpoints
 from longctx.errors import TrainingError
 from parallel.audit.auditor import LIMIT_BYTES, Audited, Auditor
-from parallel.audit.sample import Kind
 from parallel.audit.verdict import Finding
 from parallel.zero.partition import MASTER
 
 log = logging.getLogger(__name__)
 
 
-class StepAudit:
+class StepAudit(StepHook):
     """Looks at some calls of every ``run.audit_every``-th step."""
 
     def __init__(self, run: Run) -> None:
@@ -41,20 +41,37 @@ class StepAudit:
         )
         self._auditor = Auditor(audited, seed=config.run.seed, every=config.run.audit_every, rank=run.mesh.rank)
         self._is_told = False
+        self._watching = ExitStack()
 
-    def kind_of(self, step: int) -> Kind | None:
-        """What is looked at in a step; None in one that is not audited."""
-        return self._auditor.kind_of(step)
+    def before_forward(self, step: Step) -> None:
+        """Copy calls of forward and backward, if these are the audited part."""
+        self._watch(step, update=False)
 
-    def watching(self, step: int, *, update: bool) -> AbstractContextManager[None]:
-        """Copy a call of the step's forward and backward passes, or of its ``update``, if it is the audited part."""
-        return self._auditor.watching(step, update=update)
+    def before_update(self, step: Step) -> None:
+        """TrainingError if other ranks compute one of them otherwise; then copy the update's. Collective."""
+        self._settle(step, update=False)
+        self._watch(step, update=True)
 
-    def settle(self, step: int, *, update: bool) -> None:
-        """Have what was copied computed again. TrainingError on every rank where results differ. Collective."""
-        findings = self._auditor.settle(step, update=update)
+    def after_update(self, step: Step) -> None:
+        """TrainingError if other ranks compute the update otherwise. Collective."""
+        self._settle(step, update=True)
+
+    def record(self, step: Step, record: Record) -> None:
+        """Say what was looked at."""
+        kind = self._auditor.kind_of(step.number)
+        if kind is not None:
+            record["audited"] = kind
+
+    def _watch(self, step: Step, *, update: bool) -> None:
+        self._watching = step.scope.enter_context(ExitStack())
+        self._watching.enter_context(self._auditor.watching(step.number, update=update))
+
+    def _settle(self, step: Step, *, update: bool) -> None:
+        """Have what was copied computed again."""
+        self._watching.close()
+        findings = self._auditor.settle(step.number, update=update)
         if findings:
-            raise self._error(step, findings, update=update)
+            raise self._error(step.number, findings, update=update)
         if not self._is_told and self._auditor.assigned:
             self._is_told = True
             for line in self._what_is_audited():

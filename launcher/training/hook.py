@@ -1,0 +1,78 @@
+"""``StepHook``: what stands beside a training step, and ``Step``, the step under way as it sees it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from launcher.metrics.record import Record
+from launcher.training.feed import StepData
+from launcher.training.history import History
+from launcher.training.run import Progress
+from launcher.training.totals import StepSums, StepTotals
+from longctx.errors import GradientError
+from longctx.model.experts.replay import RoutingReplay
+from parallel.loss import StepCounts
+
+
+@dataclass(kw_only=True)
+class Step:
+    """A step under way. What is known of it only later is unset until then."""
+
+    number: int
+    progress: Progress
+    """Where the run stood before it."""
+    data: StepData
+    waited: float
+    """Seconds that the data was waited for."""
+    scope: ExitStack
+    """Closes what a hook opens, however the step ends."""
+    counts: StepCounts = field(init=False)
+    sums: StepSums = field(init=False)
+    """This rank's, of forward and backward."""
+    totals: StepTotals = field(init=False)
+    """Those of all ranks."""
+    loss: float = field(init=False)
+    lr: float = field(init=False)
+    grad_norm: float | None = None
+    """Before clipping; None if the loss says already that the step is left out."""
+    skipped: str = ""
+    """Why it is left out; empty for one that is taken."""
+    history: History = field(init=False)
+    """What later steps are told of it."""
+    stop_asked: bool = False
+    """Whether any rank has been asked to stop behind it."""
+    failure: GradientError | None = None
+    """What the update was refused by, once it was tried."""
+    summed: dict[str, Callable[[torch.device], Tensor]] = field(default_factory=dict)
+    """Numbers of this rank that go into the step's one sum over ranks, by name; ``totals.summed`` has the sums."""
+    each_micro_batch: list[Callable[[int], None]] = field(default_factory=list)
+    """Called with the number of each micro-batch before its forward pass."""
+    choices: Callable[[int], RoutingReplay | None] = lambda number: None
+    """The experts that a micro-batch's tokens go to, or where their choice is noted."""
+    refusals: list[Callable[[float], bool]] = field(default_factory=list)
+    """Whether the update is refused by the norm of its gradient; the same on every rank."""
+
+    def accepts(self, norm: float) -> bool:
+        """Whether the update is made with a gradient of this norm."""
+        return not any(refuses(norm) for refuses in self.refusals)
+
+
+class StepHook:
+    """Looks at each step of a run. Every rank calls every hook, in one order; what is raised ends the run."""
+
+    def before_forward(self, step: Step) -> None:
+        """Prepare: data and counts are there."""
+
+    def before_update(self, step: Step) -> None:
+        """Look at ``step.totals``, and refuse the update if need be. Nothing has changed yet."""
+
+    def after_update(self, step: Step) -> None:
+        """Look at what was done: weights have changed, or the step was left out."""
+
+    def record(self, step: Step, record: Record) -> None:
+        """Add to the step's record, or read it. Its seconds are over."""

@@ -1,0 +1,26 @@
+"""The log says when a step has compiled anything, so that a slow step has its reason beside it."""
+
+from __future__ import annotations
+
+import logging
+
+from launcher.metrics.record import Record
+from launcher.training.hook import Step, StepHook
+from longctx.kernels.regions import CompileCount, compile_count
+
+log = logging.getLogger(__name__)
+
+
+class CompileWatch(StepHook):
+    """Says so on one rank."""
+
+    def __init__(self) -> None:
+        self._before = CompileCount(0, 0.0)
+
+    def record(self, step: Step, record: Record) -> None:
+        """Log what was compiled since the last call."""
+        now = compile_count()
+        graphs, seconds = now.graphs - self._before.graphs, now.seconds - self._before.seconds
+        if graphs:
+            log.info("Compiling %d graphs took %.1f s of step %d.", graphs, seconds, step.number)
+        self._before = now

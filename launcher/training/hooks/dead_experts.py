@@ -1,0 +1,53 @@
+"""An expert that no token chooses any more is named, once."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from launcher.metrics.expert_load import DEAD_AFTER_STEPS, expert_name
+from launcher.metrics.record import Record
+from launcher.training.hook import Step, StepHook
+from launcher.wording import first_names
+from longctx.config import ModelConfig
+
+log = logging.getLogger(__name__)
+
+
+class DeadExperts(StepHook):
+    """Counts each expert's steps without a token, from where this process began; reports each expert once."""
+
+    def __init__(
+        self, model: ModelConfig, layers: Sequence[int], num_experts: int, window: int = DEAD_AFTER_STEPS
+    ) -> None:
+        self._model, self._layers, self._window = model, list(layers), window
+        self._idle_steps_LE = torch.zeros(len(self._layers), num_experts, dtype=torch.int64)
+        self._reported_LE = torch.zeros_like(self._idle_steps_LE, dtype=torch.bool)
+
+    def find(self, counts_LE: Tensor) -> list[str]:
+        """Names of the experts that no token has chosen in this step and the window before it, for the first time."""
+        self._idle_steps_LE = torch.where(counts_LE > 0, 0, self._idle_steps_LE + 1)
+        # A dead expert stays dead for thousands of steps: once is enough.
+        dead_LE = (self._idle_steps_LE >= self._window) & ~self._reported_LE
+        self._reported_LE |= dead_LE
+        return [expert_name(self._layers[row], expert) for row, expert in dead_LE.nonzero().tolist()]
+
+    def record(self, step: Step, record: Record) -> None:
+        """Warn of what is dead. A step that was left out has no load of its own."""
+        if self._layers and not step.skipped and (dead := self.find(step.totals.counts_LE)):
+            log.warning("%s", self.warning(dead, step.number))
+
+    def warning(self, names: Sequence[str], step: int) -> str:
+        """Return the message about experts that ``find`` has found."""
+        model, what, them = self._model, "are dead experts", "them"
+        if len(names) == 1:
+            what, them = "is a dead expert", "it"
+        return (
+            f"{first_names(names)} {what}: no token chose {them} in steps "
+            f"{step - self._window + 1} to {step}. What helps: a larger model.balance_loss_weight (now "
+            f"{model.balance_loss_weight:g}), model.selection_bias with model.selection_bias_rate (DeepSeek-V3: 1e-3; "
+            f"now {model.selection_bias_rate:g}), or a longer train.warmup_steps. Said once for each expert."
+        )

@@ -1,0 +1,57 @@
+"""A run's steps are compared with what its plan says of them."""
+
+from __future__ import annotations
+
+import statistics
+from collections import deque
+from typing import Any
+
+from launcher.metrics.record import Record
+from launcher.plan.memory import gib
+from launcher.training.hook import Step, StepHook
+from launcher.training.planned import Expected
+
+_STEPS = 1000
+"""The last ones, whose median is compared: a long run must not remember all."""
+
+
+class PlanWatch(StepHook):
+    """Compares a run's steps with what was expected of them. On rank 0."""
+
+    def __init__(self, expected: Expected) -> None:
+        self.expected = expected
+        self._seconds: deque[float] = deque(maxlen=_STEPS)
+        self._peak_bytes = 0
+        self._is_first = True
+
+    def record(self, step: Step, record: Record) -> None:
+        """Take in a step. The first one of a process allocates and compiles: its seconds do not count."""
+        self._peak_bytes = max(self._peak_bytes, record["max_memory_bytes"])
+        if not self._is_first:
+            self._seconds.append(record["step_seconds"])
+        self._is_first = False
+
+    def compared(self, step: int) -> Record:
+        """Return the end's event: what was measured, and by which share the plan was above it."""
+        found: Record = {"kind": "event", "event": "plan_checked", "step": step, "peak_bytes": self._peak_bytes}
+        if self._peak_bytes:
+            found["peak_error"] = self.expected.bytes.peak / self._peak_bytes - 1
+        if self._seconds:
+            found["step_seconds"] = statistics.median(self._seconds)
+        if self._seconds and self.expected.seconds is not None:
+            found["seconds_error"] = self.expected.seconds.total / found["step_seconds"] - 1
+        return found
+
+
+def checked_line(record: dict[str, Any]) -> str:
+    """The end's line for the log."""
+    line = f"Plan and run: {gib(record['peak_bytes'])} at the peak{_signed(record.get('peak_error'))}"
+    if "step_seconds" in record:
+        line += f", {record['step_seconds']:.3g} s a step in the median{_signed(record.get('seconds_error'))}"
+    return f"{line}."
+
+
+def _signed(error: float | None) -> str:
+    if error is None:
+        return ""
+    return f" (plan {error:+.0%})"

@@ -1,0 +1,23 @@
+"""The experts that tokens choose are recorded, or follow those of another run."""
+
+from __future__ import annotations
+
+from launcher.training.hook import Step, StepHook
+from launcher.training.routing_files import RoutingFiles
+from launcher.training.run import Run
+
+
+class Routing(StepHook):
+    """Reads and writes a run's routing files, one a step."""
+
+    def __init__(self, run: Run, files: RoutingFiles) -> None:
+        self._run, self._files = run, files
+
+    def before_forward(self, step: Step) -> None:
+        """Hand each micro-batch the choices that it records or follows. Collective if it follows."""
+        self._files.begin(step.number, step.data.order, self._run.token_indices(step.data))
+        step.choices = self._files.replay
+
+    def after_update(self, step: Step) -> None:
+        """Write what was chosen. Collective."""
+        self._files.end()
