@@ -1,0 +1,120 @@
+"""What stands beside a step: hooks are called in their order, see what is known by then, and may refuse the update."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+import torch
+
+from launcher.metrics.record import Record
+from launcher.training.hook import Step, StepHook
+from launcher.training.hooks import step_hooks
+from launcher.training.hooks.non_finite import NonFinite
+from launcher.training.step import TrainStep
+from longctx.errors import TrainingError
+from parallel.runtime.process import gather_objects
+from tests.launcher.workers import build, run
+
+CONTEXT = {"parallel.context": 2, "validation.rows": 0}
+
+
+class Noting(StepHook):
+    """Notes what it is called for, and whether what it opens is closed."""
+
+    def __init__(self, name: str, noted: list[str]) -> None:
+        self.name, self.noted = name, noted
+
+    def before_forward(self, step: Step) -> None:
+        self.noted.append(f"{self.name} before forward")
+        step.scope.callback(lambda: self.noted.append(f"{self.name} closed"))
+        step.summed[self.name] = lambda device: torch.tensor([1.0, float(os.environ["RANK"])], device=device)
+
+    def before_update(self, step: Step) -> None:
+        self.noted.append(f"{self.name} before update, {step.totals.summed[self.name].tolist()}")
+
+    def after_update(self, step: Step) -> None:
+        self.noted.append(f"{self.name} after update, {step.skipped or 'taken'}")
+
+    def record(self, step: Step, record: Record) -> None:
+        self.noted.append(f"{self.name} record")
+        record[self.name] = step.number
+
+
+class Refusing(StepHook):
+    """Refuses one update."""
+
+    def __init__(self, step: int) -> None:
+        self.step = step
+
+    def before_update(self, step: Step) -> None:
+        step.refusals.append(lambda norm: step.number == self.step)
+
+
+class Ending(StepHook):
+    """Ends the run on all ranks alike, before the update."""
+
+    def before_update(self, step: Step) -> None:
+        raise TrainingError("no further")
+
+
+def note_a_step(shards: Path, output: Path) -> None:
+    run_, noted = build(shards, output, CONTEXT), []
+    first, second = Noting("first", noted), Noting("second", noted)
+    step = TrainStep(run_, [first, *step_hooks(run_), second])
+    progress, record = step(run_.progress)
+    assert noted == [
+        "first before forward",
+        "second before forward",
+        "first before update, [2.0, 1.0]",
+        "second before update, [2.0, 1.0]",
+        "first after update, taken",
+        "second after update, taken",
+        "second closed",
+        "first closed",
+        "first record",
+        "second record",
+    ]
+    assert (progress.step, record["first"], record["second"]) == (1, 1, 1)
+    # What is raised ends the step, and what was opened is closed.
+    noted.clear()
+    with pytest.raises(TrainingError, match="no further"):
+        TrainStep(run_, [first, Ending()])(progress)
+    assert noted[-1] == "first closed"
+
+
+def test_hooks_are_called_in_their_order_and_have_numbers_of_all_ranks(shards, tmp_path):
+    run(note_a_step, 2, shards, tmp_path / "run")
+
+
+def refuse_a_step(shards: Path, output: Path) -> None:
+    run_ = build(shards, output, {**CONTEXT, "train.skip_steps": 3})
+    step, progress = TrainStep(run_, [Refusing(2), *step_hooks(run_)]), run_.progress
+    weights = run_.engine.model.decoder.model.embed_tokens.weight
+    records = []
+    for number in (1, 2, 3):
+        before = weights.detach().clone()
+        progress, record = step(progress)
+        records.append(record)
+        assert torch.equal(before, weights) == (number == 2)
+    assert [record.get("skipped", "") for record in records] == ["", "spike", ""]
+    assert (progress.history.skipped, progress.history.in_row) == (1, 0)
+    assert len(set(gather_objects(records[2]["loss"]))) == 1
+
+
+def test_a_hook_may_refuse_an_update_on_all_ranks(shards, tmp_path):
+    run(refuse_a_step, 2, shards, tmp_path / "run")
+
+
+def list_hooks(shards: Path, output: Path) -> None:
+    plain = {type(hook) for hook in step_hooks(build(shards, output / "plain", CONTEXT))}
+    recording = {**CONTEXT, "train.record_routing": output / "routing", "parallel.check_rows": "off"}
+    other = {type(hook) for hook in step_hooks(build(shards, output / "other", recording))}
+    assert NonFinite in plain & other
+    assert {kind.__name__ for kind in plain - other} == {"MessageSums"}
+    assert {kind.__name__ for kind in other - plain} == {"Routing"}
+
+
+def test_the_list_has_what_the_config_asks_for(shards, tmp_path):
+    run(list_hooks, 2, shards, tmp_path)
