@@ -54,12 +54,19 @@ class Step:
     """Called with the number of each micro-batch before its forward pass."""
     choices: Callable[[int], RoutingReplay | None] = lambda number: None
     """The experts that a micro-batch's tokens go to, or where their choice is noted."""
-    refusals: list[Callable[[float], bool]] = field(default_factory=list)
-    """Whether the update is refused by the norm of its gradient; the same on every rank."""
+    _refusals: list[tuple[str, Callable[[float], bool]]] = field(default_factory=list)
+
+    def refuse(self, why: str, when: Callable[[float], bool] = lambda norm: True) -> None:
+        """Have the update left out, or left out ``when`` the norm of its gradient is such. The same on every rank."""
+        self._refusals.append((why, when))
 
     def accepts(self, norm: float) -> bool:
         """Whether the update is made with a gradient of this norm."""
-        return not any(refuses(norm) for refuses in self.refusals)
+        return not self.refused(norm)
+
+    def refused(self, norm: float) -> str:
+        """Return why an update with a gradient of this norm is refused; empty if it is not."""
+        return next((why for why, when in self._refusals if when(norm)), "")
 
 
 class StepHook:
@@ -69,7 +76,7 @@ class StepHook:
         """Prepare: data and counts are there."""
 
     def before_update(self, step: Step) -> None:
-        """Look at ``step.totals``, and refuse the update if need be. Nothing has changed yet."""
+        """Look at ``step.totals``, and ``refuse`` the update if need be. Nothing has changed yet."""
 
     def after_update(self, step: Step) -> None:
         """Look at what was done: weights have changed, or the step was left out."""

@@ -21,11 +21,15 @@ class NonFinite(StepHook):
         self._routers: list[str] = []
 
     def before_update(self, step: Step) -> None:
-        """Refuse an update whose loss or routers are not finite, or whose norm is a spike."""
+        """Refuse an update whose routers or loss are not finite, or whose norm is a spike."""
         self._routers = step.totals.broken_routers(self._run.expert_layers)
-        if not self._is_finite(step):
-            step.refusals.append(lambda _: True)
-        step.refusals.append(lambda norm: bool(self._spike(step, norm)))
+        if self._routers:
+            step.refuse("router")
+        if not step.totals.finite:
+            step.refuse("loss")
+        # The norm is refused by the engine if it is not finite: nothing else is then left to say.
+        step.refuse("gradient", lambda norm: not math.isfinite(norm))
+        step.refuse("spike", lambda norm: bool(self._spike(step, norm)))
 
     def after_update(self, step: Step) -> None:
         """Add the step to the history; TrainingError if it was left out as so many before. Collective then."""
@@ -34,8 +38,10 @@ class NonFinite(StepHook):
             assert step.grad_norm is not None
             step.history = history.taken(step.loss, step.grad_norm)
             return
-        gradient, norm = step.failure, step.failure.norm
-        step.skipped, spike = self._why(step, norm)
+        gradient, norm, spike = step.failure, step.failure.norm, ""
+        step.skipped = step.refused(norm)
+        if step.skipped == "spike":
+            spike = self._spike(step, norm)
         broken = find_broken(
             self._run,
             step.number,
@@ -62,16 +68,6 @@ class NonFinite(StepHook):
 
     def _is_finite(self, step: Step) -> bool:
         return step.totals.finite and not self._routers
-
-    def _why(self, step: Step, norm: float) -> tuple[str, str]:
-        """Why the step is left out; of a spike, in words by how much."""
-        if self._routers:
-            return "router", ""
-        if not step.totals.finite:
-            return "loss", ""
-        if not math.isfinite(norm):
-            return "gradient", ""
-        return "spike", self._spike(step, norm)
 
     def _spike(self, step: Step, norm: float) -> str:
         return step.progress.history.spike(step.loss, norm, self._run.config.train.spike_sigmas)

@@ -49,7 +49,7 @@ class Refusing(StepHook):
         self.step = step
 
     def before_update(self, step: Step) -> None:
-        step.refusals.append(lambda norm: step.number == self.step)
+        step.refuse("no reason", lambda norm: step.number == self.step)
 
 
 class Ending(StepHook):
@@ -98,7 +98,7 @@ def refuse_a_step(shards: Path, output: Path) -> None:
         progress, record = step(progress)
         records.append(record)
         assert torch.equal(before, weights) == (number == 2)
-    assert [record.get("skipped", "") for record in records] == ["", "spike", ""]
+    assert [record.get("skipped", "") for record in records] == ["", "no reason", ""]
     assert (progress.history.skipped, progress.history.in_row) == (1, 0)
     assert len(set(gather_objects(records[2]["loss"]))) == 1
 
