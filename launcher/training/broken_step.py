@@ -33,6 +33,8 @@ class BrokenStep:
     """Parameters and buffers that held something that is not finite before the step."""
     spike: str = ""
     """By how much loss or norm exceed those before, of a step that is finite."""
+    refused: str = ""
+    """Why another hook has refused it, of a step that is finite and no spike."""
     ranks: Sequence[int] = ()
     """Ranks whose own part of the loss, or of a router's logits, is not finite."""
     in_row: int = 0
@@ -72,7 +74,7 @@ class BrokenStep:
         if self.in_row:
             before = f"{plural(self.in_row, 'step')} before it"
             lines.append(f"Left out for such a reason: {before}, as many as train.skip_steps={self.skip_steps} allows.")
-        if self.grad_norm is not None and not self.spike:
+        if self.grad_norm is not None and not self.spike and not self.refused:
             # Finite gradients whose squares overflow in the norm leave no name to give.
             where = first_names(self.gradients) or "in no single tensor, but all together are too large"
             lines.append(f"Gradients that are not finite: {where}.")
@@ -95,6 +97,8 @@ class BrokenStep:
         """The first line: which quantity is not finite."""
         if self.spike:
             return f"step {self.step} is a spike: {self.spike} (train.spike_sigmas)."
+        if self.refused:
+            return f"step {self.step} is refused: {self.refused}."
         if self.routers:
             # The loss may well be finite: a token whose logits are not goes to no expert that counts.
             return f"router logits of step {self.step} are not finite: {first_names(self.routers, thing='layers')}."
@@ -133,10 +137,11 @@ def find_broken(
     routers: Sequence[str] = (),
     gradient: GradientError | None = None,
     spike: str = "",
+    refused: str = "",
     own_finite: bool = True,
     in_row: int = 0,
 ) -> BrokenStep:
-    """Look at a step whose router logits or loss, or else whose gradient, are not finite or a ``spike``. Collective.
+    """Look at a step whose router logits or loss, or else whose gradient, are not finite, a ``spike`` or one ``refused``. Collective.
 
     ``order`` is the loader's state before the step; ``own_finite`` says whether this rank's part of the loss is, and
     ``in_row`` how many steps were left out right before.
@@ -160,6 +165,7 @@ def find_broken(
         lr=run.config.train.lr,
         checkpoint=next(reversed(list_checkpoints(run.folder)), None),
         spike=spike,
+        refused=refused,
         ranks=[rank for rank, is_finite in enumerate(gather_objects(own_finite)) if not is_finite],
         in_row=in_row,
         skip_steps=run.config.train.skip_steps,

@@ -12,6 +12,9 @@ from launcher.training.run import Run
 
 log = logging.getLogger(__name__)
 
+_NOT_FINITE = _ROUTER, _LOSS, _GRADIENT = "router", "loss", "gradient"
+_SPIKE = "spike"
+
 
 class NonFinite(StepHook):
     """Refuses such updates, and keeps the history by which a spike is known."""
@@ -24,12 +27,12 @@ class NonFinite(StepHook):
         """Refuse an update whose routers or loss are not finite, or whose norm is a spike."""
         self._routers = step.totals.broken_routers(self._run.expert_layers)
         if self._routers:
-            step.refuse("router")
+            step.refuse(_ROUTER)
         if not step.totals.finite:
-            step.refuse("loss")
+            step.refuse(_LOSS)
         # The norm is refused by the engine if it is not finite: nothing else is then left to say.
-        step.refuse("gradient", lambda norm: not math.isfinite(norm))
-        step.refuse("spike", lambda norm: bool(self._spike(step, norm)))
+        step.refuse(_GRADIENT, lambda norm: not math.isfinite(norm))
+        step.refuse(_SPIKE, lambda norm: bool(self._spike(step, norm)))
 
     def after_update(self, step: Step) -> None:
         """Add the step to the history; TrainingError if it was left out as so many before. Collective then."""
@@ -38,10 +41,12 @@ class NonFinite(StepHook):
             assert step.grad_norm is not None
             step.history = history.taken(step.loss, step.grad_norm)
             return
-        gradient, norm, spike = step.failure, step.failure.norm, ""
+        gradient, norm, spike, refused = step.failure, step.failure.norm, "", ""
         step.skipped = step.refused(norm)
-        if step.skipped == "spike":
+        if step.skipped == _SPIKE:
             spike = self._spike(step, norm)
+        elif step.skipped not in _NOT_FINITE:
+            refused = step.skipped
         broken = find_broken(
             self._run,
             step.number,
@@ -52,6 +57,7 @@ class NonFinite(StepHook):
             # The gradient of a loss that is not finite says nothing more.
             gradient=gradient if self._is_finite(step) else None,
             spike=spike,
+            refused=refused,
             own_finite=step.sums.finite(),
             in_row=history.in_row,
         )
