@@ -141,7 +141,7 @@ def find_broken(
     own_finite: bool = True,
     in_row: int = 0,
 ) -> BrokenStep:
-    """Look at a step whose router logits or loss, or else whose gradient, are not finite, a ``spike`` or one ``refused``. Collective.
+    """Look at a step that is left out: what is not finite in it, or that it is a ``spike`` or ``refused``. Collective.
 
     ``order`` is the loader's state before the step; ``own_finite`` says whether this rank's part of the loss is, and
     ``in_row`` how many steps were left out right before.
