@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -35,7 +35,7 @@ class StepTotals:
     """Of the routers, each [L]."""
     flops: float
     """Model FLOPs."""
-    summed: Mapping[str, Tensor]
+    summed: Mapping[str, Tensor] = field(default_factory=dict)
     """What hooks had summed, by name; on the CPU."""
 
     @property

@@ -200,7 +200,9 @@ def kill_an_expert(shards: Path, output: Path) -> None:
 def test_a_dead_expert_is_a_warning_by_name(shards, tmp_path):
     run(kill_an_expert, 1, shards, tmp_path / "run")
     said = (tmp_path / "run" / "logs" / "rank_0.log").read_text()
-    assert said.count("WARNING launcher.training.expert_record: model.layers.1.mlp.experts.2 is a dead expert") == 1
+    assert (
+        said.count("WARNING launcher.training.hooks.dead_experts: model.layers.1.mlp.experts.2 is a dead expert") == 1
+    )
     assert "in steps 1 to 3" in said
 
 

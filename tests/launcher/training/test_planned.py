@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -11,11 +12,14 @@ from launcher.config.load import load_run_config
 from launcher.plan.documents import documents_of
 from launcher.plan.hardware import FOLDER, MEASURED_FILE
 from launcher.plan.world import World
-from launcher.training.planned import Expected, PlanWatch, check_planned_memory, checked_line, expect, find_hardware
+from launcher.training.hooks.plan import PlanWatch, checked_line
+from launcher.training.planned import Expected, check_planned_memory, expect, find_hardware
 from longctx.errors import ConfigError
 from longctx.kernels.processor import has_native_bfloat16
 from tests.launcher.runs import SCREEN, resolved
 
+STEP: Any = None
+"""Of which the watch reads nothing."""
 QUICK = ["--config", "quickstart", "--data.seq_len", "64", "--train.tokens_per_step", "64"]
 
 
@@ -78,8 +82,8 @@ def test_the_end_compares_the_median_step_and_the_largest_peak():
     watch = PlanWatch(expected(process=0, weights=0, gradients=0, optimizer=0, kept=1500, passing=0, reduction=0))
     # The first step compiles, one was disturbed.
     for seconds, peak in ((99.0, 900), (2.0, 1000), (2.2, 1000), (50.0, 800)):
-        watch.see({"step_seconds": seconds, "max_memory_bytes": peak})
-    record = watch.record(4)
+        watch.record(STEP, {"step_seconds": seconds, "max_memory_bytes": peak})
+    record = watch.compared(4)
     assert (record["peak_bytes"], record["step_seconds"], record["step"]) == (1000, 2.2, 4)
     assert record["peak_error"] == pytest.approx(watch.expected.bytes.peak / 1000 - 1)
     assert watch.expected.seconds is not None
@@ -89,8 +93,8 @@ def test_the_end_compares_the_median_step_and_the_largest_peak():
 
 def test_a_run_of_one_step_has_no_seconds_to_compare():
     watch = PlanWatch(expected())
-    watch.see({"step_seconds": 1.0, "max_memory_bytes": 0})
-    record = watch.record(1)
+    watch.record(STEP, {"step_seconds": 1.0, "max_memory_bytes": 0})
+    record = watch.compared(1)
     assert "seconds_error" not in record
     assert "peak_error" not in record
     assert checked_line(record).startswith("Plan and run: ")
