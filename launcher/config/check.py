@@ -211,7 +211,7 @@ def _check_retention(config: RunConfig) -> None:
 
 def _check_step(config: RunConfig, world_size: int) -> None:
     """tokens_per_step must be whole micro-batches on every data rank."""
-    # Those of tokens_per_rank may differ by a row; settle_context has looked at what they need.
+    # Those of tokens_per_rank may differ by a row; ``with_context`` looks at what they need.
     if config.parallel.tokens_per_rank:
         return
     data_degree = world_size // config.parallel.context

@@ -8,7 +8,7 @@ from functools import cache
 from typing import Any
 
 from launcher.config.check import check_run
-from launcher.config.resolve import Data, Machine, resolve
+from launcher.config.resolve import Data, Machine, resolve, settle
 from launcher.config.resolved import ResolvedConfig, ResolvedParallel, ResolvedTrain
 from launcher.config.sections import DataSection, RunConfig
 from launcher.config.side_by_side import C, padded_documents, padded_tokens, with_context
@@ -122,18 +122,25 @@ class RunEstimate:
         }
 
 
-def planned(asked: RunConfig, world: World, hardware: Hardware, *, document_tokens: int = 0) -> ResolvedConfig:
-    """What a run on these ranks resolves its config to. ConfigError for what it would refuse."""
-    check_run(asked, world.ranks)
+def planned(
+    asked: RunConfig, world: World, hardware: Hardware, *, document_tokens: int = 0, device_type: str = ""
+) -> ResolvedConfig:
+    """What a run on these ranks resolves its config to. ConfigError for what it would refuse.
+
+    ``device_type`` is the hardware's unless it is given.
+    """
+    device_type = device_type or hardware.device_type
     machine = Machine(
         ranks=world.ranks,
-        device_type=hardware.device_type,
+        device_type=device_type,
         # A CPU is this machine's, or one like it.
-        native_bfloat16=hardware.device_type == "cuda" or has_native_bfloat16(),
+        native_bfloat16=device_type == "cuda" or has_native_bfloat16(),
         fits=lambda one: fits(one, world, hardware, share=1 - HEADROOM, document_tokens=document_tokens),
     )
-    config = resolve(asked, machine, Data(is_packed=document_tokens % asked.data.seq_len > 0))
-    check_device(zero_options(config.zero), hardware.device_type)
+    settled = settle(asked, machine)
+    check_run(settled, world.ranks)
+    config = resolve(settled, machine, Data(is_packed=document_tokens % asked.data.seq_len > 0))
+    check_device(zero_options(config.zero), device_type)
     return config
 
 

@@ -27,14 +27,10 @@ def _on_cpu(config: ResolvedConfig, tokens: int) -> int:
     vocab_size, model_width, width = config.model.vocab_size, config.model.hidden_size, config.dtype.itemsize
     normed, head = tokens * model_width * width, 0
     chunk = min(tokens_of_chunk(vocab_size, model_width, "cpu"), tokens)
-    if width < _FLOAT32 and _products_in_float32(config):
+    if width < _FLOAT32 and config.train.products == "float32":
         # Tiles of the head's weight and the chunk's hidden states, converted.
         head = 2 * min(TILE_ELEMENTS, vocab_size * model_width) * _FLOAT32 + chunk * model_width * _FLOAT32
         width = _FLOAT32
     elif width < _FLOAT32:
         head = vocab_size * model_width * width
     return chunk * (vocab_size + model_width) * width + head + normed
-
-
-def _products_in_float32(config: ResolvedConfig) -> bool:
-    return config.train.products == "float32"

@@ -73,7 +73,7 @@ def traced_config(
     ``train.chunk_tokens = "auto"`` is what ``hardware`` has memory for; None is an H100.
     """
     gpu = hardware or load_hardware("h100")
-    config = planned(asked, world, gpu, document_tokens=document_tokens)
+    config = planned(asked, world, gpu, document_tokens=document_tokens, device_type="cuda")
     # A compiler's graphs do not go through the trace; the report says so.
     config = dataclasses.replace(config, train=dataclasses.replace(config.train, compile="off"))
     _check_store(config)

@@ -1,12 +1,8 @@
-"""``train.compile``: the compiler of blocks, and what the log says of compiling."""
+"""``train.compile``: the compiler of blocks."""
 
 from __future__ import annotations
 
-import logging
-
 from launcher.config.resolved import ResolvedConfig
-
-log = logging.getLogger(__name__)
 
 
 def compiler_of(config: ResolvedConfig) -> str | None:

@@ -1,4 +1,4 @@
-"""Expert figures of a step; dead experts."""
+"""Expert figures of a step."""
 
 from __future__ import annotations
 

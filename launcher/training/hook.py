@@ -42,8 +42,8 @@ class Step:
     """Before clipping; None if the loss says already that the step is left out."""
     skipped: str = ""
     """Why it is left out; empty for one that is taken."""
-    history: History = field(init=False)
-    """What later steps are told of it."""
+    history: History
+    """What later steps are told of it: until then, of those before."""
     stop_asked: bool = False
     """Whether any rank has been asked to stop behind it."""
     failure: GradientError | None = None
@@ -57,7 +57,10 @@ class Step:
     _refusals: list[tuple[str, Callable[[float], bool]]] = field(default_factory=list)
 
     def refuse(self, why: str, when: Callable[[float], bool] = lambda norm: True) -> None:
-        """Have the update left out, or left out ``when`` the norm of its gradient is such. The same on every rank."""
+        """Have the update left out, or left out ``when`` the norm of its gradient is such. The same on every rank.
+
+        A ``when`` that holds the step keeps its data in memory.
+        """
         self._refusals.append((why, when))
 
     def accepts(self, norm: float) -> bool:
@@ -70,7 +73,10 @@ class Step:
 
 
 class StepHook:
-    """Looks at each step of a run. Every rank calls every hook, in one order; what is raised ends the run."""
+    """Looks at each step of a run, on every rank that has it in its list, in the list's order.
+
+    What is raised ends the run, and has to be raised on every rank: the others would wait in the next collective.
+    """
 
     def before_forward(self, step: Step) -> None:
         """Prepare: data and counts are there."""

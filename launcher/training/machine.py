@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from functools import cache
 
 import torch
 import torch.distributed as dist
@@ -11,6 +12,7 @@ from launcher.config.resolve import Machine
 from launcher.config.resolved import AUTO, ResolvedConfig
 from launcher.config.sections import RunConfig
 from launcher.plan.estimate import HEADROOM, fits, peak_bytes
+from launcher.plan.hardware import Hardware
 from launcher.plan.memory import gib
 from launcher.plan.world import World
 from launcher.training.planned import hardware_of
@@ -49,14 +51,18 @@ def _with_memory(machine: Machine, mesh: Mesh, device: torch.device) -> Machine:
     free = gather_objects((free_bytes(device), available_bytes(with_growth=True) // mesh.ranks_per_node))
     on_device, on_host = (min(of_ranks) for of_ranks in zip(*free, strict=True))
     world = World(ranks=mesh.world_size, ranks_per_node=mesh.ranks_per_node)
-    hardware, _ = hardware_of(device_name(device))
-    # What a program takes is taken already.
-    hardware = dataclasses.replace(hardware, memory_bytes=on_device, host_memory_bytes=on_host, process_bytes=0)
+
+    # Read once, and by the rank that asks: a profile that was measured lies in the working folder of rank 0.
+    @cache
+    def hardware() -> Hardware:
+        profile, _ = hardware_of(device_name(device))
+        # What a program takes is taken already.
+        return dataclasses.replace(profile, memory_bytes=on_device, host_memory_bytes=on_host, process_bytes=0)
 
     def is_enough(config: ResolvedConfig) -> bool:
-        return fits(config, world, hardware, share=1 - HEADROOM)
+        return fits(config, world, hardware(), share=1 - HEADROOM)
 
     def described(config: ResolvedConfig) -> str:
-        return f": a rank's peak is {gib(peak_bytes(config, world, hardware))}, and {gib(on_device)} are free"
+        return f": a rank's peak is {gib(peak_bytes(config, world, hardware()))}, and {gib(on_device)} are free"
 
     return dataclasses.replace(machine, fits=is_enough, memory=described)

@@ -1,4 +1,4 @@
-"""What a run expects of itself, by the arithmetic of ``longctx plan``: said at its start, compared at its end."""
+"""What a run expects of itself, by the arithmetic of ``longctx plan``: said at its start."""
 
 from __future__ import annotations
 

@@ -23,8 +23,8 @@ from launcher.checkpoint.load import load_checkpoint, load_weights
 from launcher.checkpoint.tokenizers import check_same_data, check_same_tokenizer, uncompared_files
 from launcher.cluster.stopping import Stop
 from launcher.config.lockstep import in_lockstep
-from launcher.config.resolve import Choice, Data, resolve, settle
-from launcher.config.resolved import ResolvedConfig
+from launcher.config.resolve import Choice, Data, Machine, resolve, settle
+from launcher.config.resolved import AUTO, ResolvedConfig
 from launcher.config.sections import DataSection, RunConfig
 from launcher.config.side_by_side import padded_documents
 from launcher.config.zero import zero_options
@@ -101,13 +101,10 @@ def build_run(asked: RunConfig, device: torch.device, stop: Stop | None = None) 
     tokenizer_files = on_every_rank(lambda: _tokenizer_files(origin.folder, loader, validation, mesh))
     on_every_rank(lambda: _take_order(origin, loader, config.data))
     machine = machine_of_ranks(machine, settled, mesh, device)
-    data = Data(
-        is_packed=leaves_remainders(loader.folders, config.data.seq_len),
-        has_held_out=validation is not None,
-        name=str(config.data.train),
-    )
     # Rank 0 for all: a profile that was measured lies in its working folder.
-    config = on_rank_0(lambda: resolve(settled, machine, data, say=_say))
+    config, choices = on_rank_0(lambda: _resolved(settled, machine, loader, has_held_out=validation is not None))
+    for choice in choices:
+        say_choice(choice)
     # The others wait: rank 0 alone needs a first block of rows now.
     excluded = exclusion_lines(_all_folders(loader, validation))
     expected = on_rank_0(lambda: _say_start(config, model, device, origin, loader, mesh=mesh, excluded=excluded))
@@ -149,7 +146,18 @@ def build_run(asked: RunConfig, device: torch.device, stop: Stop | None = None) 
     )
 
 
-def _say(choice: Choice) -> None:
+def _resolved(
+    settled: RunConfig, machine: Machine, loader: Loader, *, has_held_out: bool
+) -> tuple[ResolvedConfig, list[Choice]]:
+    """The config of the run, and what was chosen for it."""
+    choices: list[Choice] = []
+    # Lengths of documents are read for the layout alone.
+    is_packed = settled.parallel.layout == AUTO and leaves_remainders(loader.folders, settled.data.seq_len)
+    data = Data(is_packed=is_packed, has_held_out=has_held_out, name=str(settled.data.train))
+    return resolve(settled, machine, data, say=choices.append), choices
+
+
+def say_choice(choice: Choice) -> None:
     """Log what a step of ``resolve`` chose, and why."""
     level = logging.INFO
     if choice.is_warning:

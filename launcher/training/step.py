@@ -54,7 +54,9 @@ class TrainStep:
         with ExitStack() as scope:
             # 1. The step's rows, and this rank's shard of each micro-batch. The next step's are prepared meanwhile.
             data, waited = run.feed.next_step()
-            step = Step(number=number, progress=progress, data=data, waited=waited, scope=scope)
+            step = Step(
+                number=number, progress=progress, data=data, waited=waited, scope=scope, history=progress.history
+            )
 
             # 2. Counts over all ranks come before the first backward: they divide each shard's part of the loss, so
             # that the step's loss is one sum over one count whatever the degrees and the accumulation.
@@ -73,10 +75,13 @@ class TrainStep:
             try:
                 step.grad_norm = run.engine.step(step.lr, step.accepts)
             except GradientError as error:
-                step.failure = error
+                # Its frames hold the step's tensors.
+                step.failure = error.with_traceback(None)
             load_LE = self._balance(step)
             for hook in self.hooks:
                 hook.after_update(step)
+            if step.failure is not None and not step.skipped:
+                raise step.failure
 
         # 4. What the step reports. The clock stops here: metrics and checkpoints are not the step's time.
         record = self._record(step, seconds=time.perf_counter() - started)

@@ -1,6 +1,6 @@
 """How all ranks of a run stop together: agreed in the sums of a step, saved once, told with what to type.
 
-Each rank adds to a step's sums whether it has been asked (``StepTotals.stop_asked``): all know at the same step, and no
+Each rank adds to a step's sums whether it has been asked (``Step.stop_asked``): all know at the same step, and no
 collective is added. Validation asks once a micro-batch.
 """
 

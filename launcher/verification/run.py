@@ -12,6 +12,7 @@ from launcher.config.resolve import Data, resolve, settle
 from launcher.config.resolved import ResolvedConfig
 from launcher.config.sections import RunConfig
 from launcher.training.machine import device_of_ranks, machine_of_ranks
+from launcher.training.setup import say_choice
 from launcher.verification.alone import Alone
 from launcher.verification.compare import Finding, compare
 from launcher.verification.report import report
@@ -40,7 +41,7 @@ def verify_run(asked: RunConfig, device: torch.device) -> Verdict:
     parallel = settled.parallel
     mesh = Mesh.build(context=parallel.context, ulysses=parallel.ulysses, expert=parallel.expert)
     machine = machine_of_ranks(machine, settled, mesh, device)
-    shrunk = shrink(on_rank_0(lambda: resolve(settled, machine, data)), mesh.world_size)
+    shrunk = shrink(on_rank_0(lambda: resolve(settled, machine, data, say=say_choice)), mesh.world_size)
     check_run(shrunk.config, mesh.world_size)
     # Smaller rows may lie otherwise on the ranks.
     config = resolve(shrunk.config, machine, data)

@@ -18,15 +18,15 @@ from launcher.training.run import Run
 def step_hooks(run: Run) -> list[StepHook]:
     """Those of a run, in the order in which they are called.
 
-    Who may end the run by what others have done comes before who changes anything; the audit copies last what the
-    update reads, and compares first behind it.
+    First what decides about the step, then what looks for wrong numbers, the audit before what compares ranks; last
+    what reports.
     """
-    hooks: list[StepHook] = [StopTogether(run), NonFinite(run)]
+    hooks: list[StepHook] = [StopTogether(run), NonFinite(run), StepAudit(run)]
     if run.mesh.ledger is not None:
         hooks.append(MessageSums(run, run.mesh.ledger))
     if run.routing.active:
-        hooks.append(Routing(run, run.routing))
-    hooks += [ReplicaWatch(run), StepAudit(run)]
+        hooks.append(Routing(run))
+    hooks.append(ReplicaWatch(run))
     if run.is_rank_0:
         hooks += [PlanWatch(run.expected), DeadExperts(run.model, run.expert_layers, run.model.num_experts)]
     if run.is_rank_0 and run.config.train.compile == "on":

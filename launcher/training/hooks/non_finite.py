@@ -7,6 +7,7 @@ import math
 
 from launcher.metrics.record import Record
 from launcher.training.broken_step import find_broken
+from launcher.training.history import History
 from launcher.training.hook import Step, StepHook
 from launcher.training.run import Run
 
@@ -32,7 +33,9 @@ class NonFinite(StepHook):
             step.refuse(_LOSS)
         # The norm is refused by the engine if it is not finite: nothing else is then left to say.
         step.refuse(_GRADIENT, lambda norm: not math.isfinite(norm))
-        step.refuse(_SPIKE, lambda norm: bool(self._spike(step, norm)))
+        # Without the step itself, which would then hold its data until a collection of garbage.
+        history, loss = step.progress.history, step.loss
+        step.refuse(_SPIKE, lambda norm: bool(self._spike(history, loss, norm)))
 
     def after_update(self, step: Step) -> None:
         """Add the step to the history; TrainingError if it was left out as so many before. Collective then."""
@@ -44,7 +47,7 @@ class NonFinite(StepHook):
         gradient, norm, spike, refused = step.failure, step.failure.norm, "", ""
         step.skipped = step.refused(norm)
         if step.skipped == _SPIKE:
-            spike = self._spike(step, norm)
+            spike = self._spike(history, step.loss, norm)
         elif step.skipped not in _NOT_FINITE:
             refused = step.skipped
         broken = find_broken(
@@ -75,5 +78,5 @@ class NonFinite(StepHook):
     def _is_finite(self, step: Step) -> bool:
         return step.totals.finite and not self._routers
 
-    def _spike(self, step: Step, norm: float) -> str:
-        return step.progress.history.spike(step.loss, norm, self._run.config.train.spike_sigmas)
+    def _spike(self, history: History, loss: float, norm: float) -> str:
+        return history.spike(loss, norm, self._run.config.train.spike_sigmas)

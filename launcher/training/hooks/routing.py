@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 from launcher.training.hook import Step, StepHook
-from launcher.training.routing_files import RoutingFiles
 from launcher.training.run import Run
 
 
 class Routing(StepHook):
     """Reads and writes a run's routing files, one a step."""
 
-    def __init__(self, run: Run, files: RoutingFiles) -> None:
-        self._run, self._files = run, files
+    def __init__(self, run: Run) -> None:
+        self._run, self._files = run, run.routing
 
     def before_forward(self, step: Step) -> None:
         """Hand each micro-batch the choices that it records or follows. Collective if it follows."""
