@@ -87,8 +87,8 @@ def measure(data: Path, output: Path, settings: dict[str, Any], steps: int) -> d
     """Medians over steps of one rank."""
     from launcher.training.setup import build_run
     from launcher.training.step import TrainStep
-    from parallel.runtime.messages import ledger as ledgers
-    from parallel.runtime.messages.sums import bit_sum
+    from parallel.comm.messages import ledger as ledgers
+    from parallel.comm.messages.sums import bit_sum
     from parallel.zero.replicas import Replicas
 
     logging.disable(logging.CRITICAL)

@@ -6,13 +6,12 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from longctx.batch import PADDING_DOCUMENT, Batch
 from longctx.config import ModelConfig
 from longctx.objectives.loss_sum import LossSum
-from parallel.runtime.watch.spans import waiting
+from parallel.comm.world import sum_over_ranks
 
 
 @dataclass(frozen=True)
@@ -60,11 +59,3 @@ def sum_counts(own: tuple[int, int]) -> StepCounts:
 def count_step(batches: Iterable[Batch]) -> StepCounts:
     """``sum_counts`` of this rank's shards of a step. Collective."""
     return sum_counts(count_tokens(batches))
-
-
-def sum_over_ranks(values: Tensor) -> Tensor:
-    """The sum over all ranks, in place. Collective."""
-    if dist.is_initialized() and dist.get_world_size() > 1:
-        with waiting("adding up over all ranks"):
-            dist.all_reduce(values)
-    return values

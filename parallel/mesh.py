@@ -7,12 +7,11 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-import torch.distributed as dist
-from torch.distributed import ProcessGroup
-
 from longctx.errors import ConfigError
-from parallel.runtime.groups import device_backend, own_group
-from parallel.runtime.messages.ledger import Ledger
+from parallel.comm.communicator import Communicator
+from parallel.comm.groups import ProcessGroup, device_backend, own_group
+from parallel.comm.messages.ledger import Ledger
+from parallel.comm.world import num_ranks, own_rank
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,8 +46,8 @@ class Mesh:
     """The ranks that hold all experts between them; None when every rank holds all."""
     control_group: ProcessGroup | None = None
     """The context group again, for CPU tensors: the agreement before the first byte."""
-    ledger: Ledger | None = field(default=None, compare=False, repr=False)
-    """Where this rank notes sums of what it sends and receives on these axes; None where nobody compares them."""
+    comm: Communicator = field(default_factory=Communicator, compare=False, repr=False)
+    """How ranks communicate on these axes."""
 
     @classmethod
     def build(
@@ -63,12 +62,10 @@ class Mesh:
         """The mesh of the initialised process group (or of a lone process), entered by every rank alike.
 
         ``ranks_per_node`` is what the launcher says in LOCAL_SIZE or LOCAL_WORLD_SIZE unless it is given. With
-        ``check_rows`` it has a ledger, which ranks are to compare once a step. ConfigError when the degrees do not
-        divide the world.
+        ``check_rows`` its communicator has a ledger, which ranks are to compare once a step. ConfigError when the
+        degrees do not divide the world.
         """
-        rank, world_size = 0, 1
-        if dist.is_initialized():
-            rank, world_size = dist.get_rank(), dist.get_world_size()
+        rank, world_size = own_rank(), num_ranks()
         check_degrees(world_size, context=context, ulysses=ulysses, expert=expert)
         # Axis by axis, in one order on all ranks: making a group waits for its other members.
         spans = [range(first, first + context) for first in range(0, world_size, context)]
@@ -106,7 +103,7 @@ class Mesh:
             ulysses_group=ulysses_group,
             expert_group=expert_group,
             control_group=control_group,
-            ledger=ledger,
+            comm=Communicator(ledger),
         )
 
     @property
@@ -165,31 +162,6 @@ class Mesh:
         if self.expert > 1:
             line += f", experts over {self.expert}"
         return line
-
-
-# Global ranks, by which messages are known: a rank has another number in each of its groups.
-
-
-def others_in_ring(mesh: Mesh) -> list[int]:
-    """The ring without this rank, by ring rank."""
-    return [mesh.ring_peer(n) for n in range(mesh.ring_degree) if n != mesh.ring_rank]
-
-
-def others_in_context(mesh: Mesh) -> list[int]:
-    """The context group without this rank, by context rank."""
-    return [mesh.context_peer(n) for n in range(mesh.context) if n != mesh.context_rank]
-
-
-def expert_peers(mesh: Mesh) -> range:
-    """The ranks that hold all experts between them, this one included."""
-    first = mesh.rank - mesh.expert_rank
-    return range(first, first + mesh.expert)
-
-
-def ulysses_peers(mesh: Mesh) -> range:
-    """The ranks that hold the same rows, this one included."""
-    first = mesh.rank - mesh.ulysses_rank
-    return range(first, first + mesh.ulysses)
 
 
 def _ranks_in_node(ring: Sequence[int], ranks_per_node: int) -> int:

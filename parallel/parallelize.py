@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from longctx.batch import Batch
@@ -117,6 +116,9 @@ def _dispatcher(config: ModelConfig, mesh: Mesh) -> TokenDispatcher:
     return AllToAllDispatcher(mesh, config.num_experts)
 
 
+_ADDING = "adding up choices of experts"
+
+
 def _context_sum(mesh: Mesh):
     """Sums router counts over the ranks that share a sequence."""
 
@@ -125,7 +127,7 @@ def _context_sum(mesh: Mesh):
             return counts_LSE
         num_documents = len(batch.documents.bounds) - 1
         if batch.placement is None or counts_LSE.shape[1] != num_documents:
-            dist.all_reduce(counts_LSE, group=mesh.context_group)
+            mesh.comm.all_reduce(counts_LSE, mesh.context_group, doing=_ADDING)
             return counts_LSE
         # A document that one rank holds alone is counted already; of a packed batch few are on several.
         shared = torch.from_numpy(shared_documents(batch.placement, batch.documents.bounds))
@@ -134,7 +136,7 @@ def _context_sum(mesh: Mesh):
         # A token chooses an expert once, so no count is beyond the tokens: half the bytes.
         if batch.documents.num_tokens < 2**31:
             summed = summed.int()
-        dist.all_reduce(summed, group=mesh.context_group)
+        mesh.comm.all_reduce(summed, mesh.context_group, doing=_ADDING)
         return counts_LSE.index_copy(1, shared, summed.long())
 
     return reduce_counts

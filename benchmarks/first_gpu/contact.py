@@ -34,7 +34,7 @@ from longctx.kernels.regions import missing_for_compiling, run_with
 from longctx.kernels.rms_norm import rms_norm
 from longctx.model.copies import Copies, HostTensor, Leaving
 from longctx.model.training_pass import Execution
-from parallel.runtime.messages.sums import bit_sum, grid_sum
+from parallel.comm.messages.sums import bit_sum, grid_sum
 
 BFLOAT16, FLOAT32 = 1.5e-2, 1e-5
 _KERNELS = ("flash3", "flash2", "flash4", "cuda_flash", "cudnn")

@@ -17,9 +17,9 @@ from torch import Tensor
 from benchmarks.scaling.figures import Figures, timed
 from longctx.batch import PackedDocuments
 from longctx.config import PRESETS, ModelConfig
+from parallel.comm.agreement import _digest
 from parallel.layout.sequence import SequenceLayout
 from parallel.mesh import Mesh
-from parallel.runtime.agreement import _digest
 from parallel.schedule.heads import AttentionShape
 from parallel.schedule.schedule import Schedule
 from parallel.transport.block import KeysAndValues, KVBlock, PartialResult

@@ -7,7 +7,6 @@ from collections.abc import Collection
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import torch.distributed as dist
 from torch import Tensor
 
 from launcher.config.model import MAY_CHANGE, fixed_differences, model_changes
@@ -18,7 +17,7 @@ from longctx.checkpoint_format import (
 )
 from longctx.config import ModelConfig
 from longctx.errors import CheckpointError
-from parallel.runtime.process import on_every_rank
+from parallel.comm.world import num_ranks, on_every_rank, own_rank
 
 if TYPE_CHECKING:  # importing DeepSpeed takes seconds, and decides on a device
     from parallel.zero.engine import ZeroEngine
@@ -141,7 +140,7 @@ def _check_files(reader: CheckpointReader, advice: str) -> None:
     problems = reader.wrong_sizes()
     if not problems:
         unhashed = sorted(name for name, entry in listed.items() if "blocks" not in entry)
-        problems = reader.verify(unhashed[dist.get_rank() :: dist.get_world_size()])
+        problems = reader.verify(unhashed[own_rank() :: num_ranks()])
     if problems:
         raise CheckpointError(f"{reader.folder}: {'; '.join(problems)}.\n{advice}")
 

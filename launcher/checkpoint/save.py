@@ -35,7 +35,7 @@ from longctx.checkpoint_format import (
 from longctx.config import ModelConfig
 from longctx.errors import CheckpointError
 from longctx.files import sync_path, write_synced
-from parallel.runtime.messages.sums import Sum, is_sum_of
+from parallel.comm.messages.sums import Sum, is_sum_of
 
 if TYPE_CHECKING:  # importing DeepSpeed takes seconds, and decides on a device
     from parallel.zero.engine import ZeroEngine

@@ -19,7 +19,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import torch.distributed as dist
 from torch import Tensor
 
 from launcher.checkpoint.host_copy import Copies, HostCopy
@@ -42,8 +41,8 @@ from launcher.plan.checkpoint_copy import copies_checkpoints
 from longctx.config import ModelConfig
 from longctx.errors import CheckpointError
 from longctx.kernels.memory import trim_heap
-from parallel.runtime.messages.sums import Sum
-from parallel.runtime.process import agree_or_raise, gather_objects, gather_on_rank_0, least_of_ranks
+from parallel.comm.messages.sums import Sum
+from parallel.comm.world import agree_or_raise, gather_objects, gather_on_rank_0, least_of_ranks, own_rank
 
 if TYPE_CHECKING:  # importing DeepSpeed takes seconds, and decides on a device
     from parallel.zero.engine import ZeroEngine
@@ -175,7 +174,7 @@ class Saver:
         """Make the hidden folder, and agree whether all ranks copy; None where they write at once. Collective."""
         problem = None
         copy = None if waits else self._copies.get()
-        if dist.get_rank() == 0:
+        if own_rank() == 0:
             try:
                 make_empty(hidden_folder(target))
             except OSError as error:
@@ -188,7 +187,7 @@ class Saver:
             return copy
         if self._copies.wanted and not waits:
             self._copies.give_up()
-            if dist.get_rank() == 0:
+            if own_rank() == 0:
                 log.warning("No memory is free for copies of checkpoints: training waits while they are written.")
         return None
 
@@ -216,7 +215,7 @@ class Saver:
         except CheckpointError:
             self._save = None
             # No rank is at work any more.
-            if dist.get_rank() == 0:
+            if own_rank() == 0:
                 shutil.rmtree(hidden_folder(save.target), ignore_errors=True)
             raise
         if save.is_committing:
@@ -225,7 +224,7 @@ class Saver:
             return
         files = gather_on_rank_0(result)
         save.is_committing, save.work = True, None
-        if dist.get_rank() == 0:
+        if own_rank() == 0:
             save.work = self._thread.submit(commit, save.target, files, save.contents, self._records)
 
     def _tell(self, save: _Save, manifest_hash: str | None) -> None:
@@ -326,7 +325,7 @@ def run_saver(
 ) -> Saver:
     """What saves a run that stands at ``step``, as its config says."""
     folder, retention, mirror = Path(config.run.output_dir), Retention.of(config.checkpoint), None
-    if config.checkpoint.store and dist.get_rank() == 0:
+    if config.checkpoint.store and own_rank() == 0:
         mirror = Mirror(folder, store_at(config.checkpoint.store), retention, step=step)
     return Saver(
         folder,
@@ -351,7 +350,7 @@ def save_checkpoint(
     tokenizer_files: Mapping[str, bytes],
 ) -> Path:
     """Commit the state after ``step`` optimiser steps and return its folder, of no run that goes on. Collective."""
-    if dist.get_rank() == 0:
+    if own_rank() == 0:
         run_folder.mkdir(parents=True, exist_ok=True)
     Saver(run_folder, engine, model=model, tokenizer_files=tokenizer_files).save(
         step=step, training=training, wait=True
@@ -368,7 +367,7 @@ def _write(
     thread: ThreadPoolExecutor,
 ) -> Future[WrittenFile]:
     """Write this rank's file: a copy by the ``thread``, without one at once."""
-    rank = dist.get_rank()
+    rank = own_rank()
     if copy is None:
         # Not the thread: what ZeRO holds is read as the thread that trains reads it.
         return _done(lambda: write_rank_file(partial, rank, pieces, values, sums))

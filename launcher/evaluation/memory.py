@@ -6,9 +6,9 @@ import torch
 
 from longctx.config import ModelConfig
 from longctx.generation.cache_size import cache_bytes
+from parallel.comm.world import gather_objects
 from parallel.mesh import Mesh
 from parallel.runtime.device import free_bytes
-from parallel.runtime.process import gather_objects
 
 
 def fitting_together(

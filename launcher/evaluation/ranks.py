@@ -7,16 +7,16 @@ from contextlib import contextmanager
 from typing import Protocol
 
 import torch
-import torch.distributed as dist
 
 from launcher.cluster.hostfile import check_hostfile
 from launcher.evaluation.computation import Computation
 from longctx.config import ModelConfig
 from longctx.errors import ConfigError
+from parallel.comm.process import environment_rank, process_group
+from parallel.comm.world import num_ranks
 from parallel.mesh import Mesh, check_degrees, nearest
 from parallel.parallelize import check_experts
 from parallel.runtime.device import choose_device
-from parallel.runtime.process import environment_rank, process_group
 
 
 class Degrees(Protocol):
@@ -45,9 +45,7 @@ def joined_ranks(options: Computation) -> Iterator[torch.device]:
 
 def build_mesh(options: Degrees, model: ModelConfig) -> Mesh:
     """The mesh of all ranks. Collective. ConfigError unless the degrees fit the ranks, the experts and one another."""
-    world_size = 1
-    if dist.is_initialized():
-        world_size = dist.get_world_size()
+    world_size = num_ranks()
     context = options.context or world_size
     check_degrees(world_size, context=context, expert=options.expert)
     check_experts(model, options.expert, world_size)

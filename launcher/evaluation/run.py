@@ -12,10 +12,9 @@ from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass
 from itertools import islice, pairwise
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import torch
-import torch.distributed as dist
 
 from launcher.evaluation.answer import Prompt, prompt_of, write_answers
 from launcher.evaluation.memory import fitting_together
@@ -34,13 +33,8 @@ from longctx.evaluation.losses import LossRow, key_row, near_windows, text_row
 from longctx.generation.batch import MAX_SEQUENCES
 from longctx.generation.reading import token_nll
 from longctx.model.decoder import Decoder
+from parallel.comm.world import agree_or_raise, gather_objects, on_every_rank, on_rank_0, own_rank
 from parallel.mesh import Mesh
-from parallel.runtime.process import (
-    agree_or_raise,
-    gather_objects,
-    on_every_rank,
-    on_rank_0,
-)
 
 Update = Callable[..., None]
 Progress = Callable[..., AbstractContextManager[Update]]
@@ -71,7 +65,7 @@ def evaluate(options: Options, progress: Progress) -> Path:
 
 def run(options: Options, device: torch.device, progress: Progress) -> Path:
     """``evaluate`` on the process group that is there, if any. Collective."""
-    if dist.is_initialized() and dist.get_rank() != 0:
+    if own_rank() != 0:
         progress = _no_progress
     # From cheap to expensive, and all of it before anything is allocated.
     with progress("reading text, trying each task"):
@@ -240,10 +234,10 @@ class _Evaluator:
 
 def share(mesh: Mesh, value: Value | None) -> Value:
     """The value of the context group's first rank, on all of its ranks. Collective."""
-    holder: list[Any] = [value]
-    if mesh.control_group is not None:
-        dist.broadcast_object_list(holder, src=mesh.context_peer(0), group=mesh.control_group)
-    return holder[0]
+    if mesh.control_group is None:
+        return cast(Value, value)
+    doing = "waiting for what the first rank of its sequence reads"
+    return mesh.comm.broadcast_object(value, mesh.context_peer(0), mesh.control_group, doing=doing)
 
 
 def _read_and_check(options: Options, subject: Subject) -> Texts:

@@ -27,8 +27,8 @@ from longctx.generation.beams import Beams
 from longctx.generation.loop import stream
 from longctx.generation.stop_strings import StopStrings
 from longctx.model.decoder import Decoder
+from parallel.comm.world import on_every_rank, on_rank_0
 from parallel.mesh import Mesh
-from parallel.runtime.process import on_every_rank, on_rank_0
 
 
 class Session:

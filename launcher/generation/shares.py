@@ -10,9 +10,9 @@ from collections.abc import Iterable, Iterator, Sequence
 
 from launcher.evaluation.harness.batches import deal_by_cost
 from longctx.errors import LongCtxError
+from parallel.comm.mailbox import Mailbox
+from parallel.comm.world import agree_or_raise
 from parallel.mesh import Mesh
-from parallel.runtime.mailbox import Mailbox
-from parallel.runtime.process import agree_or_raise
 
 _SECONDS_BETWEEN_LOOKS = 0.05
 """How often rank 0 looks for continuations of the other groups when it has none to make."""

@@ -9,7 +9,10 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-import torch.distributed as dist
+
+from parallel.comm.communicator import Communicator
+from parallel.comm.groups import world_group
+from parallel.comm.world import num_ranks, sum_over_ranks
 
 _ROUNDS, _LONG = 3, 5
 _TOGETHER_SECONDS, _MOST_TOGETHER = 0.05, 50
@@ -53,7 +56,7 @@ class Clock:
         meet()
         # Ranks see different seconds, so they agree on the number of calls.
         once = torch.tensor([self._once(action, 1)], dtype=torch.float64, device=self.device)
-        dist.all_reduce(once, op=dist.ReduceOp.MAX)
+        Communicator().all_reduce(once, world_group(), doing="agreeing on a number of calls", largest=True)
         repeats = min(max(1, int(_TOGETHER_SECONDS / max(once.item(), 1e-6))), _MOST_TOGETHER)
         times = []
         for _ in range(_ROUNDS):
@@ -88,12 +91,4 @@ class Clock:
 
 def meet() -> None:
     """Wait for the other ranks, so that all compute at once."""
-    if dist.is_initialized():
-        dist.barrier()
-
-
-def num_ranks() -> int:
-    """Ranks that measure, on this machine."""
-    if dist.is_initialized():
-        return dist.get_world_size()
-    return 1
+    sum_over_ranks(torch.zeros(1))

@@ -9,7 +9,7 @@ from launcher.doctor.network.start import survey_hosts
 from launcher.doctor.network.survey import Link
 from launcher.measure.figures import Figure
 from longctx.errors import ClusterError, ConfigError
-from parallel.runtime.links.rates import LinkRate
+from parallel.comm.links.rates import LinkRate
 
 
 def slots_of(hostfile: Path) -> dict[str, int]:

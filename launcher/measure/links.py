@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
-from launcher.measure.clock import Clock, num_ranks
+from launcher.measure.clock import Clock
 from launcher.measure.figures import Figure
 from launcher.measure.sizes import Sizes
-from parallel.runtime.links.measure import measure_links as links_of_pairs
+from parallel.comm.communicator import Communicator, Pending
+from parallel.comm.groups import world_group
+from parallel.comm.links.measure import measure_links as links_of_pairs
+from parallel.comm.world import num_ranks, own_rank
 
 
 def measure_links(clock: Clock, sizes: Sizes) -> Iterator[Figure]:
@@ -32,8 +33,8 @@ def measure_links(clock: Clock, sizes: Sizes) -> Iterator[Figure]:
         hops.add(None, num_bytes / of_hops[-1])
         # A part stays where it is.
         leaving = num_bytes // ranks * (ranks - 1)
-        sent, received = sent[: num_bytes // ranks * ranks], received[: num_bytes // ranks * ranks]
-        exchanges.add(None, leaving / clock.together(lambda: dist.all_to_all_single(received, sent)))  # noqa: B023
+        sent = sent[: num_bytes // ranks * ranks]
+        exchanges.add(None, leaving / clock.together(lambda: _all_to_all(sent)))  # noqa: B023
     yield hops
     yield exchanges
     slowest = min(link.bytes_per_second for link in pairs)
@@ -56,19 +57,18 @@ def _of_one_rank(clock: Clock, sizes: Sizes) -> Iterator[Figure]:
 
 
 def _hop(sent: Tensor, received: Tensor) -> None:
-    for work in _start_hop(sent, received):
-        work.wait()
+    _start_hop(sent, received).wait()
 
 
-def _start_hop(sent: Tensor, received: Tensor) -> list[Any]:
+def _start_hop(sent: Tensor, received: Tensor) -> Pending:
     """To the next rank, from the one before."""
-    rank, ranks = dist.get_rank(), num_ranks()
-    return dist.batch_isend_irecv(
-        [
-            dist.P2POp(dist.irecv, received, (rank - 1) % ranks),
-            dist.P2POp(dist.isend, sent, (rank + 1) % ranks),
-        ]
-    )
+    rank, ranks = own_rank(), num_ranks()
+    to, source = {(rank + 1) % ranks: [sent]}, {(rank - 1) % ranks: [received]}
+    return Communicator().send_recv(to, source, world_group(), doing="measuring hops")
+
+
+def _all_to_all(sent: Tensor) -> Tensor:
+    return Communicator().all_to_all(sent, world_group(), doing="measuring exchanges")
 
 
 def _hidden_share(clock: Clock, num_bytes: int) -> float:
@@ -78,7 +78,7 @@ def _hidden_share(clock: Clock, num_bytes: int) -> float:
     moving, product = clock.together(lambda: _hop(sent, received)), clock.seconds(lambda: torch.mm(x_MM, x_MM))
     # The same number on all ranks: they wait for one another.
     times = torch.tensor([max(1.0, moving / product)], dtype=torch.float64, device=clock.device)
-    dist.all_reduce(times, op=dist.ReduceOp.MAX)
+    Communicator().all_reduce(times, world_group(), doing="agreeing on a number of products", largest=True)
     repeats = min(int(times.item()), 10000)
 
     def multiply() -> None:
@@ -86,10 +86,9 @@ def _hidden_share(clock: Clock, num_bytes: int) -> float:
             torch.mm(x_MM, x_MM)
 
     def both() -> None:
-        works = _start_hop(sent, received)
+        hop = _start_hop(sent, received)
         multiply()
-        for work in works:
-            work.wait()
+        hop.wait()
 
     computing = clock.seconds(multiply)
     return min(1.0, max(0.0, (moving + computing - clock.together(both)) / moving))

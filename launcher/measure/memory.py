@@ -9,11 +9,12 @@ from pathlib import Path
 
 import torch
 
-from launcher.measure.clock import Clock, num_ranks
+from launcher.measure.clock import Clock
 from launcher.measure.figures import Figure
 from launcher.measure.sizes import Sizes
 from launcher.metrics.throughput import peak_device_flops
 from longctx.kernels.memory import available_bytes
+from parallel.comm.world import num_ranks
 from parallel.runtime.device import device_name
 
 _CONTEXT_BYTES = 1 << 30

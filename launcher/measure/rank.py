@@ -25,8 +25,8 @@ from longctx.errors import LongCtxError
 
 def measure(orders: dict[str, Any], say: Callable[[str], None]) -> list[Figure]:
     """Join the others and measure."""
+    from parallel.comm.process import start_process_group, stop_process_group
     from parallel.runtime.device import choose_device
-    from parallel.runtime.process import start_process_group, stop_process_group
 
     device = choose_device(orders["device"], "--device")
     start_process_group(timeout_seconds=orders["timeout_seconds"], device=device)
@@ -37,7 +37,7 @@ def measure(orders: dict[str, Any], say: Callable[[str], None]) -> list[Figure]:
 
 def measure_together(orders: dict[str, Any], device: torch.device, say: Callable[[str], None]) -> list[Figure]:
     """Every figure, the mean over all ranks, on each of them. Collective; the process group must be up."""
-    from parallel.runtime.process import gather_objects
+    from parallel.comm.world import gather_objects
 
     own: list[Figure] = []
     for title, figures in _parts(orders, device):

@@ -16,7 +16,7 @@ import torch
 
 from launcher.config.resolved import ResolvedConfig, ResolvedTrain, ResolvedZero
 from launcher.config.sections import DataSection, ModelSection
-from launcher.measure.clock import Clock, meet, num_ranks
+from launcher.measure.clock import Clock, meet
 from launcher.measure.figures import Figure
 from launcher.measure.sizes import Sizes
 from launcher.plan.parameters import num_parameters
@@ -24,6 +24,7 @@ from launcher.trace.batch import synthetic_batch
 from launcher.training.model import shard_batch
 from launcher.training.setup import build_engine
 from longctx.kernels.processor import fastest_products
+from parallel.comm.world import num_ranks
 from parallel.loss import count_step
 from parallel.mesh import Mesh
 

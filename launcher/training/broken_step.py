@@ -14,7 +14,7 @@ from launcher.training.run import Run
 from launcher.wording import first_names, plural
 from longctx.checkpoint_format import list_checkpoints
 from longctx.errors import GradientError, TrainingError
-from parallel.runtime.process import gather_objects
+from parallel.comm.world import gather_objects
 
 
 @dataclass(frozen=True, kw_only=True)

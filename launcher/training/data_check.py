@@ -6,13 +6,11 @@ import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import torch.distributed as dist
-
 from data_pipeline.shards.exclusions import EXCLUSIONS_FILE
 from data_pipeline.shards.reader import ShardSet
 from data_pipeline.shards.verify import FolderCheck, Verify, deal
 from longctx.errors import DataError
-from parallel.runtime.process import gather_objects, on_every_rank
+from parallel.comm.world import gather_objects, on_every_rank, own_rank
 
 log = logging.getLogger(__name__)
 
@@ -52,9 +50,7 @@ def check_data(folders: Sequence[ShardSet], verify: Verify) -> CheckedData:
     """
     checks = on_every_rank(lambda: [FolderCheck(shards.folder, shards.exclusions, verify) for shards in folders])
     views: list[_View] = gather_objects(_view(checks))
-    rank = 0
-    if dist.is_initialized():
-        rank = dist.get_rank()
+    rank = own_rank()
     _check_same(folders, views)
     pending = [(check, entry) for check in checks for entry in check.pending]
     # Hosts with copies of their own read each theirs; those that see one file system share the reading.

@@ -5,8 +5,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 
-import torch.distributed as dist
-
 from data_pipeline.shards.copies import LocalCopy
 from data_pipeline.shards.manifest import ShardEntry
 from data_pipeline.shards.reader import ShardSet
@@ -14,7 +12,7 @@ from data_pipeline.shards.stamps import place_of
 from data_pipeline.shards.verify import deal
 from launcher.training.data_check import raise_damage
 from longctx.errors import DataError
-from parallel.runtime.process import gather_objects, on_every_rank
+from parallel.comm.world import gather_objects, on_every_rank, own_rank
 
 log = logging.getLogger(__name__)
 
@@ -31,9 +29,7 @@ def fetch_data(folders: Sequence[ShardSet]) -> None:
     caches = gather_objects(" ".join(f"{place_of(copy.folder)} {copy.folder.resolve()}" for copy in copies))
     if not any(caches):
         return
-    rank = 0
-    if dist.is_initialized():
-        rank = dist.get_rank()
+    rank = own_rank()
     # Ranks that share a cache miss the same shards: all have looked before the first one fetches.
     readers = [other for other, cache in enumerate(caches) if cache == caches[rank]]
     on_every_rank(lambda: _check_room(copies))

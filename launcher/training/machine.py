@@ -6,7 +6,6 @@ import dataclasses
 from functools import cache
 
 import torch
-import torch.distributed as dist
 
 from launcher.config.resolve import Machine
 from launcher.config.resolved import AUTO, ResolvedConfig
@@ -19,16 +18,16 @@ from launcher.training.planned import hardware_of
 from longctx.kernels.memory import available_bytes
 from longctx.kernels.processor import has_native_bfloat16
 from longctx.kernels.regions import missing_for_compiling
+from parallel.comm.world import broadcast_object, gather_objects, num_ranks
 from parallel.mesh import Mesh
 from parallel.runtime.device import device_name, free_bytes
-from parallel.runtime.process import broadcast_object, gather_objects
 
 
 def device_of_ranks(device: torch.device) -> Machine:
     """The kind of device, which rank 0 decides for all should the hosts differ. Collective."""
     native = device.type == "cuda" or has_native_bfloat16()
     native, device_type = broadcast_object((native, device.type))
-    return Machine(ranks=dist.get_world_size(), device_type=device_type, native_bfloat16=native)
+    return Machine(ranks=num_ranks(), device_type=device_type, native_bfloat16=native)
 
 
 def machine_of_ranks(machine: Machine, config: RunConfig, mesh: Mesh, device: torch.device) -> Machine:

@@ -5,9 +5,9 @@ from __future__ import annotations
 from launcher.training.run import Run
 from longctx.checkpoint_format import list_checkpoints
 from longctx.errors import ClusterError
-from parallel.loss import sum_over_ranks
-from parallel.runtime.messages.differences import find_differences
-from parallel.runtime.messages.ledger import is_balanced
+from parallel.comm.messages.differences import find_differences
+from parallel.comm.messages.ledger import is_balanced
+from parallel.comm.world import sum_over_ranks
 
 
 def settle_between_steps(run: Run, what: str, step: int) -> None:
@@ -15,7 +15,7 @@ def settle_between_steps(run: Run, what: str, step: int) -> None:
 
     ClusterError otherwise. Collective.
     """
-    ledger = run.mesh.ledger
+    ledger = run.mesh.comm.ledger
     if ledger is None:
         return
     if not is_balanced(sum_over_ranks(ledger.balance(run.device))):
@@ -25,8 +25,8 @@ def settle_between_steps(run: Run, what: str, step: int) -> None:
 
 def differing(run: Run, when: str, state: str) -> ClusterError:
     """Return what ends the run, the same on every rank. Collective."""
-    assert run.mesh.ledger is not None
-    found = find_differences(run.mesh.ledger)
+    assert run.mesh.comm.ledger is not None
+    found = find_differences(run.mesh.comm.ledger)
     # The newest checkpoint may be one that is being written.
     run.saver.finish()
     newest = next(reversed(list_checkpoints(run.folder)), None)

@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
@@ -29,7 +28,9 @@ from longctx.model.experts.replay import RoutingReplay
 from longctx.model.experts.router import NO_EXPERT
 from longctx.tensor_bytes import rows_as_bytes
 from longctx.untrusted.reading import parse_json
-from parallel.runtime.process import on_every_rank
+from parallel.comm.communicator import Communicator
+from parallel.comm.groups import world_group
+from parallel.comm.world import num_ranks, on_every_rank
 
 FORMAT, VERSION = "longctx-routing", 1
 _METADATA = "longctx"
@@ -172,15 +173,12 @@ def _own(ids_Tk: Tensor, token_indices_N: Tensor) -> Tensor:
 
 def _gather(own: Tensor) -> list[Tensor] | None:
     """Every rank's tensor, of one shape, on rank 0."""
-    if not dist.is_initialized() or dist.get_world_size() == 1:
+    if num_ranks() == 1:
         return [own]
     # As bytes: gloo has no 16-bit integers.
-    own_bytes = rows_as_bytes(own)
-    if dist.get_rank() != 0:
-        dist.gather(own_bytes, None, dst=0)
+    parts = Communicator().gather(rows_as_bytes(own), world_group(), doing="gathering choices of experts to record")
+    if parts is None:
         return None
-    parts = [torch.empty_like(own_bytes) for _ in range(dist.get_world_size())]
-    dist.gather(own_bytes, parts, dst=0)
     return [part.view(own.dtype) for part in parts]
 
 

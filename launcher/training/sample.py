@@ -11,9 +11,8 @@ from launcher.metrics.record import Record
 from launcher.training.run import Run
 from longctx.batch import IGNORED_TARGET, PADDING_DOCUMENT, Batch, PackedDocuments
 from longctx.tokenizer import Tokenizer
+from parallel.comm.world import on_every_rank, sum_over_ranks
 from parallel.layout.sequence import num_parts
-from parallel.loss import sum_over_ranks
-from parallel.runtime.process import on_every_rank
 
 
 class Sampler:

@@ -51,9 +51,9 @@ from longctx.conversion.companions import read_notices
 from longctx.errors import ConfigError
 from longctx.tokenizer import load_tokenizer
 from longctx.tokenizer.load import has_tokenizer
+from parallel.comm.world import on_every_rank, on_rank_0
 from parallel.mesh import Mesh
 from parallel.runtime.device import device_name
-from parallel.runtime.process import on_every_rank, on_rank_0
 from parallel.runtime.watch.spans import begin
 from parallel.schedule.degrees import Degrees, degrees_of
 from parallel.zero.cpu_adam import compile_cpu_adam

@@ -25,8 +25,8 @@ from launcher.metrics.writer import RecordWriter
 from launcher.run_folder import LOGS
 from launcher.training.run import Progress, Run
 from longctx.checkpoint_format import list_checkpoints
+from parallel.comm.world import any_rank, gather_objects, on_rank_0
 from parallel.runtime.parents import is_launcher_word, launchers_above
-from parallel.runtime.process import any_rank, gather_objects, on_rank_0
 
 log = logging.getLogger(__name__)
 

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from longctx.model.experts.router import RouterDiagnostics
 from longctx.objectives.loss_sum import LossSum
-from parallel.loss import sum_over_ranks
+from parallel.comm.world import sum_over_ranks
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -26,7 +26,7 @@ from launcher.training.stopping import Stopping, agree_on_stop
 from launcher.training.validation import validate
 from longctx.checkpoint_format import list_checkpoints
 from longctx.errors import TrainingError
-from parallel.runtime.process import broadcast_object, on_every_rank
+from parallel.comm.world import broadcast_object, on_every_rank
 
 log = logging.getLogger(__name__)
 

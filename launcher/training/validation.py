@@ -12,7 +12,7 @@ from torch import Tensor
 from longctx.batch import IGNORED_TARGET
 from longctx.compact_batch import CompactBatch
 from longctx.objectives.causal_lm import CausalLM
-from parallel.loss import sum_over_ranks
+from parallel.comm.world import sum_over_ranks
 
 
 def validate(

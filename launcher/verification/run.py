@@ -18,8 +18,8 @@ from launcher.verification.compare import Finding, compare
 from launcher.verification.report import report
 from launcher.verification.shrink import shrink
 from launcher.verification.together import steps_together
+from parallel.comm.world import on_rank_0
 from parallel.mesh import Mesh
-from parallel.runtime.process import on_rank_0
 
 
 @dataclass(frozen=True)

@@ -18,9 +18,9 @@ from longctx.checkpoint_format import ROLES
 from longctx.model.experts.balance import load_share, move_selection_bias_
 from longctx.model.experts.replay import RoutingReplay
 from longctx.model.training_pass import TrainingPass
-from parallel.loss import count_step, sum_over_ranks
+from parallel.comm.world import gather_on_rank_0, sum_over_ranks
+from parallel.loss import count_step
 from parallel.mesh import Mesh
-from parallel.runtime.process import gather_on_rank_0
 from parallel.zero.engine import ZeroEngine
 
 _MASTER, _FIRST_MOMENT = ROLES[0], ROLES[1]

@@ -5,16 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from longctx.model.attention.cache import LayerBuffer
 from longctx.model.attention.core import TokenChunk
+from parallel.comm.messages.kinds import Kind
 from parallel.layout.cached import CachedLayout, ChunkPlacement, chunk_sizes
 from parallel.layout.sequence import SequenceLayout
-from parallel.mesh import Mesh, others_in_context
-from parallel.runtime.communicate import named_collective
-from parallel.runtime.messages.kinds import Kind
+from parallel.mesh import Mesh
 
 
 class ShardedKVCache:
@@ -77,31 +75,23 @@ class ShardedKVCache:
 
     def collect(self, values_Bt: Tensor, chunk: TokenChunk) -> Tensor:
         """Values of all tokens of the chunk, [B, T], from each rank's [B, t]. Collective."""
-        layout = chunk.placement.layout
-        if layout is None:
+        layout, group = chunk.placement.layout, self.mesh.context_group
+        if layout is None or group is None:
             return values_Bt
-        mine = values_Bt.contiguous()
-        gathered = mine.new_empty(self.mesh.context, *mine.shape)
-        named_collective(
-            lambda: dist.all_gather_into_tensor(gathered.flatten(0, 1), mine, group=self.mesh.context_group),
-            f"rank {self.mesh.rank} gathering what ranks computed of a chunk's tokens",
+        gathered = self.mesh.comm.all_gather(
+            values_Bt, group, doing="gathering what ranks computed of a chunk's tokens", kind=Kind.CHUNK_VALUES
         )
-        if self.mesh.ledger is not None:
-            arrival = self.mesh.ledger.post_same(Kind.CHUNK_VALUES, [mine], others_in_context(self.mesh))
-            arrival.note([[part] for rank, part in enumerate(gathered) if rank != self.mesh.context_rank])
         return layout.join(list(gathered), 1)
 
     def once(self, choose: Callable[[], list[int]], count: int) -> list[int]:
         """The ``count`` integers that the first rank of the sequence chooses, told to all. Collective."""
-        if self.mesh.context == 1:
+        group = self.mesh.control_group
+        if group is None:
             return choose()
         chosen = torch.zeros(count, dtype=torch.int64)
         if self.mesh.context_rank == 0:
             chosen[:] = torch.tensor(choose())
-        named_collective(
-            lambda: dist.broadcast(chosen, self.mesh.context_peer(0), group=self.mesh.control_group),
-            f"rank {self.mesh.rank} waiting for the chosen token",
-        )
+        self.mesh.comm.broadcast(chosen, self.mesh.context_peer(0), group, doing="waiting for the chosen token")
         return chosen.tolist()
 
     def _chunk(self, num_tokens: int, left: int, *, is_split: bool) -> TokenChunk:

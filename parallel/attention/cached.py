@@ -27,10 +27,10 @@ from longctx.model.attention.mask import AttentionMask
 from longctx.model.attention.sequences import EachAlone
 from longctx.model.attention.work import Work, attend_work
 from parallel.attention.plan import AttentionOptions, call_signature
+from parallel.comm.agreement import agree
 from parallel.layout.cached import ChunkPlacement, count_tokens, tokens_from
 from parallel.layout.sequence import Runs
 from parallel.mesh import Mesh
-from parallel.runtime.agreement import agree
 from parallel.schedule.cached import cached_work
 from parallel.schedule.work import Mask
 from parallel.transport.block import PartialResult

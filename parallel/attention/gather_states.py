@@ -10,13 +10,10 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
-from parallel.mesh import Mesh, others_in_context
-from parallel.runtime.communicate import named_collective
-from parallel.runtime.messages.kinds import Kind
-from parallel.runtime.messages.ledger import Arrival
+from parallel.comm.messages.kinds import Kind
+from parallel.mesh import Mesh
 from parallel.runtime.watch.spans import DOING
 from parallel.schedule.states import Open, StatePlan
 
@@ -52,26 +49,22 @@ class GatherStates:
         after: bool,
     ) -> Callable[[], Tensor]:
         """Start the gathering of what every rank sends; the result makes the sums that this rank wants."""
-        ranks = self.mesh.context
         num_mine, B, K, D, W = mine_sBKDW.shape
         # All ranks send as many states as the one with most of them: the collective has one size for all.
         slots = max(map(len, sent))
         padding = mine_sBKDW.new_zeros(slots - num_mine, B, K, D, W)
         outgoing = torch.cat((mine_sBKDW, padding))
-        gathered = outgoing.new_empty(ranks * slots, B, K, D, W)
-        group, described = self.mesh.context_group, f"rank {self.mesh.rank} gathering states of linear attention"
-        work = named_collective(
-            lambda: dist.all_gather_into_tensor(gathered, outgoing, group=group, async_op=True), described
+        group = self.mesh.context_group
+        assert group is not None
+        # With the padding, which travels too.
+        gathering = self.mesh.comm.start_all_gather(
+            outgoing, group, doing="gathering states of linear attention", kind=Kind.STATES, layer=self.layer
         )
-        own, arrival = wanted[self.mesh.context_rank], self._post(outgoing)
+        own = wanted[self.mesh.context_rank]
 
         def finish() -> Tensor:
-            named_collective(work.wait, described)
-            by_rank = gathered.view(ranks, slots, B, K, D, W)
-            if arrival is not None:
-                arrival.note([[part] for rank, part in enumerate(by_rank) if rank != self.mesh.context_rank])
-            # Naming `outgoing` here also holds it in memory for as long as it is being sent.
-            sums = outgoing.new_zeros(len(own), B, K, D, W)
+            (by_rank,) = gathering.wait()
+            sums = by_rank.new_zeros(len(own), B, K, D, W)
             if before:
                 _add_running(sums, own, sent, by_rank, backwards=False)
             if after:
@@ -79,14 +72,6 @@ class GatherStates:
             return sums
 
         return finish
-
-    def _post(self, outgoing: Tensor) -> Arrival | None:
-        """Note what has been sent, where ranks compare it; returns where to note what arrives."""
-        if self.mesh.ledger is None:
-            return None
-        # With the padding, which travels too.
-        others = others_in_context(self.mesh)
-        return self.mesh.ledger.post_same(Kind.STATES, [outgoing], others, layer=self.layer)
 
 
 class _Source(NamedTuple):

@@ -29,9 +29,9 @@ from parallel.attention.cache import ShardedKVCache
 from parallel.attention.cached_linear import CachedLinearPlan, linear_attend_cached
 from parallel.attention.gather_states import GatherStates
 from parallel.attention.plan import build_layout, flattened, tokens_problem
+from parallel.comm.agreement import agree, degree_problem
 from parallel.layout.sequence import SequenceLayout
 from parallel.mesh import Mesh
-from parallel.runtime.agreement import agree, degree_problem
 from parallel.schedule.states import StatePlan
 
 

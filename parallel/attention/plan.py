@@ -15,9 +15,9 @@ from longctx.kernels.attention.select import choose_kernel
 from longctx.kernels.dtypes import accumulate_dtype
 from longctx.kernels.processor import Products
 from longctx.model.attention.core import AttentionShapes
+from parallel.comm.agreement import agree, degree_problem
 from parallel.layout.sequence import SequenceLayout
 from parallel.mesh import Mesh
-from parallel.runtime.agreement import agree, degree_problem
 from parallel.schedule.schedule import Schedule
 from parallel.transport.block import Transport
 from parallel.transport.select import build_transport

@@ -29,7 +29,7 @@ from parallel.audit.capture import Capture, operators_of
 from parallel.audit.exchange import exchange
 from parallel.audit.sample import UPDATE, Kind, Sample
 from parallel.audit.verdict import Answer, Case, Finding, judge
-from parallel.runtime.process import any_rank, gather_objects
+from parallel.comm.world import any_rank, gather_objects
 from parallel.runtime.watch.spans import begin
 
 CALLS = 4

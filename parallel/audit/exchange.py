@@ -5,13 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
-import torch.distributed as dist
 
 from parallel.audit.alike import Assigned
 from parallel.audit.sample import Header, Sample
-from parallel.runtime.communicate import named_collective
-from parallel.runtime.groups import control_group
-from parallel.runtime.process import gather_objects
+from parallel.comm.communicator import Communicator
+from parallel.comm.groups import control_group
+from parallel.comm.world import gather_objects
 
 
 def exchange(samples: Sequence[Sample], assigned: Sequence[Assigned], rank: int) -> dict[int, dict[int, Sample]]:
@@ -29,21 +28,13 @@ def exchange(samples: Sequence[Sample], assigned: Sequence[Assigned], rank: int)
         if of_victim and rank in assigned[victim].auditors
     }
 
-    def travel() -> None:
-        # All receives are posted before the first send is waited for: no order of ranks can block.
-        group, pending = control_group(), []
-        for victim, data in arriving.items():
-            pending.append(dist.irecv(data, victim, group=group))
-        if sent:
-            data = torch.cat([sample.bytes() for sample in sent.values()])
-            for auditor in assigned[rank].auditors:
-                pending.append(dist.isend(data, auditor, group=group))
-        for request in pending:
-            if request is not None:
-                request.wait()
-
+    sent_to: dict[int, list[torch.Tensor]] = {}
+    if sent:
+        data = torch.cat([sample.bytes() for sample in sent.values()])
+        sent_to = {auditor: [data] for auditor in assigned[rank].auditors}
+    received = {victim: [data] for victim, data in arriving.items()}
     if len(headers) > 1:
-        named_collective(travel, "sending what is audited to other ranks")
+        Communicator().send_recv(sent_to, received, control_group(), doing="sending samples to audit").wait()
     return {victim: _unpacked(headers[victim], data) for victim, data in arriving.items()}
 
 

@@ -12,21 +12,19 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from longctx.errors import ConfigError
 from longctx.kernels.dtypes import accumulate_dtype
 from longctx.model.experts.dispatch import DispatchHandle, DispatchSizes, LocalDispatcher, Pending, TokenDispatcher
 from longctx.tensor_bytes import rows_as_bytes
+from parallel.comm.communicator import Pending as PendingExchange
+from parallel.comm.groups import ProcessGroup
+from parallel.comm.messages.kinds import Kind
 from parallel.experts.replicated import ReplicatedTokens
-from parallel.mesh import Mesh, expert_peers, others_in_context
-from parallel.runtime.communicate import named_collective
-from parallel.runtime.messages.kinds import Kind
-from parallel.runtime.messages.ledger import Arrival
+from parallel.mesh import Mesh
 from parallel.runtime.watch.spans import DOING
 
 _IDS = torch.int16
@@ -71,10 +69,9 @@ class AllToAllDispatcher:
         # Buffers need sizes on the CPU. Asking for them tile by tile would stop the device once a tile.
         counts_tp2 = torch.stack([self._counts(experts_Nk[tile]) for tile in tiles])
         send_pt2 = counts_tp2.transpose(0, 1).contiguous()
-        recv_pt2 = torch.empty_like(send_pt2)
-        described = f"{self._who} telling how many tokens it sends to experts"
-        named_collective(lambda: dist.all_to_all_single(recv_pt2, send_pt2, group=self.mesh.expert_group), described)
-        self._post(Kind.COUNTS, send_pt2.unbind(), recv_pt2.unbind())
+        recv_pt2 = self.mesh.comm.all_to_all(
+            send_pt2, self._group, doing="telling how many tokens it sends to experts", kind=Kind.COUNTS
+        )
         sizes = self.read_sizes(torch.stack((send_pt2, recv_pt2)).transpose(1, 2), tiles)
         # Backward sends by these sizes too, and does not say of which layer they are.
         return [of_tile._replace(layer=DOING.layer) for of_tile in sizes]
@@ -110,9 +107,9 @@ class AllToAllDispatcher:
         return _gather_over_context(self.mesh, values_NX)
 
     @property
-    def _who(self) -> str:
-        peers = expert_peers(self.mesh)
-        return f"rank {self.mesh.rank} (experts over ranks {peers.start} to {peers.stop - 1})"
+    def _group(self) -> ProcessGroup:
+        assert self.mesh.expert_group is not None
+        return self.mesh.expert_group
 
     def _is_sent(self, experts_nk: Tensor) -> Tensor:
         """Whether a token is sent to a rank, which is where it has any of its experts, [p, n]."""
@@ -130,41 +127,18 @@ class AllToAllDispatcher:
 
     def exchange(
         self, outgoing_UX: Tensor, send_counts: Sequence[int], recv_counts: Sequence[int], kind: Kind, layer: int
-    ) -> PendingExchange:
+    ) -> PendingTokens:
         """Start to send tokens of a layer to the ranks of the group and to receive theirs."""
         # As bytes, so that any dtype can be sent.
-        outgoing = rows_as_bytes(outgoing_UX)
-        arriving = outgoing.new_empty(sum(recv_counts), *outgoing.shape[1:])
-        described = f"{self._who} {_DOING[kind]}"
-        work = named_collective(
-            lambda: dist.all_to_all_single(
-                arriving, outgoing, list(recv_counts), list(send_counts), group=self.mesh.expert_group, async_op=True
-            ),
-            described,
+        exchange = self.mesh.comm.start_all_to_all(
+            rows_as_bytes(outgoing_UX),
+            self._group,
+            doing=_DOING[kind],
+            counts=(send_counts, recv_counts),
+            kind=kind,
+            layer=layer,
         )
-        arrival = self._expect(kind, outgoing.split(list(send_counts)), layer)
-        by_rank = arriving.split(list(recv_counts))
-        return PendingExchange(
-            arriving, outgoing, outgoing_UX.dtype, work, described, arrival, self._of_others(by_rank)
-        )
-
-    def _expect(self, kind: Kind, by_rank: Sequence[Tensor], layer: int = -1) -> Arrival | None:
-        """Note what has been sent to each rank, where ranks compare it; returns where to note what arrives."""
-        if self.mesh.ledger is None:
-            return None
-        parts = zip(expert_peers(self.mesh), by_rank, strict=True)
-        sent = {peer: [part] for peer, part in parts if peer != self.mesh.rank}
-        return self.mesh.ledger.post(kind, sent, list(sent), layer=layer)
-
-    def _post(self, kind: Kind, outgoing: Sequence[Tensor], received: Sequence[Tensor]) -> None:
-        """Note what has been sent to each rank, and what has arrived."""
-        arrival = self._expect(kind, outgoing)
-        if arrival is not None:
-            arrival.note(self._of_others(received))
-
-    def _of_others(self, by_rank: Sequence[Tensor]) -> list[list[Tensor]]:
-        """The messages of the other ranks, among what is here of all ranks."""
-        return [[part] for rank, part in enumerate(by_rank) if rank != self.mesh.expert_rank]
+        return PendingTokens(exchange, outgoing_UX.dtype)
 
 
 @dataclass
@@ -208,39 +182,29 @@ class _Handle:
         own = self.dispatcher.mesh.expert_rank
         return bytes_per_token * (sum(self.sizes.send_counts) - self.sizes.send_counts[own])
 
-    def _send_out(self, outgoing_UX: Tensor, kind: Kind) -> PendingExchange:
+    def _send_out(self, outgoing_UX: Tensor, kind: Kind) -> PendingTokens:
         sizes = self.sizes
         return self.dispatcher.exchange(outgoing_UX, sizes.send_counts, sizes.recv_counts, kind, sizes.layer)
 
 
 @dataclass
-class PendingExchange:
-    """Tokens on their way, and the outgoing ones, whose memory must not be reused before they are sent."""
+class PendingTokens:
+    """Tokens on their way."""
 
-    arriving: Tensor
-    outgoing: Tensor | None
+    messages: PendingExchange
     dtype: torch.dtype
-    work: Any
-    described: str
-    arrival: Arrival | None = None
-    """Where to note what has arrived; None where nobody compares it."""
-    of_others: Sequence[Sequence[Tensor]] = ()
-    """What comes of each other rank, where it is noted."""
 
     def wait(self) -> Tensor:
-        """Return the tokens. ClusterError when a rank is gone or too late."""
-        named_collective(self.work.wait, self.described)
-        self.outgoing = None
-        if self.arrival is not None:
-            self.arrival.note(self.of_others)
-        return self.arriving.view(self.dtype)
+        """Return the tokens. ClusterError if a rank is gone or too late."""
+        (arriving,) = self.messages.wait()
+        return arriving.view(self.dtype)
 
 
 @dataclass
 class _PendingRouting:
     """Gates and ids on their way, side by side in bytes."""
 
-    exchange: PendingExchange
+    exchange: PendingTokens
     gates_bytes: int
     dtype: torch.dtype
 
@@ -257,7 +221,7 @@ class _PendingRouting:
 class _PendingSums:
     """What each rank made of tokens, on its way back."""
 
-    exchange: PendingExchange
+    exchange: PendingTokens
     token_U: Tensor
     send_counts: tuple[int, ...]
     choices: torch.Size
@@ -306,14 +270,7 @@ def sum_by_turn(results_UX: Tensor, token_U: Tensor, num_tokens: int, most: int)
 def _gather_over_context(mesh: Mesh, values_NX: Tensor) -> Tensor:
     if mesh.context_group is None:
         return values_NX
-    values = values_NX.contiguous()
-    everyone = values.new_empty(mesh.context * len(values), *values.shape[1:])
-    named_collective(
-        lambda: dist.all_gather_into_tensor(everyone, values, group=mesh.context_group),
-        f"rank {mesh.rank} gathering choices of experts",
+    everyone = mesh.comm.all_gather(
+        values_NX, mesh.context_group, doing="gathering choices of experts", kind=Kind.GATHERED_CHOICES
     )
-    if mesh.ledger is not None:
-        arrival = mesh.ledger.post_same(Kind.GATHERED_CHOICES, [values], others_in_context(mesh))
-        parts = everyone.view(mesh.context, *values.shape)
-        arrival.note([[part] for rank, part in enumerate(parts) if rank != mesh.context_rank])
-    return everyone
+    return everyone.flatten(0, 1)

@@ -9,15 +9,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from longctx.errors import ConfigError
 from longctx.kernels.dtypes import accumulate_dtype
 from longctx.model.experts.dispatch import DispatchHandle, DispatchSizes, Pending, Ready, TokenDispatcher
-from parallel.mesh import Mesh, expert_peers
-from parallel.runtime.communicate import named_collective
-from parallel.runtime.messages.kinds import Kind
+from parallel.comm.messages.kinds import Kind
+from parallel.mesh import Mesh
 
 
 class ReplicatedTokens:
@@ -73,18 +71,15 @@ class _Handle:
     def combine(self, of_tokens_SX: Tensor, communication_dtype: torch.dtype) -> Pending[Tensor]:
         """Return the sum over ranks, in their order."""
         mesh = self.dispatcher.mesh
-        mine = of_tokens_SX.to(communication_dtype).contiguous()
-        gathered = mine.new_empty(mesh.expert, *mine.shape)
-        named_collective(
-            lambda: dist.all_gather_into_tensor(gathered.flatten(0, 1), mine, group=mesh.expert_group),
-            f"rank {mesh.rank} gathering what experts made of tokens that all ranks have",
+        assert mesh.expert_group is not None
+        gathered = mesh.comm.all_gather(
+            of_tokens_SX.to(communication_dtype),
+            mesh.expert_group,
+            doing="gathering what experts made of tokens that all ranks have",
+            kind=Kind.REPLICATED_SUMS,
         )
-        if mesh.ledger is not None:
-            others = [peer for peer in expert_peers(mesh) if peer != mesh.rank]
-            arrival = mesh.ledger.post_same(Kind.REPLICATED_SUMS, [mine], others)
-            arrival.note([[part] for rank, part in enumerate(gathered) if rank != mesh.expert_rank])
         # An own loop and no sum(0): the same bits on every rank and in every run.
-        total = gathered[0].to(accumulate_dtype(mine.dtype))
+        total = gathered[0].to(accumulate_dtype(gathered.dtype))
         for part in gathered[1:]:
             total = total + part
         return Ready(total)

@@ -9,13 +9,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
-from parallel.mesh import Mesh, others_in_ring
-from parallel.runtime.communicate import named_collective
-from parallel.runtime.messages.kinds import Kind
-from parallel.runtime.messages.ledger import Arrival
+from parallel.comm.communicator import Pending
+from parallel.comm.messages.kinds import Kind
+from parallel.mesh import Mesh
 from parallel.schedule.schedule import Schedule
 from parallel.transport.block import KeysAndValues, KVBlock, PartialResult, merge_block_
 
@@ -70,82 +68,49 @@ class AllGather:
         """Start gathering; None in a ring of one."""
         if self.mesh.ring_degree == 1:
             return None
-        k, v = own
-        keys, values, arrival = self._gather_one(k), self._gather_one(v), None
-        if self.mesh.ledger is not None:
-            outgoing = (keys.outgoing, values.outgoing)
-            arrival = self.mesh.ledger.post_same(Kind.GATHERED_KEYS, outgoing, others_in_ring(self.mesh))
-        return _Gathering(keys, values, f"rank {self.mesh.rank} {_DESCRIBED}", self.mesh.ring_rank, arrival)
-
-    def _gather_one(self, x: Tensor) -> _Gathered:
-        x = x.contiguous()
-        buffer = x.new_empty(self.mesh.ring_degree, *x.shape)
-        # The collective lays the ranks end to end along the first axis.
-        end_to_end = buffer.flatten(0, 1)
-        work = named_collective(
-            lambda: dist.all_gather_into_tensor(end_to_end, x, group=self.mesh.ring_group, async_op=True),
-            f"rank {self.mesh.rank} {_DESCRIBED}",
+        group = self.mesh.ring_group
+        assert group is not None
+        keys, values = (
+            self.mesh.comm.start_all_gather(x, group, doing="gathering keys and values", kind=Kind.GATHERED_KEYS)
+            for x in own
         )
-        return _Gathered(buffer, x, work)
+        return _Gathering(keys, values)
 
     def _return_to_owners(self, total_BnKD: Tensor, gradient_BsKD: Tensor) -> None:
         """Send the gradients of every rank's rows to it, and add those of this rank's rows to ``total``, in place."""
         degree, num_own = self.mesh.ring_degree, total_BnKD.shape[1]
         by_owner = gradient_BsKD.unflatten(1, (degree, num_own)).transpose(0, 1)
         outgoing = by_owner.to(self.communication_dtype or gradient_BsKD.dtype).contiguous()
-        received = torch.empty_like(outgoing)
-        named_collective(
-            lambda: dist.all_to_all_single(received, outgoing, group=self.mesh.ring_group),
-            f"rank {self.mesh.rank} returning gradients of gathered keys and values",
+        assert self.mesh.ring_group is not None
+        received = self.mesh.comm.all_to_all(
+            outgoing,
+            self.mesh.ring_group,
+            doing="returning gradients of gathered keys and values",
+            kind=Kind.GATHERED_GRADIENTS,
         )
-        if self.mesh.ledger is not None:
-            by_rank = {self.mesh.ring_peer(n): [part] for n, part in enumerate(outgoing) if n != self.mesh.ring_rank}
-            arrival = self.mesh.ledger.post(Kind.GATHERED_GRADIENTS, by_rank, list(by_rank))
-            arrival.note([[part] for n, part in enumerate(received) if n != self.mesh.ring_rank])
         # The order of the ring, from the next rank on. Sums depend neither on the transport nor on who is late.
         for distance in range(1, degree):
             total_BnKD += received[(self.mesh.ring_rank + distance) % degree]
 
 
-_DESCRIBED = "gathering keys and values"
-
-
-@dataclass(frozen=True)
-class _Gathered:
-    """One tensor of every rank under way."""
-
-    buffer: Tensor
-    """[ring, B, n, …]."""
-    outgoing: Tensor
-    """What leaves stays alive until it is through."""
-    work: dist.Work
-
-    def in_order(self) -> Tensor:
-        """[B, ring · n, …], rank after rank; no copy for one sequence."""
-        if self.buffer.shape[1] == 1:
-            return self.buffer[:, 0].flatten(0, 1).unsqueeze(0)
-        return self.buffer.transpose(0, 1).flatten(1, 2)
-
-
 @dataclass(frozen=True)
 class _Gathering:
-    """Keys and values under way."""
+    """Keys and values of every rank under way."""
 
-    keys: _Gathered
-    values: _Gathered
-    described: str
-    own: int
-    """This rank's number among those gathered."""
-    arrival: Arrival | None
-    """Where to note what has arrived; None where nobody compares it."""
+    keys: Pending
+    values: Pending
 
     def wait(self) -> KeysAndValues:
-        """Return the keys and values of all ranks. ClusterError when a rank is gone or too late."""
+        """Return the keys and values of all ranks. ClusterError if a rank is gone or too late."""
         # Keys first: they are put in order while the values are still under way.
-        named_collective(self.keys.work.wait, self.described)
-        keys = self.keys.in_order()
-        named_collective(self.values.work.wait, self.described)
-        if self.arrival is not None:
-            pairs = zip(self.keys.buffer, self.values.buffer, strict=True)
-            self.arrival.note([pair for number, pair in enumerate(pairs) if number != self.own])
-        return keys, self.values.in_order()
+        (keys,) = self.keys.wait()
+        keys = _in_order(keys)
+        (values,) = self.values.wait()
+        return keys, _in_order(values)
+
+
+def _in_order(gathered: Tensor) -> Tensor:
+    """[ring, B, n, …] → [B, ring · n, …], rank after rank; no copy for one sequence."""
+    if gathered.shape[1] == 1:
+        return gathered[:, 0].flatten(0, 1).unsqueeze(0)
+    return gathered.transpose(0, 1).flatten(1, 2)

@@ -8,14 +8,12 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from longctx.kernels.dtypes import accumulate_dtype
+from parallel.comm.communicator import Pending
+from parallel.comm.messages.kinds import Kind
 from parallel.mesh import Mesh
-from parallel.runtime.communicate import named_collective
-from parallel.runtime.messages.kinds import Kind
-from parallel.runtime.messages.ledger import Arrival
 from parallel.schedule.rows import RowRanges
 from parallel.transport.block import KeysAndValues
 
@@ -34,22 +32,15 @@ _KINDS = {
 class PendingExchange:
     """Keys and values, or their gradients, under way."""
 
-    received: KeysAndValues | None = None
-    """Buffers that are being filled; None when nothing is to come."""
-    sent: tuple[Tensor, ...] = ()
-    """What leaves stays alive until it is through."""
-    works: list[dist.Work] = field(default_factory=list)
-    described: str = ""
-    arrival: Arrival | None = None
-    """Where to note what has arrived; None where nobody compares it, or nothing is to come."""
+    messages: Pending = field(default_factory=Pending)
 
     def wait(self) -> KeysAndValues | None:
-        """Return what arrived. ClusterError when the peer is gone or too late."""
-        named_collective(lambda: [work.wait() for work in self.works], self.described)
-        self.sent = ()
-        if self.arrival is not None and self.received is not None:
-            self.arrival.note([self.received])
-        return self.received
+        """Return what arrived; None if nothing was to come. ClusterError if the peer is gone or too late."""
+        received = self.messages.wait()
+        if not received:
+            return None
+        keys, values = received
+        return keys, values
 
 
 @dataclass
@@ -111,38 +102,21 @@ class RingExchange:
         # NCCL has one stream a group: in one group a node's hops would wait for the slow rows of another node.
         if tag in _BETWEEN_NODES and self.mesh.between_nodes_group is not None:
             group = self.mesh.between_nodes_group
-        described = f"rank {self.mesh.rank} exchanging {what} with ranks {receiver} (to) and {sender} (from)"
-        # One batch: NCCL needs sends and receives of two peers grouped, or each waits for the other's receive.
-        ops = []
-        for n, x in enumerate(outgoing or ()):
-            ops.append(dist.P2POp(dist.isend, x, receiver, group, tag + n))
-        for n, x in enumerate(buffers or ()):
-            ops.append(dist.P2POp(dist.irecv, x, sender, group, tag + n))
-        works: list[dist.Work] = []
-        if ops:
-            works = named_collective(lambda: dist.batch_isend_irecv(ops), described)
-        return PendingExchange(
-            buffers, outgoing or (), works, described, self._post(outgoing, to, buffers, source, tag)
-        )
-
-    def _post(
-        self, outgoing: KeysAndValues | None, to: int, buffers: KeysAndValues | None, source: int, tag: int
-    ) -> Arrival | None:
-        """Note what has been sent, where ranks compare it; returns where to note what arrives."""
-        ledger, degree, rank = self.mesh.ledger, self.mesh.ring_degree, self.mesh.ring_rank
-        if ledger is None:
-            return None
+        if group is None:
+            return PendingExchange()
         # A hop is how far keys travel round the ring; gradients go the same way back.
-        kind, hop = _KINDS[tag], (to - rank) % degree
+        kind, hop = _KINDS[tag], (to - self.mesh.ring_rank) % self.mesh.ring_degree
         if kind in (Kind.GRADIENTS, Kind.GRADIENTS_BETWEEN_NODES):
-            hop = (rank - to) % degree
-        sent, sources = {}, []
+            hop = (self.mesh.ring_rank - to) % self.mesh.ring_degree
+        sent, received = {}, {}
         if outgoing is not None:
-            sent[self.mesh.ring_peer(to)] = outgoing
+            sent[receiver] = outgoing
         if buffers is not None:
-            sources.append(self.mesh.ring_peer(source))
-        # After the start: bytes travel while they are summed.
-        return ledger.post(kind, sent, sources, hop=hop)
+            received[sender] = buffers
+        doing = f"exchanging {what} with ranks {receiver} (to) and {sender} (from)"
+        return PendingExchange(
+            self.mesh.comm.send_recv(sent, received, group, doing=doing, tag=tag, kind=kind, hop=hop)
+        )
 
 
 def take_rows(tensors: KeysAndValues, rows: RowRanges) -> KeysAndValues | None:

@@ -10,19 +10,16 @@ Axes: B batch, t query rows, H query heads, D query/key head size, V value head 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from longctx.kernels.attention.contract import merge_
 from longctx.kernels.dtypes import accumulate_dtype
 from longctx.tensor_bytes import as_bytes
-from parallel.mesh import Mesh, others_in_context
-from parallel.runtime.communicate import named_collective
-from parallel.runtime.messages.kinds import Kind
-from parallel.runtime.messages.ledger import Arrival
+from parallel.comm.communicator import Pending
+from parallel.comm.messages.kinds import Kind
+from parallel.mesh import Mesh
 from parallel.runtime.watch.spans import enter_hop
 from parallel.transport.block import PartialResult
 
@@ -44,7 +41,7 @@ def attend_by_visits(mesh: Mesh, q_BtHD: Tensor, value_dim: int, compute: Comput
     q_BtHD = q_BtHD.contiguous()
     arriving = _send_queries(mesh, q_BtHD, hop=1)
     out, lse = compute(q_BtHD, 0)
-    returning = _Exchange()
+    returning = Pending()
     for hop in range(1, mesh.context):
         enter_hop(hop)
         (visitors,) = arriving.wait()
@@ -64,14 +61,12 @@ def merge_gathered(mesh: Mesh, part: PartialResult) -> PartialResult:
     out, lse = part
     # As bytes, the larger numbers first: one collective for both.
     packed = torch.cat([as_bytes(x.contiguous()) for x in (lse, out)])
-    gathered = packed.new_empty(mesh.context, len(packed))
-    named_collective(
-        lambda: dist.all_gather_into_tensor(gathered.view(-1), packed, group=mesh.context_group),
-        f"rank {mesh.rank} gathering attention over the keys of its cache",
+    gathered = mesh.comm.all_gather(
+        packed,
+        mesh.context_group,
+        doing="gathering attention over the keys of its cache",
+        kind=Kind.CACHED_RESULTS,
     )
-    if mesh.ledger is not None:
-        arrival = mesh.ledger.post_same(Kind.CACHED_RESULTS, [packed], others_in_context(mesh))
-        arrival.note([[part] for rank, part in enumerate(gathered) if rank != mesh.context_rank])
     lse_bytes = lse.numel() * lse.element_size()
     out, lse = torch.zeros_like(out), torch.full_like(lse, -torch.inf)
     for of_rank in gathered:
@@ -82,36 +77,15 @@ def merge_gathered(mesh: Mesh, part: PartialResult) -> PartialResult:
     return out, lse
 
 
-@dataclass
-class _Exchange:
-    """Tensors under way in both directions."""
-
-    received: tuple[Tensor, ...] = ()
-    sent: tuple[Tensor, ...] = ()
-    """What leaves stays alive until it is through."""
-    works: list[dist.Work] = field(default_factory=list)
-    described: str = ""
-    arrival: Arrival | None = None
-    """Where to note what has arrived; None where nobody compares it, or nothing is to come."""
-
-    def wait(self) -> tuple[Tensor, ...]:
-        """Return what arrived. ClusterError when a peer is gone or too late."""
-        named_collective(lambda: [work.wait() for work in self.works], self.described)
-        self.sent = ()
-        if self.arrival is not None:
-            self.arrival.note([self.received])
-        return self.received
-
-
-def _send_queries(mesh: Mesh, q_BtHD: Tensor, hop: int) -> _Exchange:
+def _send_queries(mesh: Mesh, q_BtHD: Tensor, hop: int) -> Pending:
     """Start a hop: this rank's queries go to the rank ``hop`` after it, those of the rank as far before it come."""
     if hop >= mesh.context:  # nothing follows the last hop
-        return _Exchange()
+        return Pending()
     buffers = (torch.empty_like(q_BtHD),)
     return _start(mesh, (q_BtHD,), buffers, to=hop, source=-hop, tag=_TAG_QUERIES, kind=Kind.QUERIES)
 
 
-def _return_results(mesh: Mesh, part: PartialResult, q_BtHD: Tensor, value_dim: int, hop: int) -> _Exchange:
+def _return_results(mesh: Mesh, part: PartialResult, q_BtHD: Tensor, value_dim: int, hop: int) -> Pending:
     """Start the way back: results go to the queries' owner, those of this rank's queries come."""
     shape = q_BtHD.shape[:-1]
     out = q_BtHD.new_empty((*shape, value_dim), dtype=accumulate_dtype(q_BtHD.dtype))
@@ -120,7 +94,7 @@ def _return_results(mesh: Mesh, part: PartialResult, q_BtHD: Tensor, value_dim: 
     return _start(mesh, outgoing, (out, lse), to=-hop, source=hop, tag=_TAG_RESULTS, kind=Kind.RESULTS)
 
 
-def _merge(out: Tensor, lse: Tensor, returning: _Exchange) -> None:
+def _merge(out: Tensor, lse: Tensor, returning: Pending) -> None:
     received = returning.wait()
     if received:
         merge_(out, lse, *received)
@@ -128,19 +102,16 @@ def _merge(out: Tensor, lse: Tensor, returning: _Exchange) -> None:
 
 def _start(
     mesh: Mesh, outgoing: Sequence[Tensor], buffers: tuple[Tensor, ...], *, to: int, source: int, tag: int, kind: Kind
-) -> _Exchange:
+) -> Pending:
     """Send to the rank ``to`` after this one and receive from the rank ``source`` after it."""
     receiver, sender = (mesh.context_peer((mesh.context_rank + by) % mesh.context) for by in (to, source))
-    described = f"rank {mesh.rank} exchanging {kind.words} with ranks {receiver} (to) and {sender} (from)"
-    ops = []
-    for n, x in enumerate(outgoing):
-        ops.append(dist.P2POp(dist.isend, x, receiver, mesh.context_group, tag + n))
-    for n, x in enumerate(buffers):
-        ops.append(dist.P2POp(dist.irecv, x, sender, mesh.context_group, tag + n))
-    # One batch: NCCL needs sends and receives of two peers grouped, or each waits for the other's receive.
-    works = named_collective(lambda: dist.batch_isend_irecv(ops), described)
-    arrival = None
-    if mesh.ledger is not None:
-        hop = max(to, source)
-        arrival = mesh.ledger.post(kind, {receiver: outgoing}, [sender], hop=hop)
-    return _Exchange(buffers, tuple(outgoing), works, described, arrival)
+    assert mesh.context_group is not None
+    return mesh.comm.send_recv(
+        {receiver: outgoing},
+        {sender: buffers},
+        mesh.context_group,
+        doing=f"exchanging {kind.words} with ranks {receiver} (to) and {sender} (from)",
+        tag=tag,
+        kind=kind,
+        hop=max(to, source),
+    )

@@ -14,13 +14,11 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
-from torch.distributed import ProcessGroup
 
-from parallel.mesh import Mesh, ulysses_peers
-from parallel.runtime.communicate import named_collective
-from parallel.runtime.messages.kinds import Kind
+from parallel.comm.groups import ProcessGroup
+from parallel.comm.messages.kinds import Kind
+from parallel.mesh import Mesh
 from parallel.schedule.heads import HeadRange, HeadSplit
 
 
@@ -115,8 +113,7 @@ def rows_to_heads(x_BtHD: Tensor, ranges: Sequence[HeadRange], mesh: Mesh, group
     u, h = len(ranges), stop - start
     # Flat parts of unequal size, for ranks may hold unequal numbers of heads; ranks are in the order of the rows.
     outgoing = [x_BtHD[:, :, first:last].reshape(-1) for first, last in ranges]
-    received = x_BtHD.new_empty(u * B * t * h * D)
-    _all_to_all(received, outgoing, [B * t * h * D] * u, mesh, group)
+    received = _all_to_all(outgoing, [B * t * h * D] * u, mesh, group)
     return received.view(u, B, t, h, D).transpose(0, 1).reshape(B, u * t, h, D)
 
 
@@ -128,8 +125,7 @@ def heads_to_rows(
     t = T // len(ranges)
     outgoing = [part.reshape(-1) for part in x_BThD.split(t, dim=1)]
     sizes = [B * t * (stop - start) * D for start, stop in ranges]
-    received = x_BThD.new_empty(sum(sizes))
-    _all_to_all(received, outgoing, sizes, mesh, group)
+    received = _all_to_all(outgoing, sizes, mesh, group)
     # A key head that several ranks hold gets several gradients; they are added rank by rank.
     out = x_BThD.new_zeros(B, t, num_heads, D)
     for (start, stop), part in zip(ranges, received.split(sizes), strict=True):
@@ -137,19 +133,9 @@ def heads_to_rows(
     return out
 
 
-def _all_to_all(
-    received: Tensor, outgoing: Sequence[Tensor], sizes: Sequence[int], mesh: Mesh, group: ProcessGroup
-) -> None:
-    """Send each rank its part, and receive theirs end to end, so many values of each."""
-    outgoing_sizes, packed = [part.numel() for part in outgoing], torch.cat(list(outgoing))
-    named_collective(
-        lambda: dist.all_to_all_single(received, packed, list(sizes), outgoing_sizes, group=group),
-        f"rank {mesh.rank} exchanging heads with ranks {ulysses_peers(mesh).start} to {ulysses_peers(mesh).stop - 1}",
+def _all_to_all(outgoing: Sequence[Tensor], sizes: Sequence[int], mesh: Mesh, group: ProcessGroup) -> Tensor:
+    """Send each rank its part; returns theirs end to end, so many values of each."""
+    outgoing_sizes = [part.numel() for part in outgoing]
+    return mesh.comm.all_to_all(
+        torch.cat(list(outgoing)), group, doing="exchanging heads", counts=(outgoing_sizes, sizes), kind=Kind.HEADS
     )
-    if mesh.ledger is not None:
-        # What stays on this rank is copied by the collective and sent by nobody.
-        own = mesh.ulysses_rank
-        parts = zip(ulysses_peers(mesh), packed.split(outgoing_sizes), strict=True)
-        sent = {peer: [part] for peer, part in parts if peer != mesh.rank}
-        arrival = mesh.ledger.post(Kind.HEADS, sent, list(sent))
-        arrival.note([[part] for n, part in enumerate(received.split(list(sizes))) if n != own])

@@ -13,7 +13,6 @@ from collections.abc import Callable, Generator
 from functools import partial
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from longctx.batch import Batch
@@ -21,6 +20,7 @@ from longctx.errors import GradientError
 from longctx.model.training_pass import TrainingPass
 from longctx.objectives.causal_lm import CausalLM
 from longctx.objectives.loss_sum import LossSum
+from parallel.comm.world import num_ranks
 from parallel.runtime.watch.spans import begin, enter_layer
 from parallel.zero.deepspeed_config import quiet_deepspeed
 from parallel.zero.experts import mark_experts
@@ -103,7 +103,7 @@ class ZeroEngine:
         begin("backward")
         engine = self.partition.engine
         # The loss has the step's global count below it already, and DeepSpeed averages over all ranks: undo the mean.
-        engine.backward(loss * dist.get_world_size(), scale_wrt_gas=False)
+        engine.backward(loss * num_ranks(), scale_wrt_gas=False)
         if not engine.is_gradient_accumulation_boundary():
             engine.step()  # counts the micro-batch; updates nothing
 

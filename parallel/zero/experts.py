@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import torch.distributed as dist
 from deepspeed.module_inject.auto_ep_layer import AutoEPMoELayer
 from deepspeed.utils import groups
 from torch import nn
 
 from longctx.model.experts.experts import is_expert_weight
 from longctx.objectives.causal_lm import CausalLM
+from parallel.comm.groups import ProcessGroup
+from parallel.comm.world import own_rank
 
 
 class ExpertsAcrossRanks(AutoEPMoELayer):
@@ -21,12 +22,12 @@ class ExpertsAcrossRanks(AutoEPMoELayer):
     def __init__(self, num_experts: int, degree: int) -> None:
         nn.Module.__init__(self)  # router, weights and dispatch are ours
         self.num_experts, self.num_local_experts = num_experts, num_experts // degree
-        self.ep_size, self.ep_rank = degree, dist.get_rank() % degree
+        self.ep_size, self.ep_rank = degree, own_rank() % degree
         self.ep_group_name = f"ep_size_{degree}"
         self.ep_group = None
 
     @property
-    def replicas(self) -> dist.ProcessGroup:
+    def replicas(self) -> ProcessGroup:
         """The ranks that hold the same experts as this one; they are there once DeepSpeed has started."""
         return groups._get_expert_data_parallel_group(self.ep_group_name)
 

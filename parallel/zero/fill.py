@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
-from parallel.runtime.communicate import named_collective
+from parallel.comm.communicator import Communicator
+from parallel.comm.groups import ProcessGroup
 
 BLOCK_VALUES = 1 << 24
 """Values that are on their way at a time: 64 MiB in float32, however large the tensor is."""
@@ -17,22 +17,22 @@ Read = Callable[[int, Tensor], None]
 """(start, out) fills the flat tensor ``out``, of any dtype and on any device, with float32 values from ``start``."""
 
 
-def fill(out: Tensor, read: Read, *, shared_by: dist.ProcessGroup | None = None) -> None:
+def fill(out: Tensor, read: Read, *, shared_by: ProcessGroup | None = None) -> None:
     """Set the flat tensor ``out`` from ``read``.
 
     The ranks of ``shared_by`` fill equal tensors: each reads its part of them, once, and gets the others' parts from
     them. Collective among these.
     """
-    if shared_by is not None and dist.get_world_size(shared_by) > 1:
+    if shared_by is not None and shared_by.size() > 1:
         _fill_together(out, read, shared_by)
         return
     for start in range(0, out.numel(), BLOCK_VALUES):
         read(start, out[start : start + BLOCK_VALUES])
 
 
-def _fill_together(out: Tensor, read: Read, group: dist.ProcessGroup) -> None:
+def _fill_together(out: Tensor, read: Read, group: ProcessGroup) -> None:
     """``fill`` where each rank of a group reads one part, the last ones shorter or empty ones."""
-    ranks, rank = dist.get_world_size(group), dist.get_rank(group)
+    ranks, rank = group.size(), group.rank()
     part_numel = -(-out.numel() // ranks)
     block_numel = min(part_numel, -(-BLOCK_VALUES // ranks))
     # A gather wants as many values from every rank: those behind the end count for nothing.
@@ -43,9 +43,7 @@ def _fill_together(out: Tensor, read: Read, group: dist.ProcessGroup) -> None:
         count = len(parts[rank][start : start + block_numel])
         if count:
             read(rank * part_numel + start, own[:count])
-        named_collective(
-            lambda: dist.all_gather_into_tensor(gathered.view(-1), own, group=group), "sharing out the model's weights"
-        )
+        Communicator().all_gather(own, group, doing="sharing out the model's weights", out=gathered)
         for part, values in zip(parts, gathered, strict=True):
             block = part[start : start + block_numel]
             block.copy_(values[: len(block)])

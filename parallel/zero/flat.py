@@ -6,10 +6,10 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from longctx.checkpoint_format import ROLES
+from parallel.comm.groups import ProcessGroup
 from parallel.zero.gradients import named_gradients
 from parallel.zero.partition import MASTER, WORKING, Extent, Wrapping, fill_moments, masters_of, update_by_deepspeed
 from parallel.zero.refusal import Accept
@@ -74,7 +74,7 @@ class Flat:
                 values[role] = fragment.get_hp_fragment(role)
         return values
 
-    def replicas(self, name: str) -> dist.ProcessGroup | None:
+    def replicas(self, name: str) -> ProcessGroup | None:
         return None
 
     def answers_for(self, index: int, name: str) -> bool:

@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
+
+from parallel.comm.communicator import Communicator
+from parallel.comm.groups import world_group
 
 
 def named_gradients(
@@ -40,5 +42,5 @@ def not_finite(tensors: Iterable[Tensor], device: torch.device) -> Tensor:
 
 def named_on_any_rank(found: Tensor, names: Iterable[str]) -> list[str]:
     """The names whose entry in ``found`` is not 0 on one rank or more. Collective; changes ``found``."""
-    dist.all_reduce(found, op=dist.ReduceOp.MAX)
+    Communicator().all_reduce(found, world_group(), doing="looking for gradients that are not finite", largest=True)
     return [name for name, one in zip(names, found.tolist(), strict=True) if one]

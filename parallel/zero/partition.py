@@ -12,12 +12,11 @@ from typing import Any, NamedTuple, Protocol
 
 import deepspeed
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from longctx.checkpoint_format import ROLES
 from longctx.objectives.causal_lm import CausalLM
-from parallel.runtime.groups import groups_of_library
+from parallel.comm.groups import ProcessGroup, groups_of_library
 from parallel.zero.allocate import allocate, nothing_is_sent
 from parallel.zero.cpu_adam import build_cpu_adam
 from parallel.zero.deepspeed_config import accelerator, deepspeed_config
@@ -150,7 +149,7 @@ class Partition(Protocol):
         """
         ...
 
-    def replicas(self, name: str) -> dist.ProcessGroup | None:
+    def replicas(self, name: str) -> ProcessGroup | None:
         """The ranks that all hold this rank's ``part`` of the parameter ``name``; None where no other rank does."""
         ...
 

@@ -8,13 +8,13 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from longctx.model.experts.experts import is_expert_weight
-from parallel.runtime.messages.sums import Sum, bit_sum, mixed, stacked
-from parallel.runtime.process import gather_objects
-from parallel.runtime.watch.spans import waiting
+from parallel.comm.communicator import Communicator
+from parallel.comm.groups import world_group
+from parallel.comm.messages.sums import Sum, bit_sum, mixed, stacked
+from parallel.comm.world import gather_objects, num_ranks
 from parallel.zero.engine import ZeroEngine
 
 BUFFER = "buffer"
@@ -192,9 +192,7 @@ def _odd_own(of_ranks: Sequence[Sequence[Part]]) -> list[Odd]:
 
 def _of_ranks(mine: Tensor) -> list[list[int]]:
     """Every rank's numbers. Waits for the device."""
-    if not dist.is_initialized() or dist.get_world_size() == 1:
+    if num_ranks() == 1:
         return [mine.tolist()]
-    seen = mine.new_empty(dist.get_world_size(), len(mine))
-    with waiting("comparing weights with the other ranks"):
-        dist.all_gather_into_tensor(seen.view(-1), mine)
-    return seen.tolist()
+    doing = "comparing weights with the other ranks"
+    return Communicator().all_gather(mine, world_group(), doing=doing).tolist()

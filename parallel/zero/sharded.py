@@ -7,7 +7,6 @@ from contextlib import contextmanager
 
 import deepspeed
 import torch
-import torch.distributed as dist
 from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
 from deepspeed.utils import set_z3_leaf_modules
 from torch import Tensor, nn
@@ -15,6 +14,7 @@ from torch import Tensor, nn
 from longctx.checkpoint_format import ROLES
 from longctx.model.block import Block
 from longctx.model.decoder import external_parameters
+from parallel.comm.groups import ProcessGroup
 from parallel.zero.gradients import named_gradients
 from parallel.zero.partition import MASTER, Extent, Wrapping, fill_moments, update_by_deepspeed
 from parallel.zero.refusal import Accept
@@ -105,7 +105,7 @@ class Sharded:
                 values[role] = self.inner.state[flat][role].narrow(0, first, count)
         return values
 
-    def replicas(self, name: str) -> dist.ProcessGroup | None:
+    def replicas(self, name: str) -> ProcessGroup | None:
         return None
 
     def answers_for(self, index: int, name: str) -> bool:

@@ -6,11 +6,11 @@ from collections.abc import Callable, Generator, Iterator
 from typing import NamedTuple
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from longctx.checkpoint_format import ROLES
 from longctx.model.decoder import Decoder
+from parallel.comm.groups import world_group
 from parallel.zero.fill import Read, fill
 from parallel.zero.partition import MASTER, Partition, set_steps
 from parallel.zero.tensors import ModelTensors
@@ -98,7 +98,7 @@ def write_state(
         roles, steps_taken = ROLES, step
     # Buffers are whole on every rank.
     for name, buffer in decoder.named_buffers():
-        fill(buffer.view(-1), _reader(read, name, MASTER, 0), shared_by=dist.group.WORLD)
+        fill(buffer.view(-1), _reader(read, name, MASTER, 0), shared_by=world_group())
     for number, group in enumerate(partition.groups()):
         with partition.resident(number, moments=moments, writes=True):
             for name, p in group:

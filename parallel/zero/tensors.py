@@ -5,10 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
-import torch.distributed as dist
 
 from longctx.model.decoder import Decoder
 from longctx.model.experts.experts import is_expert_weight
+from parallel.comm.groups import ProcessGroup, world_group
+from parallel.comm.world import num_ranks, own_rank
 from parallel.zero.experts import ExpertsAcrossRanks
 
 
@@ -46,12 +47,12 @@ class ModelTensors:
             return 0
         return self.experts.ep_rank * self.local[name].numel()
 
-    def replicas(self, name: str) -> dist.ProcessGroup | None:
+    def replicas(self, name: str) -> ProcessGroup | None:
         """The ranks that hold the same values of a parameter as this one before ZeRO; None where it is the only one."""
-        group = dist.group.WORLD
+        group = world_group()
         if self.experts is not None and is_expert_weight(name):
             group = self.experts.replicas
-        if dist.get_world_size(group) == 1:
+        if group.size() == 1:
             return None
         return group
 
@@ -61,4 +62,4 @@ class ModelTensors:
         degree = 1
         if self.experts is not None and is_expert_weight(name):
             degree = self.experts.ep_size
-        return index % (dist.get_world_size() // degree) == dist.get_rank() // degree
+        return index % (num_ranks() // degree) == own_rank() // degree

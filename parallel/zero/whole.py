@@ -7,11 +7,12 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from longctx.checkpoint_format import ROLES
 from longctx.model.experts.experts import is_expert_weight
+from parallel.comm.communicator import Communicator
+from parallel.comm.groups import ProcessGroup
 from parallel.zero.partition import MASTER, MOMENTS, Extent, Wrapping, fill_moments, masters_of
 from parallel.zero.refusal import Accept
 
@@ -74,7 +75,7 @@ class Whole:
                 values[role] = self.inner.state[p][role].view(-1)
         return values
 
-    def replicas(self, name: str) -> dist.ProcessGroup | None:
+    def replicas(self, name: str) -> ProcessGroup | None:
         return self._tensors.replicas(name)
 
     def answers_for(self, index: int, name: str) -> bool:
@@ -105,7 +106,7 @@ class Whole:
         of_others = [gradient for name, gradient in gradients.items() if not is_expert_weight(name)]
         norms = [torch.nn.utils.get_total_norm(part) for part in (of_others, of_experts)]
         squares = torch.stack([norm.double() ** 2 for norm in norms])
-        dist.all_reduce(squares[1], group=experts.ep_group)
+        Communicator().all_reduce(squares[1], experts.ep_group, doing="adding up gradient norms of experts")
         return float(squares.sum().sqrt())
 
     def _clip_gradients(self, norm: float) -> None:

@@ -43,7 +43,7 @@ PLACES = [
     Place("validation", "launcher.training.trainer", "validate"),
     Place("start", "launcher.training.setup", "_open_data"),
 ]
-MEETING = Place("meeting", "parallel.runtime.process", "meeting_store")
+MEETING = Place("meeting", "parallel.comm.process", "meeting_store")
 
 
 def run(accident: Accident, shards: Path, folder: Path, changed: dict[str, Any] | None = None) -> Outcome:

@@ -27,7 +27,7 @@ from launcher.supervise.progress import last_step, newest_checkpoint
 from longctx.checkpoint_format import CHECKPOINTS, CheckpointReader, list_checkpoints
 from longctx.errors import ClusterError
 from longctx.kernels.processor import has_native_bfloat16
-from parallel.runtime.process import start_process_group
+from parallel.comm.process import start_process_group
 from tests.faults import FaultRow, verdict
 from tests.helpers import REPOSITORY
 from tests.launcher.runs import STEPS, Ended, Launch, flags, pretrain, resolved

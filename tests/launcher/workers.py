@@ -32,7 +32,7 @@ from launcher.training.trainer import Trainer
 from longctx.checkpoint_format import CHECKPOINTS
 from longctx.errors import CheckpointError
 from longctx.model.chunks.parts import LayerParts
-from parallel.runtime.process import gather_objects
+from parallel.comm.world import gather_objects
 from tests.helpers import run_distributed
 from tests.launcher.runs import SCREEN, tiny_config
 from tests.parallel.zero.swapping import swap_everything

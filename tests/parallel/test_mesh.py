@@ -7,8 +7,8 @@ import torch
 import torch.distributed as dist
 
 from longctx.errors import ConfigError, DataError
+from parallel.comm.world import agree_or_raise, broadcast_object, gather_objects, on_every_rank
 from parallel.mesh import Mesh, check_degrees
-from parallel.runtime.process import agree_or_raise, broadcast_object, gather_objects, on_every_rank
 from tests.helpers import run_distributed
 
 

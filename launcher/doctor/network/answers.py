@@ -12,7 +12,7 @@ from launcher.doctor.finding import printable
 from launcher.doctor.network.interfaces import Adapter, Interface
 from launcher.doctor.network.nccl import NcclNetwork
 from longctx.errors import ClusterError
-from parallel.runtime.links.rates import LinkFailure, LinkRate
+from parallel.comm.links.rates import LinkFailure, LinkRate
 
 _LARGEST_PORT = 65535
 

@@ -17,7 +17,7 @@ from launcher.doctor.network.interface_findings import (
 from launcher.doctor.network.link_findings import findings_of_links
 from launcher.doctor.network.survey import NCCL, Link, Port, Survey
 from launcher.doctor.network.words import names_of
-from parallel.runtime.links.rates import LinkFailure
+from parallel.comm.links.rates import LinkFailure
 
 _OPEN = "open TCP between the hosts, the port at which ranks meet and all of net.ipv4.ip_local_port_range"
 

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from launcher.doctor.finding import Finding
 from launcher.doctor.network.survey import GLOO, NCCL, Link, Survey
 from launcher.wording import plural
-from parallel.runtime.links.outliers import Outlier, find_outliers
-from parallel.runtime.links.rates import LinkFailure, LinkRate
+from parallel.comm.links.outliers import Outlier, find_outliers
+from parallel.comm.links.rates import LinkFailure, LinkRate
 
 _ON_SLOW_LINKS = (
     "A ring is as fast as its slowest link: compare `ethtool IFACE` (speed, errors), cable, switch port and MTU with "

@@ -20,11 +20,11 @@ import torch.distributed as dist
 
 from launcher.doctor.network.answers import links_to_json
 from launcher.doctor.network.nccl import parse_log
-from parallel.runtime.groups import warm, world_group
-from parallel.runtime.links.measure import LinkMeasurement, NcclRoom
-from parallel.runtime.links.rates import LinkFailure, LinkLimits, LinkRate
-from parallel.runtime.links.rounds import Round
-from parallel.runtime.links.wire import first_line
+from parallel.comm.groups import warm, world_group
+from parallel.comm.links.measure import LinkMeasurement, NcclRoom
+from parallel.comm.links.rates import LinkFailure, LinkLimits, LinkRate
+from parallel.comm.links.rounds import Round
+from parallel.comm.links.wire import first_line
 
 START_SECONDS = 60.0
 """For NCCL to load, and for its ranks to find each other."""

@@ -26,8 +26,8 @@ from launcher.doctor.network.panel import Order, Panel
 from launcher.doctor.network.ports import SECONDS as PORT_SECONDS
 from launcher.doctor.network.ports import new_word
 from launcher.doctor.network.session import Session
-from parallel.runtime.links.rates import LinkFailure, LinkRate
-from parallel.runtime.links.rounds import Round, rounds_of
+from parallel.comm.links.rates import LinkFailure, LinkRate
+from parallel.comm.links.rounds import Round, rounds_of
 
 GLOO, NCCL = "gloo", "NCCL"
 START_SECONDS = 120.0

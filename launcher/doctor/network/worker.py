@@ -29,10 +29,10 @@ from launcher.doctor.network.nccl_call import NcclCall
 from launcher.doctor.network.ports import Listener, try_ports
 from launcher.doctor.network.session import MARK
 from longctx.errors import ClusterError, LongCtxError
+from parallel.comm.links.measure import LinkMeasurement, RanksMissingError
+from parallel.comm.links.rates import LinkLimits
+from parallel.comm.links.wire import first_line
 from parallel.runtime.interface import INTERFACE_VARIABLE
-from parallel.runtime.links.measure import LinkMeasurement, RanksMissingError
-from parallel.runtime.links.rates import LinkLimits
-from parallel.runtime.links.wire import first_line
 
 _STORE_SECONDS = 20.0
 _HOSTNAME_SECONDS = 5.0

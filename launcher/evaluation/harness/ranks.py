@@ -16,7 +16,7 @@ from launcher.evaluation.harness.worker import Worker
 from launcher.evaluation.opened import OpenedModel, open_model
 from longctx.errors import LongCtxError
 from longctx.generation.scoring import Pair, Score
-from parallel.runtime.process import agree_or_raise, broadcast_object, gather_objects, on_every_rank
+from parallel.comm.world import agree_or_raise, broadcast_object, gather_objects, on_every_rank
 
 Value = TypeVar("Value")
 

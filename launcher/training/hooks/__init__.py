@@ -22,8 +22,8 @@ def step_hooks(run: Run) -> list[StepHook]:
     what reports.
     """
     hooks: list[StepHook] = [StopTogether(run), NonFinite(run), StepAudit(run)]
-    if run.mesh.ledger is not None:
-        hooks.append(MessageSums(run, run.mesh.ledger))
+    if run.mesh.comm.ledger is not None:
+        hooks.append(MessageSums(run, run.mesh.comm.ledger))
     if run.routing.active:
         hooks.append(Routing(run))
     hooks.append(ReplicaWatch(run))

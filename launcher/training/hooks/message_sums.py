@@ -5,7 +5,7 @@ from __future__ import annotations
 from launcher.training.hook import Step, StepHook
 from launcher.training.messages import differing
 from launcher.training.run import Run
-from parallel.runtime.messages.ledger import Ledger, is_balanced
+from parallel.comm.messages.ledger import Ledger, is_balanced
 
 _MESSAGES = "messages"
 

@@ -15,8 +15,8 @@ from launcher.training.run import Run
 from launcher.wording import first_names
 from longctx.checkpoint_format import list_checkpoints
 from longctx.errors import TrainingError
-from parallel.runtime.messages.sums import Sum, on_host
-from parallel.runtime.process import gather_objects, meet_patiently
+from parallel.comm.messages.sums import Sum, on_host
+from parallel.comm.world import gather_objects, meet_patiently
 from parallel.zero.replicas import Odd, Replicas
 
 _TOLD = 3

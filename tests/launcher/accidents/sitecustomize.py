@@ -53,9 +53,9 @@ def other_port() -> None:
 
 def other_code() -> None:
     """Seem to be of another state of the packages."""
-    import parallel.runtime.process
+    import parallel.comm.process
 
-    parallel.runtime.process.code_version = lambda: "0.0.9, sources 00000000"
+    parallel.comm.process.code_version = lambda: "0.0.9, sources 00000000"
 
 
 def drop_hop() -> None:
@@ -221,4 +221,4 @@ if ACCIDENT and os.environ.get("RANK") == str(ACCIDENT["rank"]):
     sys.meta_path.insert(0, AfterImport(ACCIDENT["module"], break_function))
 if STALLING and "RANK" in os.environ:
     # The first module of ours that knows process groups: torch is whole by then.
-    sys.meta_path.insert(0, AfterImport("parallel.runtime.groups", stall_groups))
+    sys.meta_path.insert(0, AfterImport("parallel.comm.groups", stall_groups))

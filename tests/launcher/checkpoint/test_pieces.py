@@ -13,7 +13,7 @@ from launcher.checkpoint import pieces
 from launcher.checkpoint.pieces import piece_key, write_pieces
 from launcher.checkpoint.saver import save_checkpoint
 from longctx.files import hash_file
-from parallel.runtime.process import gather_on_rank_0
+from parallel.comm.world import gather_on_rank_0
 from parallel.zero.state import OwnedRange, Piece
 from tests.helpers import run_distributed
 from tests.parallel.experts.expert_cases import CONFIG, RanksRun, Spread

@@ -10,7 +10,7 @@ from launcher.doctor.network.survey import Link, Survey
 from launcher.measure import hosts
 from launcher.measure.hosts import measure_network, slots_of
 from longctx.errors import ClusterError, ConfigError
-from parallel.runtime.links.rates import LinkFailure, LinkRate
+from parallel.comm.links.rates import LinkFailure, LinkRate
 from tests.launcher.cluster.cluster import missing_programs, two_hosts
 from tests.launcher.runs import free_port
 

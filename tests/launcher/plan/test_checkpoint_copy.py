@@ -10,7 +10,7 @@ import pytest
 from launcher.checkpoint import host_copy
 from launcher.plan.checkpoint_copy import copy_bytes
 from launcher.plan.world import World
-from parallel.runtime.process import gather_objects
+from parallel.comm.world import gather_objects
 from tests.launcher.runs import tiny_config
 from tests.launcher.workers import build, run
 

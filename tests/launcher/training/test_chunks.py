@@ -13,8 +13,8 @@ from launcher.config.resolve import Data, Machine, resolve
 from launcher.config.sections import LEAST_CHUNK
 from launcher.training.machine import machine_of_ranks
 from longctx.checkpoint_format import CHECKPOINTS, CheckpointReader
+from parallel.comm.world import gather_objects
 from parallel.mesh import Mesh
-from parallel.runtime.process import gather_objects
 from tests.helpers import run_distributed
 from tests.launcher.runs import tiny_config
 from tests.launcher.training.test_offloading import check_same

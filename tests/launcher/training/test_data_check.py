@@ -23,7 +23,7 @@ from launcher.training.run import Run
 from longctx.errors import DataError
 from longctx.files import hash_file
 from longctx.tokenizer import load_tokenizer
-from parallel.runtime.process import gather_objects
+from parallel.comm.world import gather_objects
 from tests.data_pipeline.lengths import strip_sums
 from tests.helpers import run_distributed
 from tests.launcher.workers import breaking_step, build, end_guarded, rows

@@ -24,7 +24,7 @@ from longctx.checkpoint_format import CheckpointReader
 from longctx.errors import DataError
 from longctx.files import list_checkpoints
 from longctx.tokenizer import load_tokenizer
-from parallel.runtime.process import gather_objects
+from parallel.comm.world import gather_objects
 from tests.helpers import run_distributed
 from tests.launcher.workers import build, rows, train, train_each
 

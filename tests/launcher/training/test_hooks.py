@@ -17,7 +17,7 @@ from launcher.training.hooks import step_hooks
 from launcher.training.hooks.non_finite import NonFinite
 from launcher.training.step import TrainStep
 from longctx.errors import TrainingError
-from parallel.runtime.process import gather_objects
+from parallel.comm.world import gather_objects
 from tests.launcher.workers import build, run
 
 CONTEXT = {"parallel.context": 2, "validation.rows": 0}

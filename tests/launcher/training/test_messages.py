@@ -20,7 +20,7 @@ from parallel.transport.exchange import TAG_GRADIENTS, TAG_KEYS
 from tests.faults import FaultRow, FaultRows, verdict
 from tests.launcher.runs import STEPS
 from tests.launcher.workers import end_guarded, rows, run, train
-from tests.parallel.runtime.messages import faults
+from tests.parallel.comm.messages import faults
 
 pytestmark = pytest.mark.timeout(240)
 

@@ -18,7 +18,7 @@ from launcher.training.run import Run
 from launcher.training.trainer import Trainer
 from longctx.checkpoint_format import list_checkpoints
 from longctx.errors import TrainingError
-from parallel.runtime.process import gather_objects
+from parallel.comm.world import gather_objects
 from tests.launcher.runs import SCREEN, STEPS, flags, pretrain
 from tests.launcher.workers import breaking_step, build, end_guarded_each, rows, run, train
 

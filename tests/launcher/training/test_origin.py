@@ -22,7 +22,7 @@ from longctx.checkpoint_format import CHECKPOINTS, CheckpointReader, find_checkp
 from longctx.conversion import export_checkpoint, load_hf, save_hf
 from longctx.errors import CheckpointError
 from longctx.model.decoder import Decoder
-from parallel.runtime.process import on_rank_0
+from parallel.comm.world import on_rank_0
 from tests.launcher.runs import tiny_start
 from tests.launcher.workers import leave_out_pictures, rows, run
 from tests.longctx.samples import dense_config

@@ -19,15 +19,15 @@ from launcher.training.step import TrainStep
 from launcher.training.trainer import Trainer
 from longctx.checkpoint_format import list_checkpoints
 from longctx.errors import CheckpointError, TrainingError
-from parallel.runtime.messages.sums import Sum
-from parallel.runtime.process import gather_objects
+from parallel.comm.messages.sums import Sum
+from parallel.comm.world import gather_objects
 from parallel.runtime.watch.spans import DOING
 from parallel.zero.partition import MASTER, MOMENTS
 from parallel.zero.replicas import Odd, Part, judge
 from tests.faults import FaultRow, FaultRows, verdict
 from tests.launcher.runs import SCREEN
 from tests.launcher.workers import breaking_step, build, end_guarded, rows, run, train
-from tests.parallel.runtime.messages.faults import flip_bit
+from tests.parallel.comm.messages.faults import flip_bit
 
 pytestmark = pytest.mark.timeout(240)
 

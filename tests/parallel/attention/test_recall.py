@@ -15,8 +15,9 @@ import torch
 
 from longctx.batch import IGNORED_TARGET, Batch, PackedDocuments
 from longctx.config import ModelConfig
+from parallel.comm.world import sum_over_ranks
 from parallel.layout.sequence import SequenceLayout
-from parallel.loss import count_step, sum_over_ranks
+from parallel.loss import count_step
 from parallel.mesh import Mesh
 from parallel.parallelize import build_parallel_model
 from parallel.zero.engine import ZeroEngine

@@ -16,7 +16,7 @@ from benchmarks.flips import Flip, flip_bit, looked_at
 from parallel.audit.auditor import CALLS, Audited, Auditor
 from parallel.audit.capture import operators_of
 from parallel.audit.verdict import Finding
-from parallel.runtime.groups import control_group
+from parallel.comm.groups import control_group
 from parallel.zero.uncompiled import AdamW
 from tests.as_on_a_gpu import computing_as_on_a_gpu
 from tests.helpers import run_distributed

@@ -20,8 +20,9 @@ from longctx.model.experts.balance import load_share, move_selection_bias_
 from longctx.model.experts.replay import RoutingReplay
 from longctx.model.kept import Keep, Store
 from longctx.model.training_pass import Execution, TrainingPass
+from parallel.comm.world import sum_over_ranks
 from parallel.layout.sequence import SequenceLayout
-from parallel.loss import count_step, sum_over_ranks
+from parallel.loss import count_step
 from parallel.mesh import Mesh
 from parallel.parallelize import build_parallel_model
 from parallel.zero.engine import ZeroEngine

@@ -12,9 +12,10 @@ import torch
 from data_pipeline.rows.micro_batches import MicroBatches
 from longctx.batch import Batch, PackedDocuments
 from longctx.model.training_pass import Execution
+from parallel.comm.world import sum_over_ranks
 from parallel.layout.sequence import SequenceLayout
 from parallel.layout.side_by_side import rows_at_once, tokens_on_ranks
-from parallel.loss import count_step, sum_over_ranks
+from parallel.loss import count_step
 from parallel.mesh import Mesh
 from parallel.parallelize import build_parallel_model
 from parallel.zero.engine import ZeroEngine

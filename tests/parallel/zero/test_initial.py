@@ -10,7 +10,7 @@ from longctx.checkpoint_format import ROLES
 from longctx.model.decoder import Decoder
 from longctx.model.experts.experts import is_expert_weight
 from longctx.model.layers.initialize import InitialTensor
-from parallel.loss import sum_over_ranks
+from parallel.comm.world import sum_over_ranks
 from parallel.mesh import Mesh
 from parallel.parallelize import build_parallel_model
 from parallel.zero import allocate, fill

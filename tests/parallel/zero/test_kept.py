@@ -17,8 +17,9 @@ from longctx.model.kept import Keep, Store
 from longctx.model.training_pass import Execution, TrainingPass
 from longctx.objectives.causal_lm import CausalLM
 from longctx.objectives.loss_sum import LossSum
+from parallel.comm.world import sum_over_ranks
 from parallel.layout.sequence import SequenceLayout
-from parallel.loss import StepCounts, count_step, sum_over_ranks
+from parallel.loss import StepCounts, count_step
 from parallel.mesh import Mesh
 from parallel.parallelize import build_parallel_model
 from parallel.zero.engine import ZeroEngine

@@ -17,9 +17,9 @@ from longctx.config import ModelConfig
 from longctx.errors import GradientError
 from longctx.kernels.processor import Products
 from longctx.model.experts.experts import is_expert_weight
+from parallel.comm.world import gather_objects
 from parallel.layout.sequence import SequenceLayout
 from parallel.loss import count_step
-from parallel.runtime.process import gather_objects
 from tests.helpers import run_distributed
 from tests.parallel.experts.expert_cases import CONFIG, LENGTH, LR, ROWS, RanksRun, Spread, rows_of_step
 

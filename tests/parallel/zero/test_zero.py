@@ -13,8 +13,9 @@ from longctx.config import ModelConfig
 from longctx.errors import ConfigError
 from longctx.model.kept import Keep
 from longctx.model.training_pass import Execution
+from parallel.comm.world import sum_over_ranks
 from parallel.layout.sequence import SequenceLayout
-from parallel.loss import count_step, sum_over_ranks
+from parallel.loss import count_step
 from parallel.mesh import Mesh
 from parallel.parallelize import build_parallel_model
 from parallel.zero.engine import ZeroEngine

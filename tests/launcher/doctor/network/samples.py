@@ -12,7 +12,7 @@ from launcher.doctor.network.nccl import NcclNetwork
 from launcher.doctor.network.session import Session
 from launcher.doctor.network.survey import Link, Survey
 from longctx.errors import ClusterError
-from parallel.runtime.links.rates import LinkRate
+from parallel.comm.links.rates import LinkRate
 
 ETH = Interface(name="eth0", addresses=("10.0.0.1",), megabits=25_000, mtu=9000)
 SOCKETS = NcclNetwork(transport="Socket", devices=("eth0",), meets_at="eth0")

@@ -14,7 +14,7 @@ from launcher.doctor.network.interfaces import Interface
 from launcher.doctor.network.nccl import NcclNetwork
 from launcher.doctor.network.survey import Link, Port, Survey
 from launcher.doctor.remote import NoAnswer
-from parallel.runtime.links.rates import LinkFailure
+from parallel.comm.links.rates import LinkFailure
 from tests.launcher.doctor.network.samples import ETH, HCA, link, network, survey_of
 
 INFINIBAND = NcclNetwork(transport="IB", devices=("mlx5_0:1/IB",), meets_at="eth0")

@@ -13,8 +13,8 @@ from torch.distributed.distributed_c10d import _get_default_store
 
 from launcher.doctor.network import nccl_call
 from launcher.doctor.network.nccl_call import NcclCall
-from parallel.runtime.links.rates import LinkLimits
-from parallel.runtime.links.rounds import rounds_of
+from parallel.comm.links.rates import LinkLimits
+from parallel.comm.links.rounds import rounds_of
 from tests.helpers import run_distributed
 from tests.launcher.doctor.network.test_nccl import ADAPTERS
 

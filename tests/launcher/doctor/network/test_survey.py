@@ -11,7 +11,7 @@ import pytest
 from launcher.doctor.network import survey as survey_module
 from launcher.doctor.network.start import survey_this_machine
 from launcher.doctor.network.survey import Survey, survey
-from parallel.runtime.links.rates import LinkFailure, LinkRate
+from parallel.comm.links.rates import LinkFailure, LinkRate
 from tests.launcher.doctor.network.samples import Host, measured, network, network_to_json, stops
 
 

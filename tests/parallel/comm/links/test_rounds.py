@@ -6,7 +6,7 @@ from itertools import combinations
 
 import pytest
 
-from parallel.runtime.links.rounds import pair_of, rounds_of, rounds_of_hosts
+from parallel.comm.links.rounds import pair_of, rounds_of, rounds_of_hosts
 
 
 def pairs(rounds) -> list[tuple[int, int]]:

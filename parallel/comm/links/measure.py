@@ -19,10 +19,10 @@ from torch.distributed import PrefixStore, ProcessGroup, Store
 from torch.distributed.distributed_c10d import _get_default_store
 
 from longctx.errors import ClusterError
-from parallel.runtime.groups import warm, world_group
-from parallel.runtime.links.rates import LinkFailure, LinkLimits, LinkRate
-from parallel.runtime.links.rounds import MOST_ROUNDS, Pair, Round, pair_of, rounds_of_hosts
-from parallel.runtime.links.wire import GlooWire, NcclWire, TooSlowError, Wire
+from parallel.comm.groups import warm, world_group
+from parallel.comm.links.rates import LinkFailure, LinkLimits, LinkRate
+from parallel.comm.links.rounds import MOST_ROUNDS, Pair, Round, pair_of, rounds_of_hosts
+from parallel.comm.links.wire import GlooWire, NcclWire, TooSlowError, Wire
 
 _FEW_MESSAGES, _MANY_MESSAGES = 10, 100
 _SHORT_SECONDS = 2e-3

@@ -10,8 +10,8 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from parallel.runtime.messages.ledger import Entry, Ledger, Message
-from parallel.runtime.process import gather_objects
+from parallel.comm.messages.ledger import Entry, Ledger, Message
+from parallel.comm.world import gather_objects
 
 _TOLD = 3
 """Messages that are described; of others it is said how many there are."""

@@ -17,18 +17,18 @@ from launcher.training.totals import StepSums
 from longctx.config import ModelConfig
 from longctx.errors import DataError
 from longctx.model.training_pass import Execution
-from parallel.mesh import Mesh
-from parallel.parallelize import build_parallel_model
-from parallel.runtime.groups import PATIENCE, control_group, device_backend, forget_groups, world_timeout
-from parallel.runtime.process import (
+from parallel.comm.groups import PATIENCE, control_group, device_backend, forget_groups, world_timeout
+from parallel.comm.process import start_process_group
+from parallel.comm.world import (
     agree_or_raise,
     broadcast_object,
     gather_objects,
     gather_on_rank_0,
     on_every_rank,
     on_rank_0,
-    start_process_group,
 )
+from parallel.mesh import Mesh
+from parallel.parallelize import build_parallel_model
 from parallel.transport.exchange import (
     TAG_GRADIENTS,
     TAG_GRADIENTS_BETWEEN_NODES,

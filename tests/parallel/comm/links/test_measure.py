@@ -12,12 +12,12 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import _get_default_store
 
 from longctx.errors import ClusterError
-from parallel.runtime.groups import world_group
-from parallel.runtime.links.measure import LinkMeasurement, NcclRoom, RanksMissingError, measure_links
-from parallel.runtime.links.outliers import find_outliers
-from parallel.runtime.links.rates import LinkFailure, LinkLimits, LinkRate
-from parallel.runtime.links.rounds import rounds_of
-from parallel.runtime.links.wire import GlooWire, TooSlowError, wait_until
+from parallel.comm.groups import world_group
+from parallel.comm.links.measure import LinkMeasurement, NcclRoom, RanksMissingError, measure_links
+from parallel.comm.links.outliers import find_outliers
+from parallel.comm.links.rates import LinkFailure, LinkLimits, LinkRate
+from parallel.comm.links.rounds import rounds_of
+from parallel.comm.links.wire import GlooWire, TooSlowError, wait_until
 from tests.helpers import run_distributed
 
 CPU = torch.device("cpu")

@@ -10,10 +10,12 @@ from hashlib import blake2b
 from typing import NamedTuple, Protocol
 
 import torch
-import torch.distributed as dist
 
 from longctx.errors import ClusterError, ConfigError
-from parallel.runtime.watch.spans import waiting
+from parallel.comm.communicator import Communicator
+from parallel.comm.groups import ProcessGroup
+
+_AGREEING = "agreeing on a schedule"
 
 
 class Degrees(Protocol):
@@ -49,7 +51,12 @@ class RanksOfSequence(Protocol):
         ...
 
     @property
-    def control_group(self) -> dist.ProcessGroup | None:
+    def comm(self) -> Communicator:
+        """How they communicate."""
+        ...
+
+    @property
+    def control_group(self) -> ProcessGroup | None:
         """Their group for CPU tensors; None where one rank has the whole sequence."""
         ...
 
@@ -82,14 +89,15 @@ def agree(agreed: Agreed, mesh: RanksOfSequence, signature: str, problem: str | 
 
     ConfigError on every rank where one has a ``problem``, ClusterError where they differ.
     """
-    if mesh.control_group is None:
+    group = mesh.control_group
+    if group is None:
         if problem is not None:
             raise ConfigError(problem)
         return
     # A rank with a problem takes part: the others would wait for it.
-    seen = _everyone(_digest(agreed, signature, problem), mesh)
+    seen = _everyone(_digest(agreed, signature, problem), mesh, group)
     if problem is not None or len(set(seen)) > 1:
-        _raise_difference(agreed, signature, problem, mesh)
+        _raise_difference(agreed, signature, problem, mesh, group)
 
 
 class _Statement(NamedTuple):
@@ -106,27 +114,20 @@ def _digest(agreed: Agreed, signature: str, problem: str | None) -> bytes:
     return blake2b(f"{agreed.digest} {signature} {problem or ''}".encode(), digest_size=16).digest()
 
 
-def _everyone(digest: bytes, mesh: RanksOfSequence) -> list[bytes]:
+def _everyone(digest: bytes, mesh: RanksOfSequence, group: ProcessGroup) -> list[bytes]:
     """Every context rank's digest."""
     mine = torch.frombuffer(bytearray(digest), dtype=torch.uint8)
-    seen = [torch.empty_like(mine) for _ in range(mesh.context)]
-    try:
-        with waiting("agreeing on a schedule"):
-            dist.all_gather(seen, mine, group=mesh.control_group)
-    except RuntimeError as error:
-        raise ClusterError(
-            f"rank {mesh.rank} waited for the other {mesh.context - 1} ranks of its sequence to agree on a schedule: "
-            f"{str(error).splitlines()[0]}\nOne died, or does not call attention when the others do."
-        ) from error
+    seen = mesh.comm.all_gather(mine, group, doing=_AGREEING)
     return [x.numpy().tobytes() for x in seen]
 
 
-def _raise_difference(agreed: Agreed, signature: str, problem: str | None, mesh: RanksOfSequence) -> None:
+def _raise_difference(
+    agreed: Agreed, signature: str, problem: str | None, mesh: RanksOfSequence, group: ProcessGroup
+) -> None:
     """The first problem, or what differs, in the same words on every rank."""
     # Descriptions are long, so they travel only once digests have shown that something differs.
-    statements: list = [None] * mesh.context
     mine = _Statement(problem, agreed.describe(), agreed.digest, signature)
-    dist.all_gather_object(statements, mine, group=mesh.control_group)
+    statements: list[_Statement] = mesh.comm.gather_objects(mine, group, doing=_AGREEING)
     for rank, statement in enumerate(statements):
         if statement.problem is not None:
             raise ConfigError(f"context rank {rank}: {statement.problem}")

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from longctx.tensor_bytes import as_bytes
-from parallel.runtime.messages.sums import bit_sum, grid_sum, is_sum_of, mixed, on_host
+from parallel.comm.messages.sums import bit_sum, grid_sum, is_sum_of, mixed, on_host
 
 SUMS: dict[str, Callable[[Tensor], int]] = {
     "as on a CPU": lambda x: int(bit_sum([x])),

@@ -16,11 +16,34 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import cast
+from functools import cached_property, lru_cache
+from typing import TypeVar, cast
 
 import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup, distributed_c10d
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Members:
+    """The ranks of a group, this one among them."""
+
+    ranks: tuple[int, ...]
+    """Their numbers in the world, in the order of the group."""
+    own: int
+    """This rank's place in that order."""
+
+    @cached_property
+    def others(self) -> tuple[int, ...]:
+        """All but this rank."""
+        return tuple(self.of_others(self.ranks))
+
+    def of_others(self, parts: Sequence[T]) -> list[T]:
+        """The parts of the other ranks among those of all."""
+        return [part for place, part in enumerate(parts) if place != self.own]
+
 
 PATIENCE = timedelta(hours=24)
 """How long ranks wait for one that works on disk, or has more to do. A rank that dies ends the wait at once."""
@@ -36,6 +59,12 @@ class _Control:
 
 # Beside torch's own world group, for the same reason: there is one in a process.
 _control: _Control | None = None
+
+
+@lru_cache(maxsize=64)
+def members(group: ProcessGroup) -> Members:
+    """The ranks of a group that this rank is in."""
+    return Members(tuple(dist.get_process_group_ranks(group)), dist.get_rank(group))
 
 
 def control_group() -> ProcessGroup:
@@ -115,9 +144,10 @@ def device_backend() -> str:
 
 
 def forget_groups() -> None:
-    """Forget the control group, once torch has destroyed it with the others."""
+    """Forget the control group and who is in which, once torch has destroyed them."""
     global _control
     _control = None
+    members.cache_clear()
 
 
 def world_group() -> ProcessGroup:

@@ -16,8 +16,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from parallel.runtime.messages.kinds import Kind
-from parallel.runtime.messages.sums import Sum, bit_sum, mixed, stacked
+from parallel.comm.messages.kinds import Kind
+from parallel.comm.messages.sums import Sum, bit_sum, mixed, stacked
 from parallel.runtime.watch.spans import DOING
 
 _BITS_32 = (1 << 32) - 1

@@ -12,16 +12,16 @@ from typing import Any
 import pytest
 import torch
 
-from parallel.loss import sum_over_ranks
+from parallel.comm.messages.differences import find_differences
+from parallel.comm.messages.kinds import Kind
+from parallel.comm.messages.ledger import Ledger, is_balanced
+from parallel.comm.world import sum_over_ranks
 from parallel.mesh import Mesh
-from parallel.runtime.messages.differences import find_differences
-from parallel.runtime.messages.kinds import Kind
-from parallel.runtime.messages.ledger import Ledger, is_balanced
 from parallel.runtime.watch.spans import begin, enter_layer
 from parallel.transport.exchange import TAG_GRADIENTS, TAG_KEYS
 from tests.helpers import run_distributed
 from tests.parallel.attention.attention_cases import Case, spread
-from tests.parallel.runtime.messages import faults
+from tests.parallel.comm.messages import faults
 
 CPU = torch.device("cpu")
 WAYS: dict[str, dict[str, Any]] = {
@@ -55,7 +55,7 @@ def attend_many(ways: list[str], layouts: tuple[str, ...], documents: list[str],
     """Attention of every kind, compared after each few calls."""
     for way in ways:
         mesh = mesh_of(Case(**WAYS[way]))
-        assert mesh.ledger is not None
+        assert mesh.comm.ledger is not None
         cases = itertools.product(layouts, documents, masks)
         for number, (layout, document, mask) in enumerate(cases):
             if layout == "striped" and way in ("hybrid", "ulysses") and mask == "sparse":
@@ -64,8 +64,8 @@ def attend_many(ways: list[str], layouts: tuple[str, ...], documents: list[str],
             enter_layer(number % 3)
             spread(case, mesh)
             if number % 3 == 2:
-                settle(mesh.ledger)
-        settle(mesh.ledger)
+                settle(mesh.comm.ledger)
+        settle(mesh.comm.ledger)
 
 
 def test_nothing_is_found_where_nothing_is_wrong():
@@ -148,7 +148,7 @@ def find_exchange_fault(name: str) -> None:
     """Two layers, forward and backward, of which some exchange goes wrong in the second step."""
     change, on, words = EXCHANGES[name]
     mesh, seen = Mesh.build(context=2, check_rows=True), faults.Seen()
-    assert mesh.ledger is not None
+    assert mesh.comm.ledger is not None
     case = Case(dtype=torch.float32, documents="one")
 
     def step(number: int) -> None:
@@ -162,11 +162,11 @@ def find_exchange_fault(name: str) -> None:
     # Three exchanges a layer: keys in forward and in backward, and gradients.
     with faults.exchanges_changed(change(seen) if mesh.rank == on else faults.nothing_injected()):
         step(0)
-        settle(mesh.ledger)
+        settle(mesh.comm.ledger)
         step(1)
     assert bool(seen.at) == (mesh.rank == on)
-    assert not all_arrived(mesh.ledger)
-    said = find_differences(mesh.ledger)
+    assert not all_arrived(mesh.comm.ledger)
+    said = find_differences(mesh.comm.ledger)
     assert len(set(gathered(said))) == 1, "the same on every rank"
     assert re.search(
         r"^Rank 1 got (keys and values|gradients of keys and values) from rank 0 \(.*layer [01], hop 1\)", said
@@ -183,7 +183,7 @@ def spread_scaled(case: Case, mesh: Mesh, scale: float) -> None:
 
 
 def gathered(value: str) -> list[str]:
-    from parallel.runtime.process import gather_objects
+    from parallel.comm.world import gather_objects
 
     return gather_objects(value)
 
@@ -196,7 +196,7 @@ def test_each_fault_of_an_exchange_is_found_and_named(name):
 def find_any_bit(count: int) -> None:
     """One bit of one exchange, drawn: of every byte of a float, and in any place."""
     mesh, case = Mesh.build(context=2, check_rows=True), Case(dtype=torch.float32, documents="one")
-    assert mesh.ledger is not None
+    assert mesh.comm.ledger is not None
     draw = random.Random(0)
     for number in range(count):
         bit = 32 * draw.randrange(64) + number % 32
@@ -205,9 +205,9 @@ def find_any_bit(count: int) -> None:
             faults.wrong_bytes(bit, exchange, seen) if mesh.rank == 1 else faults.nothing_injected()
         ):
             spread(case, mesh)
-        assert not all_arrived(mesh.ledger), f"bit {bit} of exchange {exchange}"
-        assert find_differences(mesh.ledger).startswith("Rank 1 got ")
-        mesh.ledger.settle()
+        assert not all_arrived(mesh.comm.ledger), f"bit {bit} of exchange {exchange}"
+        assert find_differences(mesh.comm.ledger).startswith("Rank 1 got ")
+        mesh.comm.ledger.settle()
 
 
 def test_each_bit_of_a_float_is_found():
@@ -218,15 +218,15 @@ def find_in_collective(name: str, way: dict[str, Any], kind: str) -> None:
     """A bit in what the last rank's message brings to rank 0."""
     case = Case(dtype=torch.float32, documents="one", **way)
     mesh, seen = mesh_of(case), faults.Seen()
-    assert mesh.ledger is not None
+    assert mesh.comm.ledger is not None
     enter_layer(1)
     if mesh.rank == 0:
         with faults.collective_spoilt(name, 0, -5, seen):
             spread(case, mesh)
     else:
         spread(case, mesh)
-    assert not all_arrived(mesh.ledger)
-    said, last = find_differences(mesh.ledger), mesh.world_size - 1
+    assert not all_arrived(mesh.comm.ledger)
+    said, last = find_differences(mesh.comm.ledger), mesh.world_size - 1
     assert said.startswith(f"Rank 0 got {kind} from rank {last} ("), said
     assert "layer 1" in said, said
     assert "Messages that differ" not in said, said
@@ -247,16 +247,16 @@ def test_a_bit_of_a_collective_is_found(name, way, kind):
 def find_in_two_levels(bit: int) -> None:
     case = Case(dtype=torch.float32, documents="one", **WAYS["two_level"])
     mesh = mesh_of(case)
-    assert mesh.ledger is not None
+    assert mesh.comm.ledger is not None
     for exchange in range(6):
         seen = faults.Seen()
         with faults.exchanges_changed(
             faults.wrong_bytes(bit, exchange, seen) if mesh.rank == 2 else faults.nothing_injected()
         ):
             spread(case, mesh)
-        assert not all_arrived(mesh.ledger)
-        assert find_differences(mesh.ledger).startswith("Rank 2 got ")
-        mesh.ledger.settle()
+        assert not all_arrived(mesh.comm.ledger)
+        assert find_differences(mesh.comm.ledger).startswith("Rank 2 got ")
+        mesh.comm.ledger.settle()
 
 
 def test_a_bit_between_nodes_and_inside_of_one_is_found():

@@ -6,8 +6,8 @@ from itertools import combinations
 
 import pytest
 
-from parallel.runtime.links.outliers import Outlier, find_outliers
-from parallel.runtime.links.rates import LinkRate
+from parallel.comm.links.outliers import Outlier, find_outliers
+from parallel.comm.links.rates import LinkRate
 
 GOOD, SLOW = 1e9, 1e8
 

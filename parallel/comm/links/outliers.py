@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from statistics import median_high, median_low
 from typing import Literal
 
-from parallel.runtime.links.rates import LinkRate
+from parallel.comm.links.rates import LinkRate
 
 SLOW_RATIO = 2.0
 """A link with less than this part of the usual bandwidth is slow."""

@@ -5,30 +5,25 @@ from __future__ import annotations
 import os
 import socket
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
 
-from longctx import errors
-from longctx.errors import ClusterError, LongCtxError
+from longctx.errors import ClusterError
+from parallel.comm.groups import control_group, forget_groups, warm, world_group
+from parallel.comm.meeting import MEET_SECONDS, meeting_store
 from parallel.runtime.code_version import code_version
 from parallel.runtime.flight_recorder import advice, dump_collectives, record_collectives
-from parallel.runtime.groups import control_group, forget_groups, warm, world_group
 from parallel.runtime.interface import choose_gloo_interface
 from parallel.runtime.listening import meeting_host
-from parallel.runtime.meeting import MEET_SECONDS, meeting_store
 from parallel.runtime.watch.current import start_watch, stop_watch, watching
 from parallel.runtime.watch.last_words import say
 from parallel.runtime.watch.options import WatchOptions
-from parallel.runtime.watch.spans import waiting
-
-T = TypeVar("T")
 
 _LONE_PROCESS = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
 
@@ -123,110 +118,6 @@ def process_group(*, timeout_seconds: float, device: torch.device, traces: Path 
     yield
     if starts:
         stop_process_group()
-
-
-def agree_or_raise(problem: LongCtxError | None) -> None:
-    """Raise on every rank when any rank met a problem: its own where it has one, else that of the first. Collective.
-
-    A failure of one rank ends all of them alike, where it would leave the others waiting in a collective.
-    """
-    own: tuple[str, str] | None = None
-    if problem is not None:
-        own = (type(problem).__name__, str(problem))
-    # Name and text, not the exception: unpickling one calls its constructor, which may want other arguments.
-    reports = gather_objects(own)
-    if problem is not None:
-        raise problem
-    for rank, report in enumerate(reports):
-        if report is not None:
-            kind, message = report
-            raise getattr(errors, kind)(f"rank {rank}: {message}")
-
-
-def on_every_rank(action: Callable[[], T]) -> T:
-    """What ``action`` returns, once it has succeeded on all ranks; its LongCtxError on all when it failed on any."""
-    problem, result = None, None
-    try:
-        result = action()
-    except LongCtxError as error:
-        problem = error
-    agree_or_raise(problem)
-    return cast(T, result)
-
-
-def on_rank_0(action: Callable[[], T]) -> T:
-    """What ``action`` returns on rank 0, on every rank, however long it takes; its LongCtxError on all. Collective."""
-    if not dist.is_initialized():
-        return action()
-    problem, result = None, None
-    if dist.get_rank() == 0:
-        try:
-            result = action()
-        except LongCtxError as error:
-            problem = error
-    agree_or_raise(problem)
-    return broadcast_object(result)
-
-
-def meet_patiently() -> None:
-    """Wait for all ranks, which may be hours late. Collective."""
-    if dist.is_initialized():
-        with waiting("the other ranks", patient=True):
-            dist.barrier(group=control_group())
-
-
-def any_rank(value: bool) -> bool:
-    """Whether it holds on any rank; ranks may be hours late. Collective."""
-    if not dist.is_initialized():
-        return value
-    found = torch.tensor([int(value)])
-    with waiting("the other ranks", patient=True):
-        dist.all_reduce(found, op=dist.ReduceOp.MAX, group=control_group())
-    return bool(found)
-
-
-def gather_objects(value: Any) -> list[Any]:
-    """Every rank's value, on every rank; ranks may be hours late. Collective."""
-    if not dist.is_initialized():
-        return [value]
-    values: list[Any] = [None] * dist.get_world_size()
-    with waiting("the other ranks", patient=True):
-        dist.all_gather_object(values, value, group=control_group())
-    return values
-
-
-def least_of_ranks(numbers: Sequence[int]) -> list[int]:
-    """The least of each number over all ranks, on every rank; quicker than ``gather_objects``. Collective.
-
-    Ranks may be hours late, as rank 0 is that commits the last checkpoint to a slow disk.
-    """
-    least = torch.tensor(numbers, dtype=torch.int64)
-    if dist.is_initialized():
-        with waiting("the other ranks", patient=True):
-            dist.all_reduce(least, dist.ReduceOp.MIN, group=control_group())
-    return least.tolist()
-
-
-def gather_on_rank_0(value: Any) -> list[Any]:
-    """Every rank's value on rank 0, and nothing on the others; ranks may be hours late. Collective."""
-    if not dist.is_initialized():
-        return [value]
-    values: list[Any] | None = None
-    if dist.get_rank() == 0:
-        values = [None] * dist.get_world_size()
-    with waiting("the other ranks", patient=True):
-        dist.gather_object(value, values, dst=0, group=control_group())
-    return values or []
-
-
-def broadcast_object(value: Any) -> Any:
-    """Rank 0's value, on every rank; rank 0 may be hours late. Collective."""
-    if not dist.is_initialized():
-        return value
-    holder = [value]
-    with waiting("rank 0", patient=True):
-        dist.broadcast_object_list(holder, src=0, group=control_group())
-    return holder[0]
 
 
 def _threads_per_process() -> int:

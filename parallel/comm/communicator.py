@@ -1,0 +1,224 @@
+"""``Communicator``: what ranks send one another within a training step, and the one place that knows how it is done.
+
+Every call marks what the rank waits for, so that a hang can be named; names what was under way if it fails; and, if
+ranks compare sums of their messages, notes the sums of what leaves and of what arrives, under the same identity on both
+sides. Receivers and senders are global ranks, as torch has them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from parallel.comm.collective import named_collective
+from parallel.comm.groups import members
+from parallel.comm.messages.kinds import Kind
+from parallel.comm.messages.ledger import Arrival, Ledger
+
+
+@dataclass
+class Pending:
+    """Tensors under way."""
+
+    received: tuple[Tensor, ...] = ()
+    """Buffers that are being filled; not to be read before ``wait`` returns."""
+    sent: tuple[Tensor, ...] = ()
+    """What leaves, kept alive until it is through."""
+    works: Sequence[dist.Work] = ()
+    described: str = ""
+    arrival: Arrival | None = None
+    """Where to note what has arrived; None if nobody compares it, or nothing is to come."""
+    messages: Sequence[Sequence[Tensor]] = ()
+    """What is to be noted there: the tensors of each message, parts of ``received``."""
+
+    def wait(self) -> tuple[Tensor, ...]:
+        """Return what has arrived. ClusterError if a rank is gone or too late."""
+        named_collective(self._wait, self.described)
+        self.sent = ()
+        if self.arrival is not None:
+            self.arrival.note(self.messages)
+        return self.received
+
+    def _wait(self) -> None:
+        for work in self.works:
+            work.wait()
+
+
+class Communicator:
+    """Collectives of a training step. ClusterError, which says what was under way, if one fails."""
+
+    def __init__(self, ledger: Ledger | None = None) -> None:
+        """With a ``ledger`` sums are noted of every message that has a kind."""
+        self.ledger = ledger
+
+    def send_recv(
+        self,
+        sent: Mapping[int, Sequence[Tensor]],
+        received: Mapping[int, Sequence[Tensor]],
+        group: ProcessGroup,
+        *,
+        doing: str,
+        tag: int = 0,
+        kind: Kind | None = None,
+        hop: int = -1,
+    ) -> Pending:
+        """Start to send tensors to ranks, and to fill those that come from ranks.
+
+        ``tag`` and the numbers after it tell the tensors between two ranks apart.
+        """
+        # One batch: NCCL needs sends and receives of two peers grouped, or each waits for the other's receive.
+        ops = []
+        for op, by_rank in ((dist.isend, sent), (dist.irecv, received)):
+            for rank, tensors in by_rank.items():
+                ops += [dist.P2POp(op, x, rank, group, tag + n) for n, x in enumerate(tensors)]
+        if not ops:
+            return Pending()
+        works = named_collective(lambda: dist.batch_isend_irecv(ops), doing)
+        leaving, arriving = ([x for tensors in by_rank.values() for x in tensors] for by_rank in (sent, received))
+        pending = Pending(tuple(arriving), tuple(leaving), works, doing)
+        if self.ledger is not None and kind is not None:
+            # After the start: bytes travel while they are summed.
+            pending.arrival = self.ledger.post(kind, sent, list(received), hop=hop)
+            pending.messages = list(received.values())
+        return pending
+
+    def start_all_gather(
+        self, x: Tensor, group: ProcessGroup, *, doing: str, kind: Kind | None = None, layer: int = -1
+    ) -> Pending:
+        """Start to gather a tensor of every rank, of one shape on all: [ranks, …], in the order of the group."""
+        return self._all_gather(x, group, doing, kind, layer, None, is_async=True)
+
+    def all_gather(
+        self, x: Tensor, group: ProcessGroup, *, doing: str, kind: Kind | None = None, out: Tensor | None = None
+    ) -> Tensor:
+        """The tensor of every rank, of one shape on all: [ranks, …], in the order of the group, into ``out`` if any."""
+        return self._all_gather(x, group, doing, kind, -1, out, is_async=False).wait()[0]
+
+    def start_all_to_all(
+        self,
+        sent: Tensor,
+        group: ProcessGroup,
+        *,
+        doing: str,
+        counts: tuple[Sequence[int], Sequence[int]] | None = None,
+        kind: Kind | None = None,
+        layer: int = -1,
+    ) -> Pending:
+        """Start to send every rank its part of ``sent``, and to receive its part for this one, in the group's order.
+
+        Parts are rows: as many as ``counts`` says are sent to each rank, and received from it; without, equally many.
+        """
+        return self._all_to_all(sent, group, doing, counts, kind, layer, is_async=True)
+
+    def all_to_all(
+        self,
+        sent: Tensor,
+        group: ProcessGroup,
+        *,
+        doing: str,
+        counts: tuple[Sequence[int], Sequence[int]] | None = None,
+        kind: Kind | None = None,
+    ) -> Tensor:
+        """What ``start_all_to_all`` receives, once it has arrived."""
+        return self._all_to_all(sent, group, doing, counts, kind, -1, is_async=False).wait()[0]
+
+    def all_reduce(self, x: Tensor, group: ProcessGroup, *, doing: str, largest: bool = False) -> Tensor:
+        """Sum ``x`` over the ranks, or take the largest of each value, in place; returns it."""
+        op = dist.ReduceOp.SUM
+        if largest:
+            op = dist.ReduceOp.MAX
+        named_collective(lambda: dist.all_reduce(x, op, group), doing)
+        return x
+
+    def broadcast(self, x: Tensor, source: int, group: ProcessGroup, *, doing: str) -> Tensor:
+        """Set ``x`` to what the rank ``source`` has there, in place; returns it."""
+        named_collective(lambda: dist.broadcast(x, source, group), doing)
+        return x
+
+    def gather(self, x: Tensor, group: ProcessGroup, *, doing: str) -> list[Tensor] | None:
+        """The tensor of every rank, of one shape on all, on the group's first rank; None on the others."""
+        ranks, parts = members(group), None
+        if ranks.own == 0:
+            parts = [torch.empty_like(x) for _ in ranks.ranks]
+        named_collective(lambda: dist.gather(x, parts, ranks.ranks[0], group), doing)
+        return parts
+
+    def broadcast_object(self, value: Any, source: int, group: ProcessGroup, *, doing: str) -> Any:
+        """The value of the rank ``source``."""
+        holder = [value]
+        named_collective(lambda: dist.broadcast_object_list(holder, source, group), doing)
+        return holder[0]
+
+    def gather_objects(self, value: Any, group: ProcessGroup, *, doing: str) -> list[Any]:
+        """Every rank's value, in the order of the group."""
+        values: list[Any] = [None] * len(members(group).ranks)
+        named_collective(lambda: dist.all_gather_object(values, value, group), doing)
+        return values
+
+    def _all_gather(
+        self,
+        x: Tensor,
+        group: ProcessGroup,
+        doing: str,
+        kind: Kind | None,
+        layer: int,
+        out: Tensor | None,
+        *,
+        is_async: bool,
+    ) -> Pending:
+        x, ranks, gathered = x.contiguous(), members(group), out
+        if gathered is None:
+            gathered = x.new_empty(len(ranks.ranks), *x.shape)
+        works = _started(
+            # The collective lays the ranks end to end along the first axis.
+            lambda: dist.all_gather_into_tensor(gathered.view(-1), x.view(-1), group, async_op=is_async),
+            doing,
+        )
+        pending = Pending((gathered,), (x,), works, doing)
+        if self.ledger is not None and kind is not None:
+            pending.arrival = self.ledger.post_same(kind, [x], ranks.others, layer=layer)
+            pending.messages = [[part] for part in ranks.of_others(gathered)]
+        return pending
+
+    def _all_to_all(
+        self,
+        sent: Tensor,
+        group: ProcessGroup,
+        doing: str,
+        counts: tuple[Sequence[int], Sequence[int]] | None,
+        kind: Kind | None,
+        layer: int,
+        *,
+        is_async: bool,
+    ) -> Pending:
+        ranks = members(group)
+        # Equally many for all unless counts say otherwise.
+        to_send = to_receive = [len(sent) // len(ranks.ranks)] * len(ranks.ranks)
+        if counts is not None:
+            to_send, to_receive = (list(of_ranks) for of_ranks in counts)
+        received = sent.new_empty(sum(to_receive), *sent.shape[1:])
+        works = _started(
+            lambda: dist.all_to_all_single(received, sent, to_receive, to_send, group, async_op=is_async), doing
+        )
+        pending = Pending((received,), (sent,), works, doing)
+        if self.ledger is not None and kind is not None:
+            # What stays on this rank is copied by the collective and sent by nobody.
+            leaving = zip(ranks.others, ranks.of_others(sent.split(to_send)), strict=True)
+            by_rank = {receiver: [part] for receiver, part in leaving}
+            pending.arrival = self.ledger.post(kind, by_rank, ranks.others, layer=layer)
+            pending.messages = [[part] for part in ranks.of_others(received.split(to_receive))]
+        return pending
+
+
+def _started(start: Callable[[], dist.Work | None], doing: str) -> tuple[dist.Work, ...]:
+    """The work that a collective returns; none if it was waited for."""
+    work = named_collective(start, doing)
+    if work is None:
+        return ()
+    return (work,)

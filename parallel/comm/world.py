@@ -1,0 +1,147 @@
+"""What all ranks of a run agree on: exceptions, values, objects.
+
+Other than within a training step, a rank may be hours late here, while it hashes, converts, saves or evaluates; one
+that dies ends the wait at once. A process without a group is the only rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from longctx import errors
+from longctx.errors import LongCtxError
+from parallel.comm.collective import named_collective
+from parallel.comm.groups import control_group
+from parallel.runtime.watch.spans import waiting
+
+T = TypeVar("T")
+
+
+def own_rank() -> int:
+    """This rank's number; 0 if there is no group."""
+    if not dist.is_initialized():
+        return 0
+    return dist.get_rank()
+
+
+def num_ranks() -> int:
+    """How many ranks the run has; 1 if there is no group."""
+    if not dist.is_initialized():
+        return 1
+    return dist.get_world_size()
+
+
+def sum_over_ranks(values: Tensor) -> Tensor:
+    """The sum over all ranks, in place, in time for the step. Collective."""
+    if num_ranks() > 1:
+        named_collective(lambda: dist.all_reduce(values), "adding up over all ranks")
+    return values
+
+
+def agree_or_raise(problem: LongCtxError | None) -> None:
+    """Raise on every rank when any rank met a problem: its own where it has one, else that of the first. Collective.
+
+    A failure of one rank ends all of them alike, where it would leave the others waiting in a collective.
+    """
+    own: tuple[str, str] | None = None
+    if problem is not None:
+        own = (type(problem).__name__, str(problem))
+    # Name and text, not the exception: unpickling one calls its constructor, which may want other arguments.
+    reports = gather_objects(own)
+    if problem is not None:
+        raise problem
+    for rank, report in enumerate(reports):
+        if report is not None:
+            kind, message = report
+            raise getattr(errors, kind)(f"rank {rank}: {message}")
+
+
+def on_every_rank(action: Callable[[], T]) -> T:
+    """What ``action`` returns, once it has succeeded on all ranks; its LongCtxError on all when it failed on any."""
+    problem, result = None, None
+    try:
+        result = action()
+    except LongCtxError as error:
+        problem = error
+    agree_or_raise(problem)
+    return cast(T, result)
+
+
+def on_rank_0(action: Callable[[], T]) -> T:
+    """What ``action`` returns on rank 0, on every rank, however long it takes; its LongCtxError on all. Collective."""
+    if not dist.is_initialized():
+        return action()
+    problem, result = None, None
+    if dist.get_rank() == 0:
+        try:
+            result = action()
+        except LongCtxError as error:
+            problem = error
+    agree_or_raise(problem)
+    return broadcast_object(result)
+
+
+def meet_patiently() -> None:
+    """Wait for all ranks, which may be hours late. Collective."""
+    if dist.is_initialized():
+        with waiting("the other ranks", patient=True):
+            dist.barrier(group=control_group())
+
+
+def any_rank(value: bool) -> bool:
+    """Whether it holds on any rank; ranks may be hours late. Collective."""
+    if not dist.is_initialized():
+        return value
+    found = torch.tensor([int(value)])
+    with waiting("the other ranks", patient=True):
+        dist.all_reduce(found, op=dist.ReduceOp.MAX, group=control_group())
+    return bool(found)
+
+
+def gather_objects(value: Any) -> list[Any]:
+    """Every rank's value, on every rank; ranks may be hours late. Collective."""
+    if not dist.is_initialized():
+        return [value]
+    values: list[Any] = [None] * dist.get_world_size()
+    with waiting("the other ranks", patient=True):
+        dist.all_gather_object(values, value, group=control_group())
+    return values
+
+
+def least_of_ranks(numbers: Sequence[int]) -> list[int]:
+    """The least of each number over all ranks, on every rank; quicker than ``gather_objects``. Collective.
+
+    Ranks may be hours late, as rank 0 is that commits the last checkpoint to a slow disk.
+    """
+    least = torch.tensor(numbers, dtype=torch.int64)
+    if dist.is_initialized():
+        with waiting("the other ranks", patient=True):
+            dist.all_reduce(least, dist.ReduceOp.MIN, group=control_group())
+    return least.tolist()
+
+
+def gather_on_rank_0(value: Any) -> list[Any]:
+    """Every rank's value on rank 0, and nothing on the others; ranks may be hours late. Collective."""
+    if not dist.is_initialized():
+        return [value]
+    values: list[Any] | None = None
+    if dist.get_rank() == 0:
+        values = [None] * dist.get_world_size()
+    with waiting("the other ranks", patient=True):
+        dist.gather_object(value, values, dst=0, group=control_group())
+    return values or []
+
+
+def broadcast_object(value: Any) -> Any:
+    """Rank 0's value, on every rank; rank 0 may be hours late. Collective."""
+    if not dist.is_initialized():
+        return value
+    holder = [value]
+    with waiting("rank 0", patient=True):
+        dist.broadcast_object_list(holder, src=0, group=control_group())
+    return holder[0]

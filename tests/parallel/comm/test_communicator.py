@@ -1,0 +1,139 @@
+"""A Communicator: what arrives, what it notes of it, and what it says when a rank is gone."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from datetime import timedelta
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import distributed_c10d
+
+from longctx.errors import ClusterError
+from parallel.comm.communicator import Communicator, Pending
+from parallel.comm.groups import make_group, members, world_group
+from parallel.comm.messages.kinds import Kind
+from parallel.comm.messages.ledger import Ledger, is_balanced
+from parallel.comm.world import num_ranks, own_rank, sum_over_ranks
+from parallel.runtime.watch.spans import DOING
+from tests.helpers import run_distributed
+
+DTYPES = (torch.float32, torch.bfloat16, torch.uint8)
+
+
+def content(sender: int, receiver: int, rows: int, dtype: torch.dtype) -> Tensor:
+    """What one rank sends another: known to both."""
+    return (torch.arange(2 * rows) + 7 * sender + receiver).to(dtype).view(rows, 2)
+
+
+def rows_between(sender: int, receiver: int) -> int:
+    """Unequal, and none at all between some."""
+    return (2 * sender + receiver) % 4
+
+
+def check_what_arrives() -> None:
+    rank, ranks, group = own_rank(), range(num_ranks()), world_group()
+    ledger = Ledger(rank)
+    comm = Communicator(ledger)
+    following, before = (rank + 1) % len(ranks), (rank - 1) % len(ranks)
+    for dtype in DTYPES:
+        mine = content(rank, 0, 3, dtype)
+        expected = torch.stack([content(other, 0, 3, dtype) for other in ranks])
+        assert torch.equal(comm.all_gather(mine.t(), group, doing="x", kind=Kind.STATES), expected.transpose(1, 2))
+        out = torch.empty_like(expected)
+        assert comm.all_gather(mine, group, doing="x", out=out) is out
+        assert torch.equal(out, expected)
+        pending = comm.start_all_gather(mine[:0], group, doing="x", kind=Kind.STATES)
+        assert pending.wait()[0].shape == (len(ranks), 0, 2)
+
+        sent = torch.cat([content(rank, other, rows_between(rank, other), dtype) for other in ranks])
+        received = [content(other, rank, rows_between(other, rank), dtype) for other in ranks]
+        counts = [rows_between(rank, other) for other in ranks], [len(x) for x in received]
+        for got in (
+            comm.all_to_all(sent, group, doing="x", counts=counts, kind=Kind.HEADS),
+            comm.start_all_to_all(sent, group, doing="x", counts=counts, kind=Kind.TOKENS).wait()[0],
+        ):
+            assert torch.equal(got, torch.cat(received))
+        equal = torch.cat([content(rank, other, 2, dtype) for other in ranks])
+        expected = torch.cat([content(other, rank, 2, dtype) for other in ranks])
+        assert torch.equal(comm.all_to_all(equal, group, doing="x", kind=Kind.COUNTS), expected)
+
+        buffers = torch.empty(3, 2, dtype=dtype), torch.empty(0, 2, dtype=dtype)
+        pending = comm.send_recv(
+            {following: (mine, mine[:0])}, {before: buffers}, group, doing="x", tag=3, kind=Kind.KEYS, hop=1
+        )
+        assert torch.equal(pending.wait()[0], content(before, 0, 3, dtype))
+        assert not pending.sent
+    # One direction alone, and neither.
+    if rank == 0:
+        comm.send_recv({1: [mine]}, {}, group, doing="x", kind=Kind.KEYS).wait()
+    if rank == 1:
+        pending = comm.send_recv({}, {0: [torch.empty_like(mine)]}, group, doing="x", kind=Kind.KEYS)
+        assert torch.equal(pending.wait()[0], content(0, 0, 3, torch.uint8))
+    assert comm.send_recv({}, {}, group, doing="x", kind=Kind.KEYS).wait() == ()
+    assert Pending().wait() == ()
+    assert is_balanced(sum_over_ranks(ledger.balance(torch.device("cpu"))))
+    assert ledger.sent
+
+    assert comm.all_reduce(torch.tensor([rank]), group, doing="x").item() == sum(ranks)
+    assert comm.all_reduce(torch.tensor([rank]), group, doing="x", largest=True).item() == ranks[-1]
+    assert comm.broadcast(torch.tensor([rank]), 1, group, doing="x").item() == 1
+    assert comm.broadcast_object({"of": rank}, 1, group, doing="x") == {"of": 1}
+    assert comm.gather_objects(rank, group, doing="x") == list(ranks)
+    gathered = comm.gather(torch.tensor([rank]), group, doing="x")
+    assert (gathered is None) == (rank > 0)
+    assert rank or gathered == [torch.tensor([other]) for other in ranks]
+
+
+def test_what_ranks_send_arrives_and_is_noted_alike_on_both_sides():
+    run_distributed(check_what_arrives, 3)
+
+
+def check_groups() -> None:
+    """Ranks 1 and 3 of four: another order of numbers in the group than in the world."""
+    rank = own_rank()
+    if rank % 2 == 0:
+        return
+    group = make_group([1, 3])
+    assert (members(group).ranks, members(group).own, members(group).others) == ((1, 3), rank // 2, (4 - rank,))
+    comm = Communicator(Ledger(rank))
+    assert comm.all_gather(torch.tensor([rank]), group, doing="x", kind=Kind.STATES).flatten().tolist() == [1, 3]
+    assert [x.message.sender for x in comm.ledger.received] == [4 - rank]
+    gathered = comm.gather(torch.tensor([rank]), group, doing="x")
+    assert (gathered is None) == (rank == 3)
+
+
+def test_messages_are_known_by_the_ranks_of_the_world():
+    run_distributed(check_groups, 4)
+
+
+CALLS: dict[str, Callable[[Communicator], object]] = {
+    "all_gather": lambda comm: comm.all_gather(torch.ones(2), world_group(), doing="gathering things"),
+    "all_to_all": lambda comm: comm.all_to_all(torch.ones(2), world_group(), doing="gathering things"),
+    "start_all_to_all": lambda comm: comm.start_all_to_all(
+        torch.ones(2), world_group(), doing="gathering things"
+    ).wait(),
+    "send_recv": lambda comm: comm.send_recv({}, {1: [torch.ones(2)]}, world_group(), doing="gathering things").wait(),
+    "all_reduce": lambda comm: comm.all_reduce(torch.ones(2), world_group(), doing="gathering things"),
+    "gather_objects": lambda comm: comm.gather_objects(2, world_group(), doing="gathering things"),
+}
+
+
+def lose_a_rank(name: str) -> None:
+    dist.barrier()
+    if own_rank() == 1:
+        os._exit(0)
+    distributed_c10d._set_pg_timeout(timedelta(seconds=10), world_group())
+    DOING.what = "forward"
+    with pytest.raises(ClusterError, match=r"^rank 0 gathering things \(forward\): .*\n.*died or did not answer"):
+        CALLS[name](Communicator())
+    assert DOING.wait == ""
+    os._exit(0)
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_a_rank_that_is_gone_is_named_by_what_was_under_way(name):
+    run_distributed(lose_a_rank, 2, name)
