@@ -13,10 +13,10 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from benchmarks.scaling.attention import NODE, packed_documents
 from benchmarks.scaling.figures import Figures, timed
 from longctx.config import PRESETS
+from parallel.comm import groups
 from parallel.experts.dispatcher import AllToAllDispatcher
 from parallel.layout.sequence import SequenceLayout
 from parallel.mesh import Mesh
-from parallel.runtime import groups
 from parallel.schedule.segments import shared_documents
 
 CONTEXT = 64

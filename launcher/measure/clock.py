@@ -12,7 +12,7 @@ import torch
 
 from parallel.comm.communicator import Communicator
 from parallel.comm.groups import world_group
-from parallel.comm.world import num_ranks, sum_over_ranks
+from parallel.comm.world import meet_patiently, num_ranks
 
 _ROUNDS, _LONG = 3, 5
 _TOGETHER_SECONDS, _MOST_TOGETHER = 0.05, 50
@@ -40,7 +40,7 @@ class Clock:
         For an action of this rank alone: how often it is repeated is each rank's own affair. One in which ranks wait
         for one another would hang here; ``together`` is for those.
         """
-        meet()
+        meet_patiently()
         action()
         once = self._once(action, 1)
         if once > _LONG * self.round_seconds:
@@ -53,14 +53,14 @@ class Clock:
         """The same of an action in which ranks wait for one another: equally often on all of them."""
         # A first call connects, and allocates.
         action()
-        meet()
+        meet_patiently()
         # Ranks see different seconds, so they agree on the number of calls.
         once = torch.tensor([self._once(action, 1)], dtype=torch.float64, device=self.device)
         Communicator().all_reduce(once, world_group(), doing="agreeing on a number of calls", largest=True)
         repeats = min(max(1, int(_TOGETHER_SECONDS / max(once.item(), 1e-6))), _MOST_TOGETHER)
         times = []
         for _ in range(_ROUNDS):
-            meet()
+            meet_patiently()
             times.append(self._once(action, repeats))
         return statistics.median(times)
 
@@ -87,8 +87,3 @@ class Clock:
         if self.cpu_time:
             return time.process_time()
         return time.perf_counter()
-
-
-def meet() -> None:
-    """Wait for the other ranks, so that all compute at once."""
-    sum_over_ranks(torch.zeros(1))

@@ -33,8 +33,8 @@ def measure_links(clock: Clock, sizes: Sizes) -> Iterator[Figure]:
         hops.add(None, num_bytes / of_hops[-1])
         # A part stays where it is.
         leaving = num_bytes // ranks * (ranks - 1)
-        sent = sent[: num_bytes // ranks * ranks]
-        exchanges.add(None, leaving / clock.together(lambda: _all_to_all(sent)))  # noqa: B023
+        sent, received = sent[: num_bytes // ranks * ranks], received[: num_bytes // ranks * ranks]
+        exchanges.add(None, leaving / clock.together(lambda: _all_to_all(sent, received)))  # noqa: B023
     yield hops
     yield exchanges
     slowest = min(link.bytes_per_second for link in pairs)
@@ -67,8 +67,8 @@ def _start_hop(sent: Tensor, received: Tensor) -> Pending:
     return Communicator().send_recv(to, source, world_group(), doing="measuring hops")
 
 
-def _all_to_all(sent: Tensor) -> Tensor:
-    return Communicator().all_to_all(sent, world_group(), doing="measuring exchanges")
+def _all_to_all(sent: Tensor, received: Tensor) -> None:
+    Communicator().all_to_all(sent, world_group(), doing="measuring exchanges", out=received)
 
 
 def _hidden_share(clock: Clock, num_bytes: int) -> float:

@@ -16,7 +16,7 @@ import torch
 
 from launcher.config.resolved import ResolvedConfig, ResolvedTrain, ResolvedZero
 from launcher.config.sections import DataSection, ModelSection
-from launcher.measure.clock import Clock, meet
+from launcher.measure.clock import Clock
 from launcher.measure.figures import Figure
 from launcher.measure.sizes import Sizes
 from launcher.plan.parameters import num_parameters
@@ -24,7 +24,7 @@ from launcher.trace.batch import synthetic_batch
 from launcher.training.model import shard_batch
 from launcher.training.setup import build_engine
 from longctx.kernels.processor import fastest_products
-from parallel.comm.world import num_ranks
+from parallel.comm.world import meet_patiently, num_ranks
 from parallel.loss import count_step
 from parallel.mesh import Mesh
 
@@ -140,7 +140,7 @@ def _step(clock: Clock, config: ResolvedConfig, num_steps: int) -> _Step:
 
     def timed(action: Callable[[], Any]) -> float:
         # Ranks wait for one another within: they begin together.
-        meet()
+        meet_patiently()
         return clock.once(action)
 
     for _ in range(num_steps + 1):

@@ -13,7 +13,7 @@ def join_world(rank: int, world: World) -> None:
     import torch.distributed as dist
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
-    from parallel.runtime import groups
+    from parallel.comm import groups
 
     dist.init_process_group(backend="fake", store=FakeStore(), rank=rank, world_size=world.ranks)
     real = dist.new_group

@@ -57,8 +57,8 @@ class GatherStates:
         group = self.mesh.context_group
         assert group is not None
         # With the padding, which travels too.
-        gathering = self.mesh.comm.start_all_gather(
-            outgoing, group, doing="gathering states of linear attention", kind=Kind.STATES, layer=self.layer
+        (gathering,) = self.mesh.comm.start_all_gather(
+            outgoing, group=group, doing="gathering states of linear attention", kind=Kind.STATES, layer=self.layer
         )
         own = wanted[self.mesh.context_rank]
 

@@ -9,8 +9,6 @@ from __future__ import annotations
 from hashlib import blake2b
 from typing import NamedTuple, Protocol
 
-import torch
-
 from longctx.errors import ClusterError, ConfigError
 from parallel.comm.communicator import Communicator
 from parallel.comm.groups import ProcessGroup
@@ -116,9 +114,10 @@ def _digest(agreed: Agreed, signature: str, problem: str | None) -> bytes:
 
 def _everyone(digest: bytes, mesh: RanksOfSequence, group: ProcessGroup) -> list[bytes]:
     """Every context rank's digest."""
-    mine = torch.frombuffer(bytearray(digest), dtype=torch.uint8)
-    seen = mesh.comm.all_gather(mine, group, doing=_AGREEING)
-    return [x.numpy().tobytes() for x in seen]
+    try:
+        return mesh.comm.gather_bytes(digest, group, doing=_AGREEING)
+    except ClusterError as error:
+        raise ClusterError(f"{error}\nOr one does not call attention when the others do.") from error.__cause__
 
 
 def _raise_difference(

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -31,15 +32,17 @@ class Pending:
     sent: tuple[Tensor, ...] = ()
     """What leaves, kept alive until it is through."""
     works: Sequence[dist.Work] = ()
-    described: str = ""
+    doing: str = ""
+    ranks: Sequence[int] = ()
+    """Those that take part, if ``doing`` does not say so."""
     arrival: Arrival | None = None
     """Where to note what has arrived; None if nobody compares it, or nothing is to come."""
     messages: Sequence[Sequence[Tensor]] = ()
-    """What is to be noted there: the tensors of each message, parts of ``received``."""
+    """What is to be noted there: the tensors of each message."""
 
     def wait(self) -> tuple[Tensor, ...]:
         """Return what has arrived. ClusterError if a rank is gone or too late."""
-        named_collective(self._wait, self.described)
+        named_collective(self._wait, self.doing, self.ranks)
         self.sent = ()
         if self.arrival is not None:
             self.arrival.note(self.messages)
@@ -89,16 +92,20 @@ class Communicator:
         return pending
 
     def start_all_gather(
-        self, x: Tensor, group: ProcessGroup, *, doing: str, kind: Kind | None = None, layer: int = -1
-    ) -> Pending:
-        """Start to gather a tensor of every rank, of one shape on all: [ranks, …], in the order of the group."""
-        return self._all_gather(x, group, doing, kind, layer, None, is_async=True)
+        self, *tensors: Tensor, group: ProcessGroup, doing: str, kind: Kind | None = None, layer: int = -1
+    ) -> tuple[Pending, ...]:
+        """Start to gather tensors of every rank, each of one shape on all: [ranks, …], in the order of the group.
+
+        They are waited for in their order, each by itself; to a ledger they are one message.
+        """
+        return self._all_gather(tensors, group, doing, kind, layer, is_async=True)
 
     def all_gather(
         self, x: Tensor, group: ProcessGroup, *, doing: str, kind: Kind | None = None, out: Tensor | None = None
     ) -> Tensor:
         """The tensor of every rank, of one shape on all: [ranks, …], in the order of the group, into ``out`` if any."""
-        return self._all_gather(x, group, doing, kind, -1, out, is_async=False).wait()[0]
+        (pending,) = self._all_gather((x,), group, doing, kind, out=out, is_async=False)
+        return pending.wait()[0]
 
     def start_all_to_all(
         self,
@@ -124,21 +131,22 @@ class Communicator:
         doing: str,
         counts: tuple[Sequence[int], Sequence[int]] | None = None,
         kind: Kind | None = None,
+        out: Tensor | None = None,
     ) -> Tensor:
-        """What ``start_all_to_all`` receives, once it has arrived."""
-        return self._all_to_all(sent, group, doing, counts, kind, -1, is_async=False).wait()[0]
+        """What ``start_all_to_all`` receives, once it has arrived; in ``out`` if any."""
+        return self._all_to_all(sent, group, doing, counts, kind, out=out, is_async=False).wait()[0]
 
     def all_reduce(self, x: Tensor, group: ProcessGroup, *, doing: str, largest: bool = False) -> Tensor:
         """Sum ``x`` over the ranks, or take the largest of each value, in place; returns it."""
         op = dist.ReduceOp.SUM
         if largest:
             op = dist.ReduceOp.MAX
-        named_collective(lambda: dist.all_reduce(x, op, group), doing)
+        named_collective(lambda: dist.all_reduce(x, op, group), doing, members(group).ranks)
         return x
 
     def broadcast(self, x: Tensor, source: int, group: ProcessGroup, *, doing: str) -> Tensor:
         """Set ``x`` to what the rank ``source`` has there, in place; returns it."""
-        named_collective(lambda: dist.broadcast(x, source, group), doing)
+        named_collective(lambda: dist.broadcast(x, source, group), doing, members(group).ranks)
         return x
 
     def gather(self, x: Tensor, group: ProcessGroup, *, doing: str) -> list[Tensor] | None:
@@ -146,45 +154,55 @@ class Communicator:
         ranks, parts = members(group), None
         if ranks.own == 0:
             parts = [torch.empty_like(x) for _ in ranks.ranks]
-        named_collective(lambda: dist.gather(x, parts, ranks.ranks[0], group), doing)
+        named_collective(lambda: dist.gather(x, parts, ranks.ranks[0], group), doing, ranks.ranks)
         return parts
+
+    def gather_bytes(self, value: bytes, group: ProcessGroup, *, doing: str) -> list[bytes]:
+        """Every rank's bytes, as many on each, in the order of the group."""
+        mine, ranks = torch.frombuffer(bytearray(value), dtype=torch.uint8), members(group).ranks
+        seen = [torch.empty_like(mine) for _ in ranks]
+        named_collective(lambda: dist.all_gather(seen, mine, group), doing, ranks)
+        return [x.numpy().tobytes() for x in seen]
 
     def broadcast_object(self, value: Any, source: int, group: ProcessGroup, *, doing: str) -> Any:
         """The value of the rank ``source``."""
         holder = [value]
-        named_collective(lambda: dist.broadcast_object_list(holder, source, group), doing)
+        named_collective(lambda: dist.broadcast_object_list(holder, source, group), doing, members(group).ranks)
         return holder[0]
 
     def gather_objects(self, value: Any, group: ProcessGroup, *, doing: str) -> list[Any]:
         """Every rank's value, in the order of the group."""
-        values: list[Any] = [None] * len(members(group).ranks)
-        named_collective(lambda: dist.all_gather_object(values, value, group), doing)
+        ranks = members(group).ranks
+        values: list[Any] = [None] * len(ranks)
+        named_collective(lambda: dist.all_gather_object(values, value, group), doing, ranks)
         return values
 
     def _all_gather(
         self,
-        x: Tensor,
+        tensors: Sequence[Tensor],
         group: ProcessGroup,
         doing: str,
         kind: Kind | None,
-        layer: int,
-        out: Tensor | None,
+        layer: int = -1,
+        out: Tensor | None = None,
         *,
         is_async: bool,
-    ) -> Pending:
-        x, ranks, gathered = x.contiguous(), members(group), out
-        if gathered is None:
-            gathered = x.new_empty(len(ranks.ranks), *x.shape)
-        works = _started(
-            # The collective lays the ranks end to end along the first axis.
-            lambda: dist.all_gather_into_tensor(gathered.view(-1), x.view(-1), group, async_op=is_async),
-            doing,
-        )
-        pending = Pending((gathered,), (x,), works, doing)
+    ) -> tuple[Pending, ...]:
+        ranks, started = members(group), []
+        tensors = [x.contiguous() for x in tensors]
+        for x in tensors:
+            gathered = out
+            if gathered is None:
+                gathered = x.new_empty(len(ranks.ranks), *x.shape)
+            # The collective lays the ranks end to end.
+            start = partial(dist.all_gather_into_tensor, gathered.view(-1), x.view(-1), group, async_op=is_async)
+            started.append(Pending((gathered,), (x,), _works(start, doing, ranks.ranks), doing, ranks.ranks))
         if self.ledger is not None and kind is not None:
-            pending.arrival = self.ledger.post_same(kind, [x], ranks.others, layer=layer)
-            pending.messages = [[part] for part in ranks.of_others(gathered)]
-        return pending
+            # After the last start, so that all of them travel while they are summed.
+            started[-1].arrival = self.ledger.post_same(kind, tensors, ranks.others, layer=layer)
+            by_rank = zip(*(pending.received[0] for pending in started), strict=True)
+            started[-1].messages = ranks.of_others(list(by_rank))
+        return tuple(started)
 
     def _all_to_all(
         self,
@@ -193,21 +211,23 @@ class Communicator:
         doing: str,
         counts: tuple[Sequence[int], Sequence[int]] | None,
         kind: Kind | None,
-        layer: int,
+        layer: int = -1,
+        out: Tensor | None = None,
         *,
         is_async: bool,
     ) -> Pending:
-        ranks = members(group)
-        # Equally many for all unless counts say otherwise.
-        to_send = to_receive = [len(sent) // len(ranks.ranks)] * len(ranks.ranks)
-        if counts is not None:
-            to_send, to_receive = (list(of_ranks) for of_ranks in counts)
-        received = sent.new_empty(sum(to_receive), *sent.shape[1:])
-        works = _started(
-            lambda: dist.all_to_all_single(received, sent, to_receive, to_send, group, async_op=is_async), doing
-        )
-        pending = Pending((received,), (sent,), works, doing)
+        ranks, received = members(group), out
+        to_send, to_receive = (list(of_ranks) for of_ranks in counts or ((), ()))
+        if received is None:
+            rows = sum(to_receive)
+            if counts is None:
+                rows = len(sent)
+            received = sent.new_empty(rows, *sent.shape[1:])
+        start = partial(dist.all_to_all_single, received, sent, to_receive, to_send, group, async_op=is_async)
+        pending = Pending((received,), (sent,), _works(start, doing, ranks.ranks), doing, ranks.ranks)
         if self.ledger is not None and kind is not None:
+            if counts is None:
+                to_send = to_receive = [len(sent) // len(ranks.ranks)] * len(ranks.ranks)
             # What stays on this rank is copied by the collective and sent by nobody.
             leaving = zip(ranks.others, ranks.of_others(sent.split(to_send)), strict=True)
             by_rank = {receiver: [part] for receiver, part in leaving}
@@ -216,9 +236,9 @@ class Communicator:
         return pending
 
 
-def _started(start: Callable[[], dist.Work | None], doing: str) -> tuple[dist.Work, ...]:
+def _works(start: Callable[[], dist.Work | None], doing: str, ranks: Sequence[int]) -> tuple[dist.Work, ...]:
     """The work that a collective returns; none if it was waited for."""
-    work = named_collective(start, doing)
+    work = named_collective(start, doing, ranks)
     if work is None:
         return ()
     return (work,)

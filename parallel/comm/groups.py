@@ -79,15 +79,15 @@ def control_group() -> ProcessGroup:
     return _control.group
 
 
-def own_group(members: Sequence[Sequence[int]], *, backend: str | None = None) -> ProcessGroup | None:
-    """This rank's group among ``members``, which part all ranks; None where a rank would be alone. Collective.
+def own_group(parts: Sequence[Sequence[int]], *, backend: str | None = None) -> ProcessGroup | None:
+    """This rank's group among ``parts``, which are all ranks; None where a rank would be alone. Collective.
 
     The group is for tensors of the run's device unless ``backend`` says otherwise.
     """
-    if len(members[0]) == 1:
+    if len(parts[0]) == 1:
         return None
     rank = dist.get_rank()
-    return make_group(next(ranks for ranks in members if rank in ranks), backend=backend)
+    return make_group(next(ranks for ranks in parts if rank in ranks), backend=backend)
 
 
 def make_group(ranks: Sequence[int], *, backend: str | None = None) -> ProcessGroup:

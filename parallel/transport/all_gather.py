@@ -70,11 +70,8 @@ class AllGather:
             return None
         group = self.mesh.ring_group
         assert group is not None
-        keys, values = (
-            self.mesh.comm.start_all_gather(x, group, doing="gathering keys and values", kind=Kind.GATHERED_KEYS)
-            for x in own
-        )
-        return _Gathering(keys, values)
+        doing = "gathering keys and values"
+        return _Gathering(*self.mesh.comm.start_all_gather(*own, group=group, doing=doing, kind=Kind.GATHERED_KEYS))
 
     def _return_to_owners(self, total_BnKD: Tensor, gradient_BsKD: Tensor) -> None:
         """Send the gradients of every rank's rows to it, and add those of this rank's rows to ``total``, in place."""

@@ -10,6 +10,8 @@ import traceback
 from pathlib import Path
 from types import FrameType
 
+_WAITING = ("collective.py", "communicator.py")
+"""Files of ``parallel/comm`` that wait for whoever calls them."""
 _PACKAGES = ("launcher", "parallel", "data_pipeline", "longctx")
 _ROOT = Path(__file__).parents[3]
 PREFIX = "stacks_rank_"
@@ -39,7 +41,7 @@ def place_of_main() -> str:
         with contextlib.suppress(ValueError):
             inside = file.relative_to(_ROOT)
             # What waits in place of a caller says less than the caller.
-            if inside.parts[0] in _PACKAGES and inside.name != "communicate.py" and frame.f_code.co_name != "<lambda>":
+            if inside.parts[0] in _PACKAGES and inside.name not in _WAITING and frame.f_code.co_name != "<lambda>":
                 return f"{inside}:{frame.f_lineno} in {frame.f_code.co_name}"
         frame = frame.f_back
     return ""

@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from datetime import timedelta
+from threading import Thread
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -19,6 +21,8 @@ from parallel.comm.messages.kinds import Kind
 from parallel.comm.messages.ledger import Ledger, is_balanced
 from parallel.comm.world import num_ranks, own_rank, sum_over_ranks
 from parallel.runtime.watch.spans import DOING
+from parallel.runtime.watch.stacks import place_of_main
+from parallel.zero.gradients import named_on_any_rank
 from tests.helpers import run_distributed
 
 DTYPES = (torch.float32, torch.bfloat16, torch.uint8)
@@ -46,8 +50,10 @@ def check_what_arrives() -> None:
         out = torch.empty_like(expected)
         assert comm.all_gather(mine, group, doing="x", out=out) is out
         assert torch.equal(out, expected)
-        pending = comm.start_all_gather(mine[:0], group, doing="x", kind=Kind.STATES)
-        assert pending.wait()[0].shape == (len(ranks), 0, 2)
+        several = comm.start_all_gather(mine[:0], mine, group=group, doing="x", kind=Kind.GATHERED_KEYS)
+        (none,), (all_of_them,) = (pending.wait() for pending in several)
+        assert none.shape == (len(ranks), 0, 2)
+        assert torch.equal(all_of_them, expected)
 
         sent = torch.cat([content(rank, other, rows_between(rank, other), dtype) for other in ranks])
         received = [content(other, rank, rows_between(other, rank), dtype) for other in ranks]
@@ -60,6 +66,9 @@ def check_what_arrives() -> None:
         equal = torch.cat([content(rank, other, 2, dtype) for other in ranks])
         expected = torch.cat([content(other, rank, 2, dtype) for other in ranks])
         assert torch.equal(comm.all_to_all(equal, group, doing="x", kind=Kind.COUNTS), expected)
+        out = torch.empty_like(equal)
+        assert torch.equal(comm.all_to_all(equal, group, doing="x", out=out), out)
+        assert torch.equal(out, expected)
 
         buffers = torch.empty(3, 2, dtype=dtype), torch.empty(0, 2, dtype=dtype)
         pending = comm.send_recv(
@@ -83,6 +92,7 @@ def check_what_arrives() -> None:
     assert comm.broadcast(torch.tensor([rank]), 1, group, doing="x").item() == 1
     assert comm.broadcast_object({"of": rank}, 1, group, doing="x") == {"of": 1}
     assert comm.gather_objects(rank, group, doing="x") == list(ranks)
+    assert comm.gather_bytes(bytes([rank, 255]), group, doing="x") == [bytes([other, 255]) for other in ranks]
     gathered = comm.gather(torch.tensor([rank]), group, doing="x")
     assert (gathered is None) == (rank > 0)
     assert rank or gathered == [torch.tensor([other]) for other in ranks]
@@ -122,13 +132,16 @@ CALLS: dict[str, Callable[[Communicator], object]] = {
 }
 
 
+SAID = r"^rank 0 gathering things( among ranks 0, 1)? \(forward\): .*\n.*died or did not answer"
+
+
 def lose_a_rank(name: str) -> None:
     dist.barrier()
     if own_rank() == 1:
         os._exit(0)
     distributed_c10d._set_pg_timeout(timedelta(seconds=10), world_group())
     DOING.what = "forward"
-    with pytest.raises(ClusterError, match=r"^rank 0 gathering things \(forward\): .*\n.*died or did not answer"):
+    with pytest.raises(ClusterError, match=SAID):
         CALLS[name](Communicator())
     assert DOING.wait == ""
     os._exit(0)
@@ -137,3 +150,32 @@ def lose_a_rank(name: str) -> None:
 @pytest.mark.parametrize("name", CALLS)
 def test_a_rank_that_is_gone_is_named_by_what_was_under_way(name):
     run_distributed(lose_a_rank, 2, name)
+
+
+def check_what_is_no_loss_of_a_rank() -> None:
+    for error in (torch.OutOfMemoryError("CUDA out of memory"), RuntimeError("CUDA error: an illegal access")):
+        with patch.object(dist, "all_reduce", side_effect=error), pytest.raises(type(error)):
+            Communicator().all_reduce(torch.ones(1), world_group(), doing="x")
+
+
+def test_an_error_of_the_device_is_told_as_it_is():
+    run_distributed(check_what_is_no_loss_of_a_rank, 1)
+
+
+def check_place() -> None:
+    places: list[str] = []
+
+    def look(*_: object) -> None:
+        # The watch looks from a thread of its own.
+        thread = Thread(target=lambda: places.append(place_of_main()))
+        thread.start()
+        thread.join()
+
+    with patch.object(dist, "all_reduce", look), patch.object(dist, "get_world_size", lambda group=None: 2):
+        sum_over_ranks(torch.ones(1))
+        named_on_any_rank(torch.ones(1), ["one"])
+    assert [place.split(":")[0] for place in places] == ["parallel/comm/world.py", "parallel/zero/gradients.py"]
+
+
+def test_a_hang_is_placed_where_the_communicator_was_called():
+    run_distributed(check_place, 1)

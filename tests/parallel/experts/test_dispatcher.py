@@ -6,7 +6,6 @@ Axes: N tokens of a rank, k choices a token, E experts.
 from __future__ import annotations
 
 from dataclasses import replace
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -18,7 +17,8 @@ from longctx.kernels.processor import Products
 from longctx.model.experts.dispatch import RECOMPUTE, ExpertRun, tiles_of
 from longctx.model.experts.experts import Experts
 from longctx.model.recompute import recomputed
-from parallel.experts.dispatcher import AllToAllDispatcher, PendingExchange, _PendingSums, sum_by_rank, sum_by_turn
+from parallel.comm.communicator import Pending
+from parallel.experts.dispatcher import AllToAllDispatcher, PendingTokens, _PendingSums, sum_by_rank, sum_by_turn
 from parallel.experts.tiles import default_tile_tokens
 from parallel.mesh import Mesh
 from tests.as_on_a_gpu import computing_as_on_a_gpu
@@ -269,7 +269,7 @@ def test_results_of_many_ranks_are_not_added_up_rank_by_rank():
         # Eight ranks have a result of each of four tokens, the others of none.
         token_U = torch.arange(4).repeat(8)
         results = torch.ones(len(token_U), 5)
-        arrived = PendingExchange(results, None, results.dtype, SimpleNamespace(wait=lambda: None), "results")
+        arrived = PendingTokens(Pending((results,)), results.dtype)
         pending = _PendingSums(arrived, token_U, (4,) * 8 + (0,) * (ranks - 8), torch.Size((4, 8)))
         with CountCalls() as counted:
             assert (pending.wait() == 8).all()
@@ -308,6 +308,6 @@ def check_dead_peer(backward):
     out = module(x.requires_grad_(), gates, ids, ExpertRun(dispatcher, 12))
     if mesh.rank == 2:
         raise SystemExit("gone")
-    with pytest.raises(ClusterError, match=r"rank \d \(experts over ranks 0 to 2\)[\s\S]*died or did not answer"):
+    with pytest.raises(ClusterError, match=r"rank \d .* among ranks 0, 1, 2 [\s\S]*died or did not answer"):
         out.sum().backward() if backward else module(x, gates, ids, ExpertRun(dispatcher, 12))
     raise RuntimeError("told of the dead rank")
