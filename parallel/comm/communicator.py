@@ -98,13 +98,13 @@ class Communicator:
 
         They are waited for in their order, each by itself; to a ledger they are one message.
         """
-        return self._all_gather(tensors, group, doing, kind, layer, is_async=True)
+        return _gathering(self.ledger, tensors, group, doing, kind, layer, is_async=True)
 
     def all_gather(
         self, x: Tensor, group: ProcessGroup, *, doing: str, kind: Kind | None = None, out: Tensor | None = None
     ) -> Tensor:
         """The tensor of every rank, of one shape on all: [ranks, …], in the order of the group, into ``out`` if any."""
-        (pending,) = self._all_gather((x,), group, doing, kind, out=out, is_async=False)
+        (pending,) = _gathering(self.ledger, (x,), group, doing, kind, out=out, is_async=False)
         return pending.wait()[0]
 
     def start_all_to_all(
@@ -121,7 +121,7 @@ class Communicator:
 
         Parts are rows: as many as ``counts`` says are sent to each rank, and received from it; without, equally many.
         """
-        return self._all_to_all(sent, group, doing, counts, kind, layer, is_async=True)
+        return _exchanging(self.ledger, sent, group, doing, counts, kind, layer, is_async=True)
 
     def all_to_all(
         self,
@@ -134,7 +134,7 @@ class Communicator:
         out: Tensor | None = None,
     ) -> Tensor:
         """What ``start_all_to_all`` receives, once it has arrived; in ``out`` if any."""
-        return self._all_to_all(sent, group, doing, counts, kind, out=out, is_async=False).wait()[0]
+        return _exchanging(self.ledger, sent, group, doing, counts, kind, out=out, is_async=False).wait()[0]
 
     def all_reduce(self, x: Tensor, group: ProcessGroup, *, doing: str, largest: bool = False) -> Tensor:
         """Sum ``x`` over the ranks, or take the largest of each value, in place; returns it."""
@@ -177,63 +177,65 @@ class Communicator:
         named_collective(lambda: dist.all_gather_object(values, value, group), doing, ranks)
         return values
 
-    def _all_gather(
-        self,
-        tensors: Sequence[Tensor],
-        group: ProcessGroup,
-        doing: str,
-        kind: Kind | None,
-        layer: int = -1,
-        out: Tensor | None = None,
-        *,
-        is_async: bool,
-    ) -> tuple[Pending, ...]:
-        ranks, started = members(group), []
-        tensors = [x.contiguous() for x in tensors]
-        for x in tensors:
-            gathered = out
-            if gathered is None:
-                gathered = x.new_empty(len(ranks.ranks), *x.shape)
-            # The collective lays the ranks end to end.
-            start = partial(dist.all_gather_into_tensor, gathered.view(-1), x.view(-1), group, async_op=is_async)
-            started.append(Pending((gathered,), (x,), _works(start, doing, ranks.ranks), doing, ranks.ranks))
-        if self.ledger is not None and kind is not None:
-            # After the last start, so that all of them travel while they are summed.
-            started[-1].arrival = self.ledger.post_same(kind, tensors, ranks.others, layer=layer)
-            by_rank = zip(*(pending.received[0] for pending in started), strict=True)
-            started[-1].messages = ranks.of_others(list(by_rank))
-        return tuple(started)
 
-    def _all_to_all(
-        self,
-        sent: Tensor,
-        group: ProcessGroup,
-        doing: str,
-        counts: tuple[Sequence[int], Sequence[int]] | None,
-        kind: Kind | None,
-        layer: int = -1,
-        out: Tensor | None = None,
-        *,
-        is_async: bool,
-    ) -> Pending:
-        ranks, received = members(group), out
-        to_send, to_receive = (list(of_ranks) for of_ranks in counts or ((), ()))
-        if received is None:
-            rows = sum(to_receive)
-            if counts is None:
-                rows = len(sent)
-            received = sent.new_empty(rows, *sent.shape[1:])
-        start = partial(dist.all_to_all_single, received, sent, to_receive, to_send, group, async_op=is_async)
-        pending = Pending((received,), (sent,), _works(start, doing, ranks.ranks), doing, ranks.ranks)
-        if self.ledger is not None and kind is not None:
-            if counts is None:
-                to_send = to_receive = [len(sent) // len(ranks.ranks)] * len(ranks.ranks)
-            # What stays on this rank is copied by the collective and sent by nobody.
-            leaving = zip(ranks.others, ranks.of_others(sent.split(to_send)), strict=True)
-            by_rank = {receiver: [part] for receiver, part in leaving}
-            pending.arrival = self.ledger.post(kind, by_rank, ranks.others, layer=layer)
-            pending.messages = [[part] for part in ranks.of_others(received.split(to_receive))]
-        return pending
+def _gathering(
+    ledger: Ledger | None,
+    tensors: Sequence[Tensor],
+    group: ProcessGroup,
+    doing: str,
+    kind: Kind | None,
+    layer: int = -1,
+    out: Tensor | None = None,
+    *,
+    is_async: bool,
+) -> tuple[Pending, ...]:
+    ranks, started = members(group), []
+    tensors = [x.contiguous() for x in tensors]
+    for x in tensors:
+        gathered = out
+        if gathered is None:
+            gathered = x.new_empty(len(ranks.ranks), *x.shape)
+        # The collective lays the ranks end to end.
+        start = partial(dist.all_gather_into_tensor, gathered.view(-1), x.view(-1), group, async_op=is_async)
+        started.append(Pending((gathered,), (x,), _works(start, doing, ranks.ranks), doing, ranks.ranks))
+    if ledger is not None and kind is not None:
+        # After the last start, so that all of them travel while they are summed.
+        started[-1].arrival = ledger.post_same(kind, tensors, ranks.others, layer=layer)
+        by_rank = zip(*(pending.received[0] for pending in started), strict=True)
+        started[-1].messages = ranks.of_others(list(by_rank))
+    return tuple(started)
+
+
+def _exchanging(
+    ledger: Ledger | None,
+    sent: Tensor,
+    group: ProcessGroup,
+    doing: str,
+    counts: tuple[Sequence[int], Sequence[int]] | None,
+    kind: Kind | None,
+    layer: int = -1,
+    out: Tensor | None = None,
+    *,
+    is_async: bool,
+) -> Pending:
+    ranks, received = members(group), out
+    to_send, to_receive = (list(of_ranks) for of_ranks in counts or ((), ()))
+    if received is None:
+        rows = sum(to_receive)
+        if counts is None:
+            rows = len(sent)
+        received = sent.new_empty(rows, *sent.shape[1:])
+    start = partial(dist.all_to_all_single, received, sent, to_receive, to_send, group, async_op=is_async)
+    pending = Pending((received,), (sent,), _works(start, doing, ranks.ranks), doing, ranks.ranks)
+    if ledger is not None and kind is not None:
+        if counts is None:
+            to_send = to_receive = [len(sent) // len(ranks.ranks)] * len(ranks.ranks)
+        # What stays on this rank is copied by the collective and sent by nobody.
+        leaving = zip(ranks.others, ranks.of_others(sent.split(to_send)), strict=True)
+        by_rank = {receiver: [part] for receiver, part in leaving}
+        pending.arrival = ledger.post(kind, by_rank, ranks.others, layer=layer)
+        pending.messages = [[part] for part in ranks.of_others(received.split(to_receive))]
+    return pending
 
 
 def _works(start: Callable[[], dist.Work | None], doing: str, ranks: Sequence[int]) -> tuple[dist.Work, ...]:
