@@ -7,6 +7,7 @@ import math
 import torch
 from torch import Tensor
 
+from longctx.architecture.layers import mixers_of
 from longctx.batch import Batch
 from longctx.config import ModelConfig
 from longctx.errors import ConfigError
@@ -14,8 +15,7 @@ from longctx.model.decoder import Decoder
 from longctx.model.experts.dispatch import TokenDispatcher
 from longctx.model.training_pass import Execution
 from longctx.objectives.causal_lm import CausalLM
-from parallel.attention.core import ContextParallelAttention
-from parallel.attention.linear import ContextParallelLinearAttention, check_linear_layout
+from parallel.attention.cores import CORES, build_cores
 from parallel.attention.plan import AttentionOptions
 from parallel.experts.dispatcher import AllToAllDispatcher, ReplicatedExperts
 from parallel.mesh import Mesh, nearest
@@ -80,18 +80,17 @@ def build_empty_decoder(
     """
     check_layers(config, layout, mesh.ring_degree)
     check_experts(config, mesh.expert, mesh.world_size)
-    core = ContextParallelAttention(mesh, layout, options or AttentionOptions())
-    linear_core = ContextParallelLinearAttention(mesh, layout)
+    cores = build_cores(mesh, layout, options or AttentionOptions())
     dispatcher = dispatcher or _dispatcher(config, mesh)
     # On the device are weights and buffers alone: everything else that a decoder holds is made when it runs.
     with torch.device(device):
-        return Decoder(config, core, linear_core=linear_core, dispatcher=dispatcher, execution=execution, seed=None)
+        return Decoder(config, cores, dispatcher=dispatcher, execution=execution, seed=None)
 
 
 def check_layers(config: ModelConfig, layout: str, ring_degree: int) -> None:
-    """ConfigError when a layout does not serve every kind of the model's layers."""
-    if "linear" in config.layers:
-        check_linear_layout(layout, ring_degree)
+    """ConfigError when a layout does not serve the mixers of all layers."""
+    for mixer in mixers_of(config):
+        CORES[mixer.core].check_layout(layout, ring_degree)
 
 
 def check_experts(config: ModelConfig, degree: int, world_size: int | None = None) -> None:

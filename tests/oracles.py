@@ -60,7 +60,7 @@ def train_alone(
     config: ModelConfig, steps: list[list[Batch]], *, lr: float, clip_norm: float, weight_decay: float = 0.1
 ) -> tuple[Curve, dict[str, Tensor]]:
     """Loss and gradient norm of every step, and the final weights; ``steps`` lists the batches of each step."""
-    decoder = Decoder(config, MaskedAttention(), seed=0)
+    decoder = Decoder(config, {"softmax": MaskedAttention()}, seed=0)
     matrices = [p for p in decoder.parameters() if p.ndim >= 2]
     vectors = [p for p in decoder.parameters() if p.ndim < 2]
     groups = [{"params": matrices, "weight_decay": weight_decay}, {"params": vectors, "weight_decay": 0.0}]

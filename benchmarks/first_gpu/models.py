@@ -68,7 +68,7 @@ def loss_and_gradients(
 
     ``rounded`` rounds the weights first: a reference computes with the values that the run in that dtype has.
     """
-    decoder = Decoder(config, core=LocalAttention(kernel), execution=execution or Execution(), seed=0)
+    decoder = Decoder(config, {"softmax": LocalAttention(kernel)}, execution=execution or Execution(), seed=0)
     if rounded is not None:
         decoder.to(rounded)
     lm = CausalLM(decoder).to(device=device, dtype=dtype)

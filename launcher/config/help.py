@@ -15,8 +15,9 @@ from typing import Any, Literal, NamedTuple, get_args, get_origin, get_type_hint
 from launcher.config.sections import NO_PRESET, RunConfig
 from launcher.recipes.find import recipes, summary
 from launcher.wording import did_you_mean
+from longctx.architecture.mixers.table import MIXERS
 from longctx.architecture.rope import ROPE_KINDS
-from longctx.architecture.rules import CHOICES, LAYER_KINDS
+from longctx.architecture.rules import CHOICES
 from longctx.config import PRESETS
 from longctx.errors import ConfigError
 from longctx.kernels.attention.select import KERNELS
@@ -59,7 +60,7 @@ _EXAMPLES = {
 
 _CHOICES: Mapping[str, Sequence[Any]] = {
     "model.preset": (NO_PRESET, *PRESETS),
-    "model.layers": LAYER_KINDS,
+    "model.layers": tuple(MIXERS),
     "model.rope.kind": ROPE_KINDS,
     "parallel.layout": (AUTO, *KINDS),
     "parallel.kernel": ("auto", *KERNELS),

@@ -17,6 +17,7 @@ from launcher.config.chunks import chunk_choices
 from launcher.config.resolved import AUTO, ResolvedConfig
 from launcher.config.sections import RunConfig
 from launcher.config.side_by_side import with_context
+from longctx.architecture.layers import mixers_of
 from longctx.errors import ConfigError
 from parallel.experts.tiles import default_tile_tokens
 from parallel.layout.select import choose_layout
@@ -139,8 +140,7 @@ def _layout(config: RunConfig, machine: Machine, data: Data) -> Choice:
         degree=parallel.context,
         ulysses=parallel.ulysses,
         packed=data.is_packed or config.train.micro_batch_rows > 1,
-        layers=model.layers,
-        window=model.window,
+        reaches=[mixer.reach for mixer in mixers_of(model)],
         side_by_side=parallel.tokens_per_rank > 0,
     )
     settled = dataclasses.replace(config, parallel=dataclasses.replace(parallel, layout=layout))

@@ -19,6 +19,7 @@ from launcher.evaluation.opened import checkpoint_name, open_reader
 from launcher.report.evaluation.attention import AttentionMap, csv_rows, map_figure, token_page
 from launcher.report.evaluation.tables import write_csv
 from launcher.report.figures import standalone
+from longctx.architecture.layers import layer_specs
 from longctx.config import ModelConfig
 from longctx.errors import ConfigError, DataError
 from longctx.files import write_atomically
@@ -83,7 +84,7 @@ def softmax_call(model: ModelConfig, layer: int, head: int) -> int:
         raise ConfigError(f"--layer {layer}: the model has layers 0 to {model.num_layers - 1}.")
     if not 0 <= head < model.num_heads:
         raise ConfigError(f"--head {head}: the model has heads 0 to {model.num_heads - 1}.")
-    softmax = [number for number in range(model.num_layers) if model.layer_kind(number) != "linear"]
+    softmax = [number for number, spec in enumerate(layer_specs(model)) if spec.mixer.has_scores]
     if layer not in softmax:
         raise ConfigError(
             f"--layer {layer} is linear attention, which has a state and no weights of keys. "
@@ -136,7 +137,7 @@ def observe(folder: Path, documents: list[list[int]], *, call: int, head: int, b
     """Read the documents in one row, as in training, and average what the head's queries attend to."""
     ids = [token for document in documents for token in document]
     core = ObservedAttention(call=call, head=head, groups_T=torch.arange(len(ids)) // block_tokens)
-    model = load_model(folder, core=core)
+    model = load_model(folder, cores={"softmax": core})
     # Positions restart in each document, as in training.
     positions = torch.cat([torch.arange(len(document)) for document in documents])
     bounds = np.cumsum([0, *map(len, documents)]).tolist()

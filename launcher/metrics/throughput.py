@@ -6,10 +6,10 @@ adds (recomputed activations, masked-out scores) is not counted, so a slower met
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from functools import cache
 
+from longctx.architecture.layers import mixers_of
 from longctx.architecture.size import count_matrices
 from longctx.config import ModelConfig
 
@@ -43,62 +43,15 @@ def matmul_parameters(config: ModelConfig) -> int:
     return sum(counts.values()) - counts["embedding"] - counts["head"] + config.vocab_size * config.hidden_size
 
 
-def attended_pairs(lengths: Iterable[int], *, window: int = 0, stride: int = 0) -> int:
-    """(query, key) pairs that a causal mask within each document leaves: ``Σ n·(n + 1) / 2``.
-
-    With a ``window`` w those at distances below w: ``Σ m·(m + 1)/2 + (n − m)·w``, m = min(n, w). A ``stride`` s adds
-    the distances beyond the window that are multiples of s.
-    """
-    return sum(_pairs_of(n, window or n, stride) for n in lengths)
-
-
-def _pairs_of(n: int, window: int, stride: int) -> int:
-    near = min(n, window)
-    pairs = near * (near + 1) // 2 + (n - near) * window
-    if stride and n > window:
-        # Query i meets i // stride multiples of the stride; those within its window are counted already.
-        inside = (window - 1) // stride
-        pairs += _sum_of_quotients(n, stride) - _sum_of_quotients(window, stride) - (n - window) * inside
-    return pairs
-
-
-def _sum_of_quotients(n: int, divisor: int) -> int:
-    """Σ i // divisor over 0 ≤ i < n."""
-    whole, rest = divmod(n, divisor)
-    return divisor * whole * (whole - 1) // 2 + rest * whole
-
-
-def attention_flops(config: ModelConfig, kind: str, lengths: Sequence[int]) -> int:
-    """FLOPs of attention proper in one layer of this kind, forward, over documents of these lengths.
-
-    ``2·H·(D + V)`` a (query, key) pair that the layer's mask leaves, D and V being the sizes of a query and a value
-    head; Transformer-XL's relative positions are a second product over D. Linear attention has no pairs: a token adds
-    its key times value to a state, and its query reads one, ``2·(K + H)·D·V``.
-    """
-    H, D, V = config.num_heads, config.head_dim, config.value_dim
-    if kind == "linear":
-        return 2 * (config.num_kv_heads + H) * D * V * sum(lengths)
-    window = stride = 0
-    if kind in ("window", "sparse"):
-        window = config.window
-    if kind == "sparse":
-        stride = config.sparse_stride
-    scores = D
-    if config.position == "relative":
-        scores = 2 * D
-    return 2 * H * (scores + V) * attended_pairs(lengths, window=window, stride=stride)
-
-
 def training_flops(config: ModelConfig, lengths: Sequence[int]) -> int:
     """Model FLOPs of one forward and backward pass over documents of these lengths.
 
-    ``6 · matmul_parameters · Σ n + 3 · Σ_layers attention_flops``: forward costs 2 a weight and token, and backward
+    ``6 · matmul_parameters · Σ n + 3 · Σ_layers Mixer.flops``: forward costs 2 a weight and token, and backward
     twice as much as forward. With full layers alone that is ``6·P·Σ n + 12·L·H·D · Σ n·(n + 1)/2``.
     """
     linear = 2 * matmul_parameters(config) * sum(lengths)
-    layers = Counter(config.layer_kind(layer) for layer in range(config.num_layers))
-    attention = sum(count * attention_flops(config, kind, lengths) for kind, count in layers.items())
-    return 3 * (linear + attention)
+    mixing = sum(count * mixer.flops(config, lengths) for mixer, count in mixers_of(config).items())
+    return 3 * (linear + mixing)
 
 
 def tokens_per_second(num_tokens: int, seconds: float) -> float:

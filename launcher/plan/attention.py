@@ -12,9 +12,10 @@ from typing import Literal, NamedTuple
 import numpy as np
 
 from launcher.config.sections import ParallelSection
-from launcher.metrics.throughput import attention_flops
 from launcher.plan.hardware import Hardware
 from launcher.plan.world import World
+from longctx.architecture.layers import mixers_of
+from longctx.architecture.mixers.mixer import Mixer
 from longctx.batch import PackedDocuments
 from longctx.config import ModelConfig
 from longctx.kernels.attention.slices import K_START, K_STOP, LO, OPEN, Q_START, Q_STOP
@@ -68,12 +69,11 @@ def attention_of_rank(
     model: ModelConfig, parallel: ParallelSection, width: int, world: World, rank: int, documents: PackedDocuments
 ) -> Attention:
     """What a rank computes and receives in all layers, forward. ``width``: bytes of a value."""
-    layers = Counter(model.layer_kind(layer) for layer in range(model.num_layers))
     flops: dict[Part, float] = {}
     within = afar = 0.0
     messages = 0
-    for of_kind, count in layers.items():
-        one = _one_layer(model, of_kind, parallel, width, world, rank, documents)
+    for mixer, count in mixers_of(model).items():
+        one = _one_layer(model, mixer, parallel, width, world, rank, documents)
         for part, of_part in one.flops.items():
             flops[part] = flops.get(part, 0.0) + count * of_part
         within += count * one.received_in_node
@@ -84,17 +84,17 @@ def attention_of_rank(
 
 def _one_layer(
     model: ModelConfig,
-    of_kind: str,
+    mixer: Mixer,
     parallel: ParallelSection,
     width: int,
     world: World,
     rank: int,
     documents: PackedDocuments,
 ) -> Attention:
-    if parallel.context == 1 or of_kind == "linear":
-        # Linear attention sends states, which are small.
-        return Attention(_of_documents(model, of_kind, documents.lengths, parallel.context))
-    schedule = _schedule(model, of_kind, parallel, documents)
+    if parallel.context == 1 or mixer.reach == 0:
+        # States are small.
+        return Attention(_of_documents(model, mixer, documents.lengths, parallel.context))
+    schedule = _schedule(mixer, parallel, documents)
     shape = AttentionShape(model.num_heads, model.num_kv_heads, model.head_dim, width, value_dim=model.value_dim)
     # A rank that stands for those that share the experts may be of another sequence.
     rank %= parallel.context
@@ -105,27 +105,25 @@ def _one_layer(
         within, afar = schedule.rows_by_link(ring_rank, ring_in_node)
     row = model.num_kv_heads / parallel.ulysses * shape.key_and_value_dim * shape.bytes_per_value
     return Attention(
-        _of_schedule(model, of_kind, schedule, rank, shape),
+        _of_schedule(mixer, schedule, rank, shape),
         received_in_node=within * row,
         received_from_afar=afar * row,
         messages=2 * (ring - 1),
     )
 
 
-def _of_documents(model: ModelConfig, of_kind: str, lengths: Sequence[int], ranks: int) -> dict[Part, float]:
+def _of_documents(model: ModelConfig, mixer: Mixer, lengths: Sequence[int], ranks: int) -> dict[Part, float]:
     """FLOPs of whole documents, divided over so many ranks."""
     found: dict[Part, float] = {}
     for length, count in Counter(lengths).items():
         part = Part("causal", length)
-        if of_kind in ("window", "sparse") and length > model.window:
-            part = Part("window", model.window)
-        found[part] = found.get(part, 0.0) + count * attention_flops(model, of_kind, [length]) / ranks
+        if 0 < mixer.window < length:
+            part = Part("window", mixer.window)
+        found[part] = found.get(part, 0.0) + count * mixer.flops(model, [length]) / ranks
     return found
 
 
-def _of_schedule(
-    model: ModelConfig, of_kind: str, schedule: Schedule, rank: int, shape: AttentionShape
-) -> dict[Part, float]:
+def _of_schedule(mixer: Mixer, schedule: Schedule, rank: int, shape: AttentionShape) -> dict[Part, float]:
     """FLOPs of the slices that a rank's schedule has."""
     pairs: Counter[Part] = Counter()
     for hop in schedule.hops(rank):
@@ -136,8 +134,8 @@ def _of_schedule(
             # Alike ones run at one rate, so sums by kind and size are all that seconds need.
             for is_causal, num_pairs, q, k in zip(causal, areas(table), queries, keys, strict=True):
                 part = Part("full", math.sqrt(int(q) * int(k)))
-                if of_kind != "full":
-                    part = Part("window", model.window)
+                if mixer.window:
+                    part = Part("window", mixer.window)
                 elif is_causal:
                     part = Part("causal", int(q))
                 pairs[part] += int(num_pairs)
@@ -154,13 +152,8 @@ def _is_causal(table: np.ndarray) -> np.ndarray:
     return (lo != OPEN) & (lo > table[:, Q_START] - (table[:, K_STOP] - 1))
 
 
-def _schedule(model: ModelConfig, of_kind: str, parallel: ParallelSection, documents: PackedDocuments) -> Schedule:
+def _schedule(mixer: Mixer, parallel: ParallelSection, documents: PackedDocuments) -> Schedule:
     layout = SequenceLayout.build(
         parallel.layout, documents.num_tokens, parallel.context, documents, ulysses=parallel.ulysses
     )
-    if of_kind == "full":
-        return Schedule.build(layout, documents)
-    stride = 0
-    if of_kind == "sparse":
-        stride = model.sparse_stride
-    return Schedule.build(layout, documents, window=model.window, stride=stride)
+    return Schedule.build(layout, documents, mixer.causal, mixer.window or None, stride=mixer.stride)

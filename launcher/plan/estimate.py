@@ -13,7 +13,7 @@ from launcher.config.resolved import ResolvedConfig, ResolvedParallel, ResolvedT
 from launcher.config.sections import DataSection, RunConfig
 from launcher.config.side_by_side import C, padded_documents, padded_tokens, with_context
 from launcher.config.zero import zero_options
-from launcher.metrics.throughput import attended_pairs, training_flops
+from launcher.metrics.throughput import training_flops
 from launcher.plan.activations import Activations, activations
 from launcher.plan.checkpoint_copy import copy_bytes
 from launcher.plan.documents import documents_of
@@ -24,6 +24,8 @@ from launcher.plan.parameters import build_shapes, planned_mesh
 from launcher.plan.seconds import StepSeconds, slowest, step_seconds
 from launcher.plan.world import RankKind, World, rank_kinds
 from launcher.plan.zero import Held, partition_bytes
+from longctx.architecture.layers import mixers_of
+from longctx.architecture.mixers.softmax import attended_pairs
 from longctx.batch import PackedDocuments
 from longctx.errors import ConfigError
 from longctx.kernels.processor import has_native_bfloat16
@@ -305,6 +307,6 @@ def _without_rows(config: ResolvedConfig, world: World) -> ResolvedConfig:
 def _masked_flops(config: ResolvedConfig, lengths: tuple[int, ...]) -> float:
     """FLOPs, forward and backward, of the pairs that the causal masks of full layers leave out."""
     model = config.model.config()
-    full = sum(model.layer_kind(layer) == "full" for layer in range(model.num_layers))
+    full = sum(count for mixer, count in mixers_of(model).items() if mixer.reach is None and not mixer.stride)
     left_out = sum(n * n for n in lengths) - attended_pairs(lengths)
     return 3.0 * full * 2 * model.num_heads * (model.head_dim + model.value_dim) * left_out

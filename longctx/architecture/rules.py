@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 
 from longctx.architecture.fields import ModelFields
+from longctx.architecture.layers import mixers_of
+from longctx.architecture.mixers.table import MIXERS
 from longctx.architecture.types import check_types
 from longctx.errors import ConfigError
 from longctx.untrusted.reading import shown
@@ -19,9 +21,6 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "balance_scope": ("sequence", "micro_batch", "global_batch"),
 }
 """The values that a field of text may have."""
-
-LAYER_KINDS = ("full", "window", "sparse", "linear")
-"""What an attention layer sees of its document."""
 
 GATED = ("swiglu", "geglu", "geglu_tanh", "swiglu_oai")
 """Activations that multiply two projections."""
@@ -98,7 +97,7 @@ def check_model(config: ModelFields) -> None:
             raise ConfigError(f"model.{name}={shown(getattr(config, name))} is unknown. Try one of {list(choices)}.")
     _check_heads(config)
     _check_layers(config)
-    _check_latent(config)
+    _check_mixers(config)
     _check_positions(config)
     _check_biases(config)
     _check_ffn(config)
@@ -142,8 +141,8 @@ def _check_heads(config: ModelFields) -> None:
 
 def _check_layers(config: ModelFields) -> None:
     """ConfigError for kinds of layers that do not exist, and for a window or stride that none of them reads."""
-    if not config.layers or not set(config.layers) <= set(LAYER_KINDS):
-        raise ConfigError(f"model.layers={shown(list(config.layers))} must name one or more of {list(LAYER_KINDS)}.")
+    if not config.layers or not set(config.layers) <= set(MIXERS):
+        raise ConfigError(f"model.layers={shown(list(config.layers))} must name one or more of {list(MIXERS)}.")
     for name in ("layers", "rope_layers"):
         count = len(getattr(config, name))
         if not 1 <= count <= config.num_layers:
@@ -168,23 +167,10 @@ def _check_layers(config: ModelFields) -> None:
             f"model.sparse_stride={config.sparse_stride} with model.layers={list(config.layers)}: sparse layers need a "
             f"stride of at least 1, and nothing else reads it. {advice}"
         )
-    if "linear" in config.layers:
-        _check_linear(config)
 
 
-def _check_linear(config: ModelFields) -> None:
-    """ConfigError for what changes scores: linear attention has none that a cap, a bias or a sink could change."""
-    for name in ("attention_softcap", "attention_scale", "sinks"):
-        if getattr(config, name):
-            raise ConfigError(f"model.{name}={getattr(config, name)} means nothing to linear layers; leave it out.")
-    if config.position in ("alibi", "t5", "relative"):
-        raise ConfigError(
-            f"model.position={config.position!r} is a bias of scores, which linear layers do not have. "
-            "Try rope, learned, sinusoidal or none."
-        )
-
-
-def _check_latent(config: ModelFields) -> None:
+def _check_mixers(config: ModelFields) -> None:
+    """ConfigError for fields that a mixer of the model cannot have, or that none reads."""
     if not config.is_latent:
         for name in ("q_lora_rank", "rope_head_dim", "value_head_dim"):
             if getattr(config, name):
@@ -192,22 +178,8 @@ def _check_latent(config: ModelFields) -> None:
                     f"model.{name}={getattr(config, name)} belongs to latent attention; set model.kv_lora_rank too, or "
                     f"model.{name}=0."
                 )
-        return
-    if config.num_kv_heads != config.num_heads:
-        raise ConfigError(
-            f"model.num_kv_heads={config.num_kv_heads} must be model.num_heads={config.num_heads} in latent attention: "
-            "every head has keys of its own."
-        )
-    if config.position != "rope" or config.qk_norm != "none" or config.rope.partial != 1:
-        raise ConfigError(
-            f"latent attention (model.kv_lora_rank={config.kv_lora_rank}) has rotary positions on model.rope_head_dim "
-            "channels, and norms in its latents: use model.position=rope, model.rope.partial=1, model.qk_norm=none."
-        )
-    if not 0 < config.rope_head_dim < config.head_dim:
-        raise ConfigError(
-            f"model.rope_head_dim={config.rope_head_dim} must lie above 0 and below model.head_dim={config.head_dim}, "
-            f"of which it is a part. Try {max(config.head_dim // 3 // 2 * 2, 2)}."
-        )
+    for mixer in mixers_of(config):
+        mixer.check(config)
 
 
 def _check_positions(config: ModelFields) -> None:

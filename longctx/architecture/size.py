@@ -9,6 +9,7 @@ from collections import Counter
 from collections.abc import Callable
 
 from longctx.architecture.fields import ModelFields
+from longctx.architecture.layers import layer_specs
 from longctx.architecture.rules import GATED
 
 COMPONENTS = (
@@ -97,30 +98,12 @@ def widest_ffn(config: ModelFields) -> int:
 
 def _block_matrices(config: ModelFields, layer: int) -> dict[str, int]:
     """Weight matrices of one layer."""
-    M, H, D = config.hidden_size, config.num_heads, config.head_dim
     counts = _ffn_matrices(config, layer)
-    if config.is_latent:
-        counts["attention"] = _latent_matrices(config)
-    else:
-        # Queries and output, keys and values.
-        counts["attention"] = 2 * M * D * (H + config.num_kv_heads)
+    counts["attention"] = layer_specs(config)[layer].mixer.matrices(config)
     if config.position == "relative":
         # Transformer-XL projects the sinusoids of distances for each head.
-        counts["positions"] = H * D * M
+        counts["positions"] = config.num_heads * config.head_dim * config.hidden_size
     return counts
-
-
-def _latent_matrices(config: ModelFields) -> int:
-    """Matrices of multi-head latent attention (DeepSeek-V2)."""
-    M, H, D, V = config.hidden_size, config.num_heads, config.head_dim, config.value_dim
-    latent, rotary = config.kv_lora_rank, config.rope_head_dim
-    if config.q_lora_rank:
-        queries = config.q_lora_rank * (M + H * D)
-    else:
-        queries = M * H * D
-    # Rotary keys are projected from the hidden states, once for all heads; the other channels come from the latent.
-    keys_and_values = M * (latent + rotary) + latent * H * (D - rotary + V)
-    return queries + keys_and_values + H * V * M
 
 
 def _ffn_matrices(config: ModelFields, layer: int) -> dict[str, int]:
@@ -150,26 +133,11 @@ def _block_vectors(config: ModelFields, layer: int) -> dict[str, int]:
     H, D = config.num_heads, config.head_dim
     counts = _ffn_biases(config, layer)
     counts["norms"] = _block_norms(config)
-    counts["attention"] = _attention_biases(config)
-    # Linear attention has no softmax that a sink could take a share of.
-    if config.sinks and config.layer_kind(layer) != "linear":
-        counts["attention"] += H
+    counts["attention"] = layer_specs(config)[layer].mixer.vectors(config)
     if config.position == "relative":
         # Transformer-XL's u and v.
         counts["positions"] = 2 * H * D
     return counts
-
-
-def _attention_biases(config: ModelFields) -> int:
-    """Biases of the projections; with latent attention, of those into latents."""
-    biases = 0
-    if config.o_bias:
-        biases += config.hidden_size
-    if config.qkv_bias and config.is_latent:
-        biases += config.q_lora_rank + config.kv_lora_rank + config.rope_head_dim
-    elif config.qkv_bias:
-        biases += (config.num_heads + 2 * config.num_kv_heads) * config.head_dim
-    return biases
 
 
 def _block_norms(config: ModelFields) -> int:

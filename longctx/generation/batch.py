@@ -79,7 +79,7 @@ class _Sequence:
 def _continued(
     model: Decoder, prompts: Sequence[Sequence[int]], request: Request, max_sequences: int, chunk_tokens: int
 ) -> Iterator[tuple[int, list[int]]]:
-    new_cache = model.core.new_caches(min(max_sequences, len(prompts)))
+    new_cache = model.new_caches(min(max_sequences, len(prompts)))
     # A list gives its last element fastest.
     waiting = list(reversed(range(len(prompts))))
     under_way: list[_Sequence] = []
@@ -152,6 +152,6 @@ def _searched(
     model: Decoder, prompts: Sequence[Sequence[int]], request: Request, beams: Beams, chunk_tokens: int
 ) -> Iterator[tuple[int, list[int]]]:
     for index, prompt_ids in enumerate(prompts):
-        cache = model.core.new_caches(request.num_caches)()
+        cache = model.new_caches(request.num_caches)()
         cache.expect(request.expected_tokens)
         yield index, list(search(model, list(prompt_ids), request, beams, cache, chunk_tokens))

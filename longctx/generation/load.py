@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 
 import torch
@@ -33,10 +34,12 @@ def is_hf_folder(folder: str | Path) -> bool:
     return (Path(folder) / "config.json").is_file() and not (Path(folder) / MANIFEST).is_file()
 
 
-def load_model(folder: str | Path, dtype: torch.dtype = torch.float32, *, core: AttentionCore | None = None) -> Decoder:
+def load_model(
+    folder: str | Path, dtype: torch.dtype = torch.float32, *, cores: Mapping[str, AttentionCore] | None = None
+) -> Decoder:
     """The decoder of a checkpoint, of a run's newest one, or of a Hugging Face folder: on the CPU, ready to generate.
 
-    ``core`` is the attention of its layers; the default is that of one process. Strict: CheckpointError unless the
+    ``cores`` are those of its layers' mixers (``Decoder``). Strict: CheckpointError unless the
     folder holds exactly the decoder's tensors.
     """
     folder = find_model(folder)
@@ -45,7 +48,7 @@ def load_model(folder: str | Path, dtype: torch.dtype = torch.float32, *, core: 
     else:
         reader = CheckpointReader(folder)
         config, weights = model_config(reader), dict(reader.state_dict(dtype))
-    model = Decoder(config, core, seed=None).to(dtype)
+    model = Decoder(config, cores, seed=None).to(dtype)
     try:
         model.load_state_dict(weights)
     except RuntimeError as error:

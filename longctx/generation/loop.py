@@ -88,7 +88,7 @@ def stream(
         return _tokens_without_cache(model, prompt_ids, Continuation(request, prompt_ids))
     # The model's attention core knows which processes share the sequence.
     if cache is None:
-        cache = model.core.new_caches(request.num_caches)()
+        cache = model.new_caches(request.num_caches)()
     if cache.num_tokens:
         raise ConfigError(f"the cache holds {cache.num_tokens} tokens already: generate begins with an empty one.")
     # Else the first new token would copy the whole prompt's keys.

@@ -11,17 +11,19 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
+from longctx.architecture.layers import layer_specs
 from longctx.config import ModelConfig
 from longctx.kernels.attention.contract import Scores
 from longctx.kernels.graphs import outside_graphs
 from longctx.kernels.regions import Run, call_function
 from longctx.model.attention.core import PassCache, PassCore, Plan
-from longctx.model.attention.projections import build_attention
 from longctx.model.experts.layer import MixtureOfExperts, MoECall
 from longctx.model.kept import HostStore, Keep
 from longctx.model.layers.dropout import Draw, Dropout
 from longctx.model.layers.mlp import FeedForward
 from longctx.model.layers.norms import build_norm
+from longctx.model.mixers.network import MixerNetwork
+from longctx.model.mixers.table import NETWORKS
 from longctx.model.recompute import RecomputeCache, recomputed, recomputed_in_graph
 from longctx.model.rotary import RotaryTable
 
@@ -39,7 +41,7 @@ class LayerByChunks(Protocol):
 
 @dataclass(frozen=True, eq=False)
 class Call:
-    """What a forward pass tells all layers of one kind."""
+    """What a forward pass tells all layers of one mixer."""
 
     core: PassCore
     plan: Plan
@@ -69,8 +71,9 @@ class Block(nn.Module):
         self.layer = layer
         self.order = config.norm_order
         self.residual_scale = config.residual_scale
-        self.self_attn = build_attention(config, layer)
-        if config.has_experts(layer):
+        spec = layer_specs(config)[layer]
+        self.self_attn: MixerNetwork = NETWORKS[spec.mixer.name](config, spec)
+        if spec.ffn == "experts":
             # Statistics and replays count layers of experts, not all layers.
             earlier_expert_layers = sum(map(config.has_experts, range(layer)))
             self.mlp = MixtureOfExperts(config, experts, layer=earlier_expert_layers)

@@ -5,13 +5,15 @@ Axes: B rows, t tokens of this rank, M model width, V vocabulary, L layers, S do
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from longctx.architecture.layers import layer_specs, mixers_of
+from longctx.architecture.mixers.mixer import Mixer
 from longctx.architecture.rope import Rope
 from longctx.batch import PackedDocuments
 from longctx.config import ModelConfig
@@ -20,9 +22,6 @@ from longctx.kernels.attention.contract import RelativeBias, Scores
 from longctx.kernels.graphs import outside_graphs
 from longctx.kernels.regions import Run, call_function, run_with
 from longctx.model.attention.core import AttentionCore, KVCache, PassCache, PassCore, Plan, TokenChunk
-from longctx.model.attention.linear import LocalLinearAttention
-from longctx.model.attention.local import LocalAttention
-from longctx.model.attention.plans import plan_layers
 from longctx.model.attention.sequences import SequencesCore
 from longctx.model.block import Block, Call
 from longctx.model.chunks.head import chunked_loss_sums
@@ -40,6 +39,8 @@ from longctx.model.layers.dropout import Dropout
 from longctx.model.layers.initialize import InitialTensor
 from longctx.model.layers.linear import Embedding, Weight, set_products
 from longctx.model.layers.norms import build_norm
+from longctx.model.mixers.table import local_cores
+from longctx.model.plans import plan_layers
 from longctx.model.positions import check_learned, sinusoid_table, sinusoidal_embedding
 from longctx.model.rotary import RotaryTable
 from longctx.model.training_pass import (
@@ -71,7 +72,8 @@ class Backbone(nn.Module):
         if config.norm_order != "post":
             self.norm = build_norm(config, config.hidden_size)
         # Layers of one rope share their table; None stands for layers without rotary channels.
-        ropes = [self._rope(layer) for layer in range(config.num_layers)]
+        self._specs = layer_specs(config)
+        ropes = [spec.rope for spec in self._specs]
         self._ropes = tuple(dict.fromkeys(ropes))
         self._rope_of_layer = tuple(self._ropes.index(rope) for rope in ropes)
 
@@ -80,8 +82,8 @@ class Backbone(nn.Module):
         tokens_Bt: Tensor,
         positions_Bt: Tensor,
         *,
-        cores: dict[str, PassCore],
-        plans: dict[str, Plan],
+        cores: dict[Mixer, PassCore],
+        plans: dict[Mixer, Plan],
         length: int,
         cache: PassCache | None,
         dropout: Dropout | None,
@@ -93,9 +95,8 @@ class Backbone(nn.Module):
         """Hidden states [B, t, M] and the ``RouterStats.tensors`` of every expert layer.
 
         With ``stream`` its handle, before the final norm, stands for hidden states. ``cores`` and ``plans`` have one
-        entry for each kind of layer; ``length`` is the longest document's.
+        entry for each mixer; ``length`` is the longest document's.
         """
-        config = self.config
         x_BtM = self._embed(tokens_Bt, positions_Bt, dropout)
         scores = self._scores(x_BtM)
         tables = [self._table(rope, positions_Bt, length, x_BtM.dtype) for rope in self._ropes]
@@ -104,10 +105,10 @@ class Backbone(nn.Module):
             x_BtM, by_chunks = stream.enter(x_BtM), partial(chunked_layer, stream)
         elif execution.store == "host" and cache is None and torch.is_grad_enabled():
             host = self._host_store(tokens_Bt, tables)
-        calls: dict[str, Call] = {}
-        for kind, plan in plans.items():
-            calls[kind] = Call(
-                core=cores[kind],
+        calls: dict[Mixer, Call] = {}
+        for mixer, plan in plans.items():
+            calls[mixer] = Call(
+                core=cores[mixer],
                 plan=plan,
                 scores=scores,
                 cache=cache,
@@ -119,10 +120,10 @@ class Backbone(nn.Module):
                 run=run,
             )
         stats: list[tuple[Tensor, ...]] = []
-        for layer, block in enumerate(self.layers):
-            results = block(x_BtM, tables[self._rope_of_layer[layer]], call=calls[config.layer_kind(layer)])
+        for spec, rope, block in zip(self._specs, self._rope_of_layer, self.layers, strict=True):
+            results = block(x_BtM, tables[rope], call=calls[spec.mixer])
             x_BtM = results[0]
-            if config.has_experts(layer):
+            if spec.ffn == "experts":
                 stats.append(results[1:])
         if stream is None:
             x_BtM = self.last_norm(x_BtM)
@@ -157,11 +158,6 @@ class Backbone(nn.Module):
         # What has less than a byte a token does not grow with the row: to move it takes longer than to keep it.
         return HostStore(Copies(tokens_Bt.device), len(self.layers), least_bytes=tokens_Bt.numel(), shared=shared)
 
-    def _rope(self, layer: int) -> Rope | None:
-        if self.config.has_rope(layer):
-            return self.config.rope_of(layer)
-        return None
-
     def _scores(self, x_BtM: Tensor) -> Scores:
         """How queries and keys become scores: the same in all layers."""
         config = self.config
@@ -195,30 +191,24 @@ class Decoder(nn.Module):
     def __init__(
         self,
         config: ModelConfig,
-        core: AttentionCore | None = None,
+        cores: Mapping[str, AttentionCore] | None = None,
         *,
-        linear_core: AttentionCore | None = None,
         dispatcher: TokenDispatcher | None = None,
         execution: Execution | None = None,
         seed: int | None = 0,
     ) -> None:
         """Build the network with the initial weights of ``seed``; None leaves memory unset, for a state dict to fill.
 
-        ``core`` serves the layers of softmax attention, ``linear_core`` the linear ones; both default to one process.
-        The decoder holds the experts that its ``dispatcher`` names: without one, all.
+        ``cores`` serve the layers whose mixers name them; those that are left out are of one process. The decoder holds
+        the experts that its ``dispatcher`` names: without one, all.
         """
         super().__init__()
         self.config = config
         execution = execution or Execution()
-        if core is None:
-            core = LocalAttention(products=execution.products)
-        if linear_core is None:
-            linear_core = LocalLinearAttention()
         if dispatcher is None:
             dispatcher = LocalDispatcher()
         self.execution = execution
-        self.core = core
-        self.linear_core = linear_core
+        self.cores = {**local_cores(execution.products), **(cores or {})}
         self.dispatcher = dispatcher
         self.model = Backbone(config, dispatcher.local_experts)
         self.lm_head = LMHead(config, execution.products, run_with(execution.compiler))
@@ -306,7 +296,11 @@ class Decoder(nn.Module):
 
     def new_cache(self) -> KVCache:
         """An empty cache, on this process or on those that share its sequences."""
-        return self.core.new_cache()
+        return self.cores["softmax"].new_cache()
+
+    def new_caches(self, most: int) -> Callable[[], KVCache]:
+        """Makes empty caches, of which at most so many are in use together."""
+        return self.cores["softmax"].new_caches(most)
 
     def selection_biases(self) -> list[Tensor]:
         """The buffers [E] that routers add where they choose experts, one a layer of experts; none if it has none."""
@@ -376,13 +370,11 @@ def _tokens_and_documents(
     return token_Bt, document_ids
 
 
-def _cores_of(decoder: Decoder, chunk: TokenChunk | None) -> dict[str, PassCore]:
-    """The core of each kind of layer."""
-    cores: dict[str, AttentionCore] = dict.fromkeys(decoder.config.layers, decoder.core)
-    if "linear" in cores:
-        cores["linear"] = decoder.linear_core
+def _cores_of(decoder: Decoder, chunk: TokenChunk | None) -> dict[Mixer, PassCore]:
+    """The core of each mixer."""
+    cores = {mixer: decoder.cores[mixer.core] for mixer in mixers_of(decoder.config)}
     if chunk is not None and chunk.sequences:
-        return {kind: SequencesCore(core, chunk.sequences) for kind, core in cores.items()}
+        return {mixer: SequencesCore(core, chunk.sequences) for mixer, core in cores.items()}
     return {**cores}
 
 

@@ -31,6 +31,15 @@ class ContextParallelAttention:
     """Kind of layout in which attention has the tokens."""
     options: AttentionOptions = field(default_factory=AttentionOptions)
 
+    @staticmethod
+    def check_layout(layout: str, ring_degree: int) -> None:
+        """Every layout serves."""
+
+    @classmethod
+    def build(cls, mesh: Mesh, layout: str, options: AttentionOptions) -> ContextParallelAttention:
+        """The core of a mesh."""
+        return cls(mesh, layout, options)
+
     def new_cache(self) -> ShardedKVCache:
         """An empty cache for the mesh's context ranks."""
         return ShardedKVCache(self.mesh, self.layout)

@@ -28,7 +28,7 @@ from longctx.model.recompute import RecomputeCache
 from parallel.attention.cache import ShardedKVCache
 from parallel.attention.cached_linear import CachedLinearPlan, linear_attend_cached
 from parallel.attention.gather_states import GatherStates
-from parallel.attention.plan import build_layout, flattened, tokens_problem
+from parallel.attention.plan import AttentionOptions, build_layout, flattened, tokens_problem
 from parallel.comm.agreement import agree, degree_problem
 from parallel.layout.sequence import SequenceLayout
 from parallel.mesh import Mesh
@@ -149,6 +149,20 @@ class ContextParallelLinearAttention:
     layout: str
     """Kind of the layout where a batch names none."""
 
+    @staticmethod
+    def check_layout(layout: str, ring_degree: int) -> None:
+        """ConfigError if single tokens are dealt to several ranks: states are sums over runs of neighbours."""
+        if layout == "striped" and ring_degree > 1:
+            raise ConfigError(
+                "parallel.layout='striped' deals single tokens to ranks, and linear layers (model.layers) sum over "
+                "runs of neighbours.\nTry parallel.layout='zigzag' (or contiguous or balanced)."
+            )
+
+    @classmethod
+    def build(cls, mesh: Mesh, layout: str, options: AttentionOptions) -> ContextParallelLinearAttention:
+        """The core of a mesh; none of the options changes it."""
+        return cls(mesh, layout)
+
     def new_cache(self) -> ShardedKVCache:
         """An empty cache for the mesh's context ranks."""
         return ShardedKVCache(self.mesh, self.layout)
@@ -204,15 +218,6 @@ class ContextParallelLinearAttention:
     ) -> Tensor:
         """Output [1, t, H, V] of each token after the state of its own cache. Nothing is sent."""
         return attend_alone(self, q_BtHD, k_BtKD, v_BtKV, plan, caches)
-
-
-def check_linear_layout(layout: str, ring_degree: int) -> None:
-    """ConfigError when linear layers cannot sum over what a rank holds of the sequence."""
-    if layout == "striped" and ring_degree > 1:
-        raise ConfigError(
-            "parallel.layout='striped' deals single tokens to ranks, and linear layers (model.layers) sum over runs of "
-            "neighbours.\nTry parallel.layout='zigzag' (or contiguous or balanced)."
-        )
 
 
 @dataclass(frozen=True)

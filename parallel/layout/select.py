@@ -24,7 +24,7 @@ so the ring alone decides.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection
 
 from longctx.errors import ConfigError
 from parallel.layout.sequence import KINDS, check_division, check_layout, num_parts
@@ -56,15 +56,14 @@ def choose_layout(
     degree: int,
     ulysses: int,
     packed: bool,
-    layers: Sequence[str],
-    window: int,
+    reaches: Collection[int | None],
     side_by_side: bool = False,
 ) -> tuple[str, str]:
     """The layout that serves these layers best, and the reason in one clause for the log.
 
     ``num_tokens`` are those of a sequence that ``degree`` ranks share, ``ulysses`` of which split heads. ``packed``
-    says whether a sequence may hold more than one document. ``layers`` are the kinds of the model's layers; ``window``
-    is that of its window layers. ``side_by_side`` rows (``parallel.tokens_per_rank``) are never zigzag, which spreads
+    says whether a sequence may hold more than one document. ``reaches`` are those of the model's mixers
+    (``Mixer.reach``). ``side_by_side`` rows (``parallel.tokens_per_rank``) are never zigzag, which spreads
     each over all ranks. Pure: a run that resumes with the same settings and data gets the same layout.
     """
     ring = degree // ulysses
@@ -74,7 +73,7 @@ def choose_layout(
             kind = "balanced"
         return kind, "every rank attends over whole sequences, so all layouts are the same"
     # Where contiguous work is even there is nothing to balance, and no layout sends less.
-    local = _reason_to_stay_local(num_tokens // ring, packed, layers, window)
+    local = _reason_to_stay_local(num_tokens // ring, packed, reaches)
     if local is not None:
         return "contiguous", local
     if packed:
@@ -87,12 +86,14 @@ def choose_layout(
     return "zigzag", f"one document a sequence is even work for {ring} ring ranks"
 
 
-def _reason_to_stay_local(tokens_per_rank: int, packed: bool, layers: Sequence[str], window: int) -> str | None:
+def _reason_to_stay_local(tokens_per_rank: int, packed: bool, reaches: Collection[int | None]) -> str | None:
     """Why a rank's tokens need hardly any others; None where some layer sees far back."""
-    if set(layers) == {"linear"}:
+    rows = [reach for reach in reaches if reach is not None]
+    if len(rows) < len(reaches):
+        return None
+    window = max(rows)
+    if not window:
         return "linear layers do equal work in every layout, and this one cuts the fewest documents"
-    if not set(layers) <= {"window", "linear"}:
-        return None  # sparse layers reach as far as full ones
     windows_in_shard = WINDOWS_IN_SHARD
     if packed:
         windows_in_shard = WINDOWS_IN_SHARD_PACKED

@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
 from launcher.metrics import throughput
+from longctx.architecture.mixers.softmax import attended_pairs
 from longctx.batch import PackedDocuments
 from longctx.config import PRESETS, ModelConfig
 from longctx.model.attention.mask import AttentionMask
@@ -60,7 +61,7 @@ def test_pairs_by_counting() -> None:
     lengths = PackedDocuments.of([0, 3, 4, 8]).lengths
     assert lengths == (3, 1, 4)
     counted = sum(1 for n in lengths for i in range(n) for j in range(n) if j <= i)
-    assert throughput.attended_pairs(lengths) == counted == 17
+    assert attended_pairs(lengths) == counted == 17
 
 
 @pytest.mark.parametrize("window", [1, 2, 3, 5, 7, 50])
@@ -72,7 +73,9 @@ def test_pairs_of_a_window_and_a_stride_by_counting(window: int, stride: int) ->
         return distance < window or (stride > 0 and distance % stride == 0)
 
     counted = sum(1 for n in lengths for i in range(n) for j in range(i + 1) if sees(i - j))
-    assert throughput.attended_pairs(lengths, window=window, stride=stride) == counted
+    assert attended_pairs(lengths, window=window, stride=stride) == counted
+    both = sum(1 for n in lengths for i in range(n) for j in range(n) if sees(abs(i - j)))
+    assert attended_pairs(lengths, window=window, stride=stride, causal=False) == both
 
 
 def test_training_flops_by_hand() -> None:
@@ -145,7 +148,7 @@ def test_training_flops_are_those_that_pytorch_counts(name: str) -> None:
     experts = {"num_experts": 4, "expert_ffn_size": 3, "shared_ffn_size": 5}
     config = ModelConfig(**{**sizes, **experts, **COUNTED[name]})
     lengths, total = [6, 1, 8], 15
-    decoder = Decoder(config, Plain(linear=False), linear_core=Plain(linear=True))
+    decoder = Decoder(config, {"softmax": Plain(linear=False), "linear": Plain(linear=True)})
     tokens = torch.randint(config.vocab_size, (1, total), generator=torch.Generator().manual_seed(0))
     positions = torch.cat([torch.arange(n) for n in lengths]).view(1, total)
     with FlopCounterMode(display=False) as counter:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from launcher.config.load import load_run_config
-from launcher.metrics.throughput import attention_flops, matmul_parameters
+from launcher.metrics.throughput import matmul_parameters
 from launcher.plan.attention import Part, attention_of_rank
 from launcher.plan.estimate import RunEstimate, estimate_run
 from launcher.plan.hardware import FOLDER, Hardware, from_values, load_hardware
@@ -17,6 +17,7 @@ from launcher.plan.products import weights_of_layers
 from launcher.plan.screen import summary
 from launcher.plan.search import variants
 from launcher.plan.world import World
+from longctx.architecture.mixers.softmax import Softmax
 from longctx.batch import PackedDocuments
 from longctx.config import PRESETS
 from longctx.errors import ConfigError
@@ -130,7 +131,7 @@ def test_slices_of_all_ranks_are_the_attention_of_the_row(context, ulysses, leng
     total = sum(
         attention_of_rank(model, config.parallel, 4, world, rank, documents).total_flops for rank in range(context)
     )
-    assert total == pytest.approx(LAYERS * attention_flops(model, "full", lengths))
+    assert total == pytest.approx(LAYERS * Softmax().flops(model, lengths))
 
 
 def test_a_ring_meets_whole_squares_and_its_own_diagonal():

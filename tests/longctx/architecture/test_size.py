@@ -11,8 +11,9 @@ import torch
 from hypothesis import given, settings
 
 from launcher.config.load import QUICKSTART, load_run_config
+from longctx.architecture.mixers.table import MIXERS
 from longctx.architecture.rope import Rope
-from longctx.architecture.rules import CHOICES, LAYER_KINDS
+from longctx.architecture.rules import CHOICES
 from longctx.architecture.size import COMPONENTS, count_matrices, count_parameters, widest_ffn
 from longctx.config import PRESETS, ModelConfig
 from longctx.errors import ConfigError
@@ -79,7 +80,7 @@ def check_against_the_module(config: ModelConfig) -> None:
 def configs(draw) -> ModelConfig:
     """Any config that the rules accept."""
     kv_heads, groups, layers = draw(st.integers(1, 3)), draw(st.integers(1, 2)), draw(st.integers(1, 4))
-    kinds = tuple(draw(st.lists(st.sampled_from(LAYER_KINDS), min_size=1, max_size=layers)))
+    kinds = tuple(draw(st.lists(st.sampled_from(tuple(MIXERS)), min_size=1, max_size=layers)))
     latent, position = draw(st.booleans()), draw(st.sampled_from(CHOICES["position"]))
     values = {
         "vocab_size": draw(st.integers(1, 11)),

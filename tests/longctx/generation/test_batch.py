@@ -36,7 +36,7 @@ def test_every_kind_of_attention_and_experts(name):
     # The last two enter together, with as many tokens each.
     prompts = [*(ids_of(length) for length in (13, 1, 6)), ids_of(13)[:6]]
     for kernel in ("blockwise", "auto"):
-        decoder = Decoder(config_of(name), LocalAttention(kernel)).double()
+        decoder = Decoder(config_of(name), {"softmax": LocalAttention(kernel)}).double()
         wanted = [generate(decoder, prompt, 6) for prompt in prompts]
         found = dict(generate_batch(decoder, prompts, 6, max_sequences=2, chunk_tokens=12))
         assert [found[index] for index in range(4)] == wanted, kernel

@@ -23,7 +23,7 @@ def buffer_bytes(layer: LayerBuffer) -> int:
 @pytest.mark.parametrize("name", MODELS)
 def test_it_is_what_the_buffers_take(name):
     config, length = config_of(name), 64
-    decoder = Decoder(config, LocalAttention("blockwise"))
+    decoder = Decoder(config, {"softmax": LocalAttention("blockwise")})
     cache = decoder.new_cache()
     read(decoder, ids_of(length), cache, CHUNK_TOKENS)
     taken = sum(buffer_bytes(cache.layer(number)) for number in range(config.num_layers))  # type: ignore[arg-type]

@@ -24,7 +24,7 @@ from tests.longctx.cached_models import MODELS, config_of, ids_of, whole_nll
 
 
 def build(name: str) -> Decoder:
-    return Decoder(config_of(name), LocalAttention("blockwise")).double()
+    return Decoder(config_of(name), {"softmax": LocalAttention("blockwise")}).double()
 
 
 @pytest.mark.parametrize("name", MODELS)

@@ -18,7 +18,7 @@ PAIRS = [
 
 
 def build(name: str) -> Decoder:
-    return Decoder(config_of(name), LocalAttention("blockwise")).double()
+    return Decoder(config_of(name), {"softmax": LocalAttention("blockwise")}).double()
 
 
 @torch.no_grad()

@@ -90,7 +90,7 @@ def test_a_model_multiplies_as_it_was_told(products, monkeypatch):
         model(batch)[0].backward()
         model.decoder.logits(torch.randn(1, 3, config.hidden_size).bfloat16())
     assert set(formed) == {(torch.bfloat16, products)}
-    assert model.decoder.core.products == products
+    assert model.decoder.cores["softmax"].products == products
 
 
 @pytest.mark.parametrize("offset", [False, True])

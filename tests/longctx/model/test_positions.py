@@ -17,8 +17,8 @@ from longctx.kernels.attention.bias import alibi_slopes, buckets
 from longctx.kernels.attention.contract import RelativeBias
 from longctx.model.attention.cache import LocalKVCache
 from longctx.model.attention.core import AttentionCore
-from longctx.model.attention.projections import RelativePositions
 from longctx.model.decoder import Decoder
+from longctx.model.mixers.softmax import RelativePositions
 from longctx.model.positions import check_learned, sinusoidal_embedding
 from tests.longctx.attention_cores import MaskIsPlan
 from tests.longctx.model import plain_decoder

@@ -97,7 +97,9 @@ def test_recomputation_changes_no_bit_and_runs_the_kernel_once(config, core, dty
     kind, name = CORES[core]
     core = kind(name, products=products)
     for keep in ("all", "attention"):
-        model = CausalLM(Decoder(config, core, execution=Execution(keep, products=products))).to(dtype)
+        model = CausalLM(Decoder(config, core and {"softmax": core}, execution=Execution(keep, products=products))).to(
+            dtype
+        )
         core_calls = kernel.runs["forward"]
         loss = LossSum.from_tensors(model(batch))
         step_loss(loss, 0.1).backward()

@@ -20,7 +20,8 @@ BATCH = packed_batch([[7, 11], [15, 3]], padding=2)
 
 
 def model(config=None, *, core=None, execution=None, **kwargs) -> CausalLM:
-    return CausalLM(Decoder(config or tiny_config(), core, execution=execution), **kwargs).double()
+    decoder = Decoder(config or tiny_config(), core and {"softmax": core}, execution=execution)
+    return CausalLM(decoder, **kwargs).double()
 
 
 def mean_balance(stats, documents) -> torch.Tensor:

@@ -73,7 +73,7 @@ def test_every_kind_equals_one_process_in_every_layout(world_size):
 def check_kinds(ways: list[tuple[str, int]], how_many: int):
     """So many lengths for each kind of attention, in each of these layouts and Ulysses degrees."""
     for number, name in enumerate(MODELS):
-        local = Decoder(config_of(name), LocalAttention("blockwise")).double()
+        local = Decoder(config_of(name), {"softmax": LocalAttention("blockwise")}).double()
         lengths = [LENGTHS[(number + 3 * n) % len(LENGTHS)] for n in range(how_many)]
         found = [one_process(local, ids_of(length), name) for length in lengths]
         for layout, ulysses in ways:
@@ -119,7 +119,7 @@ def check_sequences(names: list[str]):
     """
     prompts = [ids_of(length) for length in (13, 1, 6, 29, 2)]
     for name in names:
-        local = Decoder(config_of(name), LocalAttention("blockwise")).double()
+        local = Decoder(config_of(name), {"softmax": LocalAttention("blockwise")}).double()
         decoder = parallel_decoder(name).double()
         whole = [generate(local, prompt, NEW_TOKENS) for prompt in prompts]
         stops = {whole[0][1], whole[2][3]}
@@ -165,7 +165,7 @@ def test_text_that_comes_in_turns(world_size):
 def check_turns():
     for name, layout in (("all kinds", "zigzag"), ("sparse, prime stride", "striped"), ("t5", "contiguous")):
         ids = ids_of(121)
-        local = Decoder(config_of(name), LocalAttention("blockwise")).double()
+        local = Decoder(config_of(name), {"softmax": LocalAttention("blockwise")}).double()
         with torch.no_grad():
             wanted = local(torch.tensor([ids]), torch.arange(len(ids))[None])[:, -1]
         decoder = parallel_decoder(name, layout=layout).double()

@@ -179,7 +179,7 @@ def test_models_of_all_kinds_equal_one_process(world_size):
 
 def check_models():
     world, batch = dist.get_world_size(), batch_of(MODEL)
-    want = run(Decoder(MODEL, LocalAttention("blockwise")).double(), batch)
+    want = run(Decoder(MODEL, {"softmax": LocalAttention("blockwise")}).double(), batch)
     for ulysses, layout, keep in itertools.product((1, 2), LAYOUTS, ("all", "attention")):
         if world % ulysses or (layout != "zigzag" and (ulysses > 1 or keep != "all")):
             continue
@@ -270,6 +270,6 @@ def test_another_cache_is_refused():
     mesh = Mesh(rank=0, world_size=2, context=2)
     decoder = build_parallel_model(MODEL, mesh, layout="zigzag").decoder
     q = torch.zeros(1, 2, 2, 4)
-    for core in (decoder.core, decoder.linear_core):
+    for core in decoder.cores.values():
         with pytest.raises(ConfigError, match="none of these 2 ranks' own"):
             attend_once(core, q, q, q, AttentionMask((0, 4)), cache=LocalKVCache())

@@ -34,7 +34,7 @@ DOCUMENTS = [[5, 11, 1, 3], [16, 1, 3]]
 def build(name: str, mesh: Mesh | None, layout: str = "", *, keep: Keep = "all", **changes) -> Decoder:
     core = None if mesh is None else ContextParallelAttention(mesh, layout)
     config = odd_config(**{**POSITIONS[name], "num_layers": 2, **changes})
-    decoder = Decoder(config, core, execution=Execution(keep)).double()
+    decoder = Decoder(config, core and {"softmax": core}, execution=Execution(keep)).double()
     randomize(decoder)
     return decoder
 

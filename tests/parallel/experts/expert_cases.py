@@ -100,7 +100,7 @@ def fixed_routing(steps: int) -> Routing:
 
 def train_by_definition(config: ModelConfig, steps: int, routing: Routing | None = None) -> Run:
     """One process, float32: full masks, whole logits, plain AdamW; live routing when none is given."""
-    decoder, run = Decoder(config, MaskedAttention(), seed=0), Run()
+    decoder, run = Decoder(config, {"softmax": MaskedAttention()}, seed=0), Run()
     groups = [
         {"params": [p for p in decoder.parameters() if p.ndim >= 2], "weight_decay": WEIGHT_DECAY},
         {"params": [p for p in decoder.parameters() if p.ndim < 2], "weight_decay": 0.0},

@@ -7,14 +7,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from longctx.errors import ConfigError
-from parallel.attention.linear import check_linear_layout
+from parallel.attention.cores import CORES
 from parallel.layout.select import check_choice, choose_layout
 from parallel.layout.sequence import SequenceLayout
 from parallel.schedule import Schedule
 
 TOKENS = 65_536
-USUAL = {"num_tokens": TOKENS, "degree": 8, "ulysses": 1, "packed": True, "layers": ("full",), "window": 0}
-LAYERS = ("full", "window", "sparse", "linear")
+USUAL = {"num_tokens": TOKENS, "degree": 8, "ulysses": 1, "packed": True, "reaches": (None,)}
 
 
 @pytest.mark.parametrize(
@@ -30,22 +29,20 @@ LAYERS = ("full", "window", "sparse", "linear")
         ({"packed": False, "num_tokens": 8 * 4097}, "balanced", "the 16 equal parts of zigzag"),
         # Windows: small beside a shard of 8,192 tokens, and not.
         (
-            {"layers": ("window",), "window": 1024},
+            {"reaches": (1024,)},
             "contiguous",
             "a window of 1024 is small beside a rank's 8192 tokens",
         ),
-        ({"layers": ("window",), "window": 1024, "packed": False}, "contiguous", "neighbours"),
-        ({"layers": ("window",), "window": 1025}, "balanced", "packed"),
-        ({"layers": ("window",), "window": 4096, "packed": False}, "contiguous", "neighbours"),
-        ({"layers": ("window",), "window": 4097, "packed": False}, "zigzag", "one document"),
-        ({"layers": ("window", "full"), "window": 128}, "balanced", "packed"),
-        # Sparse layers reach as far as full ones.
-        ({"layers": ("sparse",), "window": 128}, "balanced", "packed"),
-        ({"layers": ("sparse", "linear"), "window": 128, "packed": False}, "zigzag", "one document"),
+        ({"reaches": (1024,), "packed": False}, "contiguous", "neighbours"),
+        ({"reaches": (1025,)}, "balanced", "packed"),
+        ({"reaches": (4096,), "packed": False}, "contiguous", "neighbours"),
+        ({"reaches": (4097,), "packed": False}, "zigzag", "one document"),
+        ({"reaches": (128, None)}, "balanced", "packed"),
+        ({"reaches": (None, 0), "packed": False}, "zigzag", "one document"),
         # Linear layers.
-        ({"layers": ("linear",)}, "contiguous", "linear layers"),
-        ({"layers": ("linear", "window"), "window": 128}, "contiguous", "window"),
-        ({"layers": ("linear", "full")}, "balanced", "packed"),
+        ({"reaches": (0,)}, "contiguous", "linear layers"),
+        ({"reaches": (0, 128)}, "contiguous", "window"),
+        ({"reaches": (0, None)}, "balanced", "packed"),
     ],
 )
 def test_what_auto_comes_to(changed, layout, reason):
@@ -59,36 +56,33 @@ def test_what_auto_comes_to(changed, layout, reason):
     ulysses=st.integers(1, 4),
     tokens_per_rank=st.integers(1, 200),
     packed=st.booleans(),
-    layers=st.lists(st.sampled_from(LAYERS), min_size=1, max_size=4),
-    window=st.integers(1, 300),
+    reaches=st.lists(st.none() | st.integers(0, 300), min_size=1, max_size=4),
 )
-def test_what_is_chosen_can_be_built_and_serves_every_layer(ring, ulysses, tokens_per_rank, packed, layers, window):
+def test_what_is_chosen_can_be_built_and_serves_every_layer(ring, ulysses, tokens_per_rank, packed, reaches):
     degree = ring * ulysses
     num_tokens = degree * tokens_per_rank
     check_choice("auto", num_tokens, degree, ulysses)
     layout, reason = choose_layout(
-        num_tokens=num_tokens, degree=degree, ulysses=ulysses, packed=packed, layers=layers, window=window
+        num_tokens=num_tokens, degree=degree, ulysses=ulysses, packed=packed, reaches=reaches
     )
     SequenceLayout.build(layout, num_tokens, degree, [0, num_tokens // 3, num_tokens], ulysses)
-    if "linear" in layers:
-        check_linear_layout(layout, ring)
+    for kind in CORES.values():
+        kind.check_layout(layout, ring)
     assert reason
     assert not reason.endswith("."), "a clause, which the log ends"
 
 
 @pytest.mark.parametrize("bounds", [[0, 16_384], [0, 100, 9_000, 9_500, 12_000, 16_384]])
-@pytest.mark.parametrize(("layers", "window"), [(("full",), None), (("window",), 128), (("window",), 1024)])
+@pytest.mark.parametrize("window", [None, 128, 1024])
 @pytest.mark.parametrize("degree", [2, 8])
-def test_the_choice_is_even_and_sends_few_rows(bounds, layers, window, degree):
+def test_the_choice_is_even_and_sends_few_rows(bounds, window, degree):
     num_tokens = bounds[-1]
 
     def figures(kind: str) -> tuple[float, int]:
         schedule = Schedule.build(SequenceLayout.build(kind, num_tokens, degree, bounds), bounds, window=window)
         return schedule.imbalance(), sum(schedule.rows_received(rank) for rank in range(degree))
 
-    chosen, _ = choose_layout(
-        num_tokens=num_tokens, degree=degree, ulysses=1, packed=len(bounds) > 2, layers=layers, window=window or 0
-    )
+    chosen, _ = choose_layout(num_tokens=num_tokens, degree=degree, ulysses=1, packed=len(bounds) > 2, reaches=[window])
     imbalance, rows = figures(chosen)
     others = [figures("zigzag"), figures("balanced")]
     assert imbalance <= 1.05 * min(even for even, _ in others)

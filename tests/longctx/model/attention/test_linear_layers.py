@@ -8,9 +8,9 @@ import torch
 from longctx.generation.loop import generate
 from longctx.kernels.attention.contract import Scores
 from longctx.model.attention.cache import LocalKVCache
-from longctx.model.attention.linear import LocalLinearAttention
 from longctx.model.attention.mask import AttentionMask
 from longctx.model.decoder import Decoder
+from longctx.model.mixers.linear import LocalLinearAttention
 from longctx.model.training_pass import Execution
 from tests.longctx.attention_cores import MaskIsPlan, attend_once
 from tests.longctx.kernels.test_linear_attention import closed_form, inputs
@@ -43,9 +43,9 @@ class BySoftmax(MaskIsPlan):
         return by_definition(q_BtHD, k_BtKD, v_BtKV, plan, scores, sinks_H)
 
 
-def exact_decoder(**given) -> Decoder:
+def exact_decoder(cores=None, **given) -> Decoder:
     """In float64, with weights large enough to matter."""
-    decoder = Decoder(dense_config(layers=LAYERS), **given).double()
+    decoder = Decoder(dense_config(layers=LAYERS), cores, **given).double()
     randomize(decoder)
     return decoder
 
@@ -62,7 +62,7 @@ def hidden_and_gradients(decoder: Decoder, batch) -> dict[str, torch.Tensor]:
 def test_values_and_gradients_are_the_closed_form(lengths, keep):
     batch = packed_batch(lengths)
     got = hidden_and_gradients(exact_decoder(execution=Execution(keep)), batch)
-    wanted = hidden_and_gradients(exact_decoder(core=BySoftmax(), linear_core=ByClosedForm()), batch)
+    wanted = hidden_and_gradients(exact_decoder({"softmax": BySoftmax(), "linear": ByClosedForm()}), batch)
     torch.testing.assert_close(got, wanted, rtol=1e-11, atol=1e-11)
 
 

@@ -248,7 +248,7 @@ class OutsideOfGraphs(LocalAttention):
 def test_compiled_decoder_equals_eager_and_serves_any_documents(keep, fresh_compiler):
     """Around a core that stays outside of graphs, and with one inside that is not run again by recomputation."""
     core = OutsideOfGraphs() if keep == "all" else LocalAttention()
-    decoder = Decoder(dense_config(num_layers=1), core, execution=Execution(keep))
+    decoder = Decoder(dense_config(num_layers=1), {"softmax": core}, execution=Execution(keep))
     randomize(decoder)
     compiled = torch.compile(decoder, backend="eager" if keep == "all" else "aot_eager")
     for lengths in BOUNDARIES:

@@ -81,7 +81,7 @@ def test_the_layer_that_was_asked_for_is_observed():
     tokens = torch.arange(16)[None] % 97
     for call, seen in ((0, 4), (1, 16)):
         core = ObservedAttention(call=call, head=0, groups_T=torch.arange(16))
-        decoder = Decoder(config, core, seed=None)
+        decoder = Decoder(config, core and {"softmax": core}, seed=None)
         randomize(decoder, std=0.2)
         decoder.eval()(tokens, torch.arange(16)[None])
         assert core.is_seen_TG is not None

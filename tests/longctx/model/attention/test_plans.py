@@ -9,10 +9,10 @@ import torch
 
 from longctx.model.attention.cache import LocalKVCache
 from longctx.model.attention.core import AttentionShapes
-from longctx.model.attention.linear import LocalLinearAttention
 from longctx.model.attention.local import LocalAttention
 from longctx.model.attention.mask import AttentionMask
 from longctx.model.decoder import Decoder
+from longctx.model.mixers.linear import LocalLinearAttention
 from longctx.model.training_pass import Execution
 from tests.longctx.samples import dense_config, one_document, packed_batch
 
@@ -47,7 +47,7 @@ class WatchingLinear(Watching, LocalLinearAttention):
 @pytest.mark.parametrize("keep", ["all", "attention"])
 def test_a_forward_pass_makes_one_plan_for_each_kind_and_recomputation_none(keep):
     core, linear_core = WatchingLocal(), WatchingLinear()
-    decoder = Decoder(dense_config(**KINDS), core, linear_core=linear_core, execution=Execution(keep))
+    decoder = Decoder(dense_config(**KINDS), {"softmax": core, "linear": linear_core}, execution=Execution(keep))
     batch = packed_batch([[5, 7]])
     for passes in (1, 2):
         decoder(batch.tokens, batch.positions, batch.cu_seqlens).sum().backward()

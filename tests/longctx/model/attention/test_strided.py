@@ -189,7 +189,7 @@ def test_one_new_token_reads_its_class_alone():
 
 def sparse_decoder(layers: tuple[str, ...] = ("sparse", "full", "sparse"), *, keep: Keep = "all") -> Decoder:
     config = dense_config(num_layers=len(layers), layers=layers, window=3, sparse_stride=4, sinks=True)
-    decoder = Decoder(config, LocalAttention("blockwise"), execution=Execution(keep)).double()
+    decoder = Decoder(config, {"softmax": LocalAttention("blockwise")}, execution=Execution(keep)).double()
     randomize(decoder)
     return decoder
 
@@ -226,7 +226,7 @@ def test_a_decoder_uses_its_configs_mask():
         "no stride": {"layers": ("sparse",), "window": 3, "sparse_stride": 40},
         "sparse": {"layers": ("sparse",), "window": 3, "sparse_stride": 4},
     }.items():
-        decoder = Decoder(dense_config(**changes), LocalAttention("blockwise")).double()
+        decoder = Decoder(dense_config(**changes), {"softmax": LocalAttention("blockwise")}).double()
         randomize(decoder)
         hidden[name] = decoder(batch.tokens, batch.positions, batch.cu_seqlens)
     torch.testing.assert_close(hidden["dense stride"], hidden["full"], rtol=1e-11, atol=1e-11)

@@ -209,7 +209,7 @@ TRAINING = TrainingPass(expert_load_LE=LOADS)
 
 def model(scope: str) -> CausalLM:
     config = tiny_config(balance_scope=scope, router_z_loss_weight=0.05, score_function="sigmoid", num_layers=L)
-    return CausalLM(Decoder(config, Blind())).double()
+    return CausalLM(Decoder(config, {"softmax": Blind()})).double()
 
 
 def step(scope: str, micro_batches: list[list[Batch]]) -> dict[str, Tensor]:

@@ -135,7 +135,7 @@ TRAINING = TrainingPass(seed=3)
 
 def model(*, dispatcher=None, keep="all", **changes) -> CausalLM:
     config = tiny_config(**{"capacity_factor": 1.0, "router_z_loss_weight": 0.1, **changes})
-    return CausalLM(Decoder(config, Blind(), dispatcher=dispatcher, execution=Execution(keep))).double()
+    return CausalLM(Decoder(config, {"softmax": Blind()}, dispatcher=dispatcher, execution=Execution(keep))).double()
 
 
 def test_training_alone_has_a_capacity():

@@ -113,7 +113,7 @@ TRAINING = TrainingPass(seed=11)
 
 def model(*, core=None, keep="all", **changes) -> CausalLM:
     config = tiny_config(**{"router_jitter": 0.3, **changes})
-    return CausalLM(Decoder(config, core, execution=Execution(keep))).double()
+    return CausalLM(Decoder(config, core and {"softmax": core}, execution=Execution(keep))).double()
 
 
 def test_training_alone_jitters():

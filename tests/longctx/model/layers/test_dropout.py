@@ -140,7 +140,7 @@ def test_a_strided_gradient_is_taken():
 
 def decoder_of(*, rate: float = 0.25, experts: bool = False, core=None, keep="all", **changes) -> Decoder:
     config = (tiny_config if experts else dense_config)(residual_dropout=rate, **changes)
-    return Decoder(config, core, execution=Execution(keep)).double()
+    return Decoder(config, core and {"softmax": core}, execution=Execution(keep)).double()
 
 
 def run(decoder: Decoder, batch, *, seed: int | None = 11, first_tokens: tuple[int, ...] = (0,)) -> Tensor:

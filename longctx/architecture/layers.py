@@ -1,0 +1,45 @@
+"""``LayerSpec``: what a layer is made of, as a value. Everything that depends on a layer's kind asks its spec."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Literal
+
+from longctx.architecture.fields import ModelFields
+from longctx.architecture.mixers.mixer import Mixer
+from longctx.architecture.mixers.table import MIXERS
+from longctx.architecture.rope import Rope
+
+
+@dataclass(frozen=True)
+class LayerSpec:
+    """A layer: what mixes its tokens, what each token goes through by itself, and its rotary positions."""
+
+    mixer: Mixer
+    ffn: Literal["dense", "experts"]
+    rope: Rope | None
+    """None if its queries and keys are not rotated."""
+
+
+@lru_cache(maxsize=64)
+def layer_specs(config: ModelFields) -> tuple[LayerSpec, ...]:
+    """The layers of a model, from the first to the last."""
+    specs = []
+    for layer in range(config.num_layers):
+        ffn: Literal["dense", "experts"] = "dense"
+        if config.has_experts(layer):
+            ffn = "experts"
+        rope = None
+        if config.has_rope(layer):
+            rope = config.rope_of(layer)
+        specs.append(LayerSpec(MIXERS[config.layer_kind(layer)](config), ffn, rope))
+    return tuple(specs)
+
+
+def mixers_of(config: ModelFields) -> dict[Mixer, int]:
+    """The different mixers of a model, in the order of its layers, and how many layers have each."""
+    counts: dict[Mixer, int] = {}
+    for spec in layer_specs(config):
+        counts[spec.mixer] = counts.get(spec.mixer, 0) + 1
+    return counts

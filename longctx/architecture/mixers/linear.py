@@ -1,0 +1,53 @@
+"""Linear attention (arXiv 2006.16236), feature map elu + 1: a state in place of scores.
+
+Axes: H query heads, K key/value heads, D query/key head size, V value head size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+from longctx.architecture.fields import ModelFields
+from longctx.architecture.mixers.mixer import Cached
+from longctx.architecture.mixers.softmax import Softmax
+from longctx.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class Linear(Softmax):
+    """A token adds its key times its value to a state, which the queries behind it read; projections are softmax's."""
+
+    name: ClassVar[str] = "linear"
+    core: ClassVar[str] = "linear"
+    has_scores: ClassVar[bool] = False
+
+    @property
+    def reach(self) -> int | None:
+        return 0
+
+    def check(self, config: ModelFields) -> None:
+        """ConfigError for what changes scores: there are none that a cap, a bias or a sink could change."""
+        if config.is_latent:
+            raise ConfigError(
+                f"model.kv_lora_rank={config.kv_lora_rank} is latent attention, which linear layers do not have. "
+                "Try model.kv_lora_rank=0, or other model.layers."
+            )
+        for name in ("attention_softcap", "attention_scale", "sinks"):
+            if getattr(config, name):
+                raise ConfigError(f"model.{name}={getattr(config, name)} means nothing to linear layers; leave it out.")
+        if config.position in ("alibi", "t5", "relative"):
+            raise ConfigError(
+                f"model.position={config.position!r} is a bias of scores, which linear layers do not have. "
+                "Try rope, learned, sinusoidal or none."
+            )
+
+    def flops(self, config: ModelFields, lengths: Sequence[int]) -> int:
+        """``2·(K + H)·D·V`` a token: its key times value, and a product of each query head with the state."""
+        heads = config.num_kv_heads + config.num_heads
+        return 2 * heads * config.head_dim * config.value_dim * sum(lengths)
+
+    def cached(self, config: ModelFields, num_tokens: int, chunk_tokens: int) -> Cached:
+        # Beside the sum of the values stands that of the weights.
+        return Cached(state_values=config.num_kv_heads * config.head_dim * (config.value_dim + 1))

@@ -1,0 +1,87 @@
+"""``plan_layers``: what the layers of each mixer see and do in one forward pass."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from longctx.architecture.layers import mixers_of
+from longctx.architecture.mixers.mixer import Mixer
+from longctx.batch import PackedDocuments
+from longctx.config import ModelConfig
+from longctx.kernels.graphs import outside_graphs
+from longctx.model.attention.core import AttentionShapes, PassCore, Plan, TokenChunk
+from longctx.model.attention.mask import AttentionMask
+from longctx.model.mixers.table import NETWORKS
+
+
+@outside_graphs  # boundaries are data: a graph that read them would serve one batch
+def plan_layers(
+    config: ModelConfig,
+    cores: Mapping[Mixer, PassCore],
+    cu_seqlens: Sequence[int] | Tensor | PackedDocuments | None,
+    tokens_Bt: Tensor,
+    dtype: torch.dtype,
+    *,
+    placement: Any = None,
+    chunk: TokenChunk | None = None,
+    head_groups: int = 1,
+) -> tuple[PackedDocuments, dict[Mixer, Plan]]:
+    """The batch's documents, and a plan for each mixer of the model, by its core.
+
+    ``cu_seqlens`` None makes every row one document; ``dtype`` is that of queries and keys. Mixers are planned in the
+    order of the layers, so ranks that agree on their plans do so in one order. With several ``head_groups`` a plan is
+    that of one of them: they are alike.
+    """
+    if cu_seqlens is None:
+        documents = PackedDocuments.of_rows(tokens_Bt.shape[0], tokens_Bt.shape[1])
+    else:
+        documents = PackedDocuments.of(cu_seqlens)
+    # Once a mixer and not once a layer: a plan is work on the CPU, and collective where ranks have to agree on it.
+    plans = {}
+    for mixer in mixers_of(config):
+        shapes = _shapes(mixer, config, tokens_Bt, dtype, chunk)
+        if head_groups > 1:
+            heads, kv_heads = shapes.num_heads // head_groups, shapes.num_kv_heads // head_groups
+            shapes = replace(shapes, num_heads=heads, num_kv_heads=kv_heads)
+        mask = AttentionMask(documents, mixer.causal, mixer.window or None, stride=mixer.stride)
+        plans[mixer] = cores[mixer].plan(mask, shapes, placement)
+    return documents, plans
+
+
+def _shapes(
+    mixer: Mixer, config: ModelConfig, tokens_Bt: Tensor, dtype: torch.dtype, chunk: TokenChunk | None
+) -> AttentionShapes:
+    """The shapes of the tensors that ``project`` makes of these tokens, in all layers with this mixer."""
+    cached_tokens, later_tokens = None, 0
+    if chunk is not None:
+        cached_tokens, later_tokens = chunk.start, chunk.later_tokens
+    heads = NETWORKS[mixer.name].heads(config, cached=cached_tokens is not None)
+    # The scores themselves are made later, on the device; a kernel is chosen by the names of their rules alone.
+    rules = []
+    if config.attention_softcap:
+        rules.append("softcap")
+    if config.position == "alibi":
+        rules.append("alibi")
+    if config.position == "t5":
+        rules.append("relative_bias")
+    return AttentionShapes(
+        batch=tokens_Bt.shape[0],
+        tokens=tokens_Bt.shape[1],
+        num_heads=config.num_heads,
+        num_kv_heads=heads.num_kv_heads,
+        head_dim=heads.head_dim,
+        value_dim=heads.value_dim,
+        dtype=dtype,
+        device_type=tokens_Bt.device.type,
+        scale=config.scale,
+        softcap=config.attention_softcap or None,
+        rules=tuple(rules),
+        cached_tokens=cached_tokens,
+        later_tokens=later_tokens,
+        values_in_keys=heads.values_in_keys,
+    )
