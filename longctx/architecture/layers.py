@@ -33,13 +33,19 @@ def layer_specs(config: ModelFields) -> tuple[LayerSpec, ...]:
         rope = None
         if config.has_rope(layer):
             rope = config.rope_of(layer)
-        specs.append(LayerSpec(MIXERS[config.layer_kind(layer)](config), ffn, rope))
+        specs.append(LayerSpec(_mixer(config, layer), ffn, rope))
     return tuple(specs)
 
 
 def mixers_of(config: ModelFields) -> dict[Mixer, int]:
     """The different mixers of a model, in the order of its layers, and how many layers have each."""
     counts: dict[Mixer, int] = {}
-    for spec in layer_specs(config):
-        counts[spec.mixer] = counts.get(spec.mixer, 0) + 1
+    # Not by ``layer_specs``: rules ask before rotary positions are known to be right.
+    for layer in range(config.num_layers):
+        mixer = _mixer(config, layer)
+        counts[mixer] = counts.get(mixer, 0) + 1
     return counts
+
+
+def _mixer(config: ModelFields, layer: int) -> Mixer:
+    return MIXERS[config.layer_kind(layer)](config)

@@ -28,6 +28,10 @@ MODELS: dict[str, dict] = {
         **{"num_kv_heads": 4, "kv_lora_rank": 12, "rope_head_dim": 4, "value_head_dim": 10, "sinks": True},
         **{"layers": ("window", "full"), "window": 4},
     },
+    "latent, linear": {
+        **{"num_kv_heads": 4, "kv_lora_rank": 12, "rope_head_dim": 4, "value_head_dim": 6},
+        **{"layers": ("linear", "full")},
+    },
     "soft cap": {"attention_softcap": 2.0, "norm_order": "sandwich"},
     "alibi": {"position": "alibi", "layers": ("window", "full"), "window": 6},
     "t5": {"position": "t5", "relative_buckets": 6, "relative_max_distance": 11, "layers": ("sparse", "full")}

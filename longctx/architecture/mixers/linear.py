@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from longctx.architecture.fields import ModelFields
+from longctx.architecture.mixers.latent import Latent
 from longctx.architecture.mixers.mixer import Cached
 from longctx.architecture.mixers.softmax import Softmax
 from longctx.errors import ConfigError
@@ -29,11 +30,6 @@ class Linear(Softmax):
 
     def check(self, config: ModelFields) -> None:
         """ConfigError for what changes scores: there are none that a cap, a bias or a sink could change."""
-        if config.is_latent:
-            raise ConfigError(
-                f"model.kv_lora_rank={config.kv_lora_rank} is latent attention, which linear layers do not have. "
-                "Try model.kv_lora_rank=0, or other model.layers."
-            )
         for name in ("attention_softcap", "attention_scale", "sinks"):
             if getattr(config, name):
                 raise ConfigError(f"model.{name}={getattr(config, name)} means nothing to linear layers; leave it out.")
@@ -51,3 +47,20 @@ class Linear(Softmax):
     def cached(self, config: ModelFields, num_tokens: int, chunk_tokens: int) -> Cached:
         # Beside the sum of the values stands that of the weights.
         return Cached(state_values=config.num_kv_heads * config.head_dim * (config.value_dim + 1))
+
+
+@dataclass(frozen=True)
+class LatentLinear(Linear):
+    """Linear attention of heads that unfold from latents; its state is of unfolded keys."""
+
+    name: ClassVar[str] = "latent_linear"
+
+    def check(self, config: ModelFields) -> None:
+        super().check(config)
+        Latent().check(config)
+
+    def matrices(self, config: ModelFields) -> int:
+        return Latent().matrices(config)
+
+    def vectors(self, config: ModelFields) -> int:
+        return Latent().vectors(config)

@@ -6,22 +6,27 @@ from collections.abc import Callable
 
 from longctx.architecture.fields import ModelFields
 from longctx.architecture.mixers.latent import Latent
-from longctx.architecture.mixers.linear import Linear
+from longctx.architecture.mixers.linear import LatentLinear, Linear
 from longctx.architecture.mixers.mixer import Mixer
 from longctx.architecture.mixers.softmax import Softmax
 
 
-def _scores(config: ModelFields) -> type[Softmax]:
-    """The mixer of layers with softmax: latent or not, which is the same in all of a model's layers."""
+def _softmax(config: ModelFields, *, window: int = 0, stride: int = 0) -> Mixer:
     if config.is_latent:
-        return Latent
-    return Softmax
+        return Latent(window=window, stride=stride)
+    return Softmax(window=window, stride=stride)
+
+
+def _linear(config: ModelFields) -> Mixer:
+    if config.is_latent:
+        return LatentLinear()
+    return Linear()
 
 
 MIXERS: dict[str, Callable[[ModelFields], Mixer]] = {
-    "full": lambda config: _scores(config)(),
-    "window": lambda config: _scores(config)(window=config.window),
-    "sparse": lambda config: _scores(config)(window=config.window, stride=config.sparse_stride),
-    "linear": lambda config: Linear(),
+    "full": _softmax,
+    "window": lambda config: _softmax(config, window=config.window),
+    "sparse": lambda config: _softmax(config, window=config.window, stride=config.sparse_stride),
+    "linear": _linear,
 }
 """What a layer sees of its document, and by what."""

@@ -105,3 +105,19 @@ class LatentAttention(nn.Module):
         if not self.q_lora_rank:
             return self.q_proj(x_BtM, only_graph=only_graph)
         return self.q_b_proj(self.q_a_layernorm(self.q_a_proj(x_BtM)), only_graph=only_graph)
+
+
+class UnfoldedLatentAttention(LatentAttention):
+    """The same with a cache that holds no latents: linear attention has a state of keys, which are unfolded."""
+
+    @staticmethod
+    def heads(config: ModelConfig, *, cached: bool) -> Heads:
+        return LatentAttention.heads(config, cached=False)
+
+    def project(
+        self, x_BtM: Tensor, table: RotaryTable | None, *, cached: bool, only_graph: bool = False
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        return super().project(x_BtM, table, cached=False, only_graph=only_graph)
+
+    def output(self, heads_BtHV: Tensor, *, cached: bool) -> Tensor:
+        return super().output(heads_BtHV, cached=False)

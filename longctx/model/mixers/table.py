@@ -5,7 +5,7 @@ from __future__ import annotations
 from longctx.kernels.processor import Products
 from longctx.model.attention.core import AttentionCore
 from longctx.model.attention.local import LocalAttention
-from longctx.model.mixers.latent import LatentAttention
+from longctx.model.mixers.latent import LatentAttention, UnfoldedLatentAttention
 from longctx.model.mixers.linear import LocalLinearAttention
 from longctx.model.mixers.network import MixerNetwork
 from longctx.model.mixers.softmax import GroupedQueryAttention
@@ -14,6 +14,7 @@ NETWORKS: dict[str, type[MixerNetwork]] = {
     "softmax": GroupedQueryAttention,
     "latent": LatentAttention,
     "linear": GroupedQueryAttention,
+    "latent_linear": UnfoldedLatentAttention,
 }
 
 

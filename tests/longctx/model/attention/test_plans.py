@@ -71,7 +71,7 @@ CONFIGS = {
 @pytest.mark.parametrize("name", CONFIGS)
 def test_plans_are_for_the_tensors_that_layers_make(name, dtype):
     core, batch = WatchingLocal("reference"), one_document(2, 9)
-    decoder = Decoder(dense_config(**CONFIGS[name]), core).to(dtype)
+    decoder = Decoder(dense_config(**CONFIGS[name]), {"softmax": core}).to(dtype)
     decoder(batch.tokens, batch.positions)
     assert {shapes for _, shapes in core.given} == {core.made[0].shapes}
 
