@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
+from types import MappingProxyType
 from typing import Literal
 
 from longctx.architecture.fields import ModelFields
@@ -37,14 +39,15 @@ def layer_specs(config: ModelFields) -> tuple[LayerSpec, ...]:
     return tuple(specs)
 
 
-def mixers_of(config: ModelFields) -> dict[Mixer, int]:
+@lru_cache(maxsize=64)
+def mixers_of(config: ModelFields) -> Mapping[Mixer, int]:
     """The different mixers of a model, in the order of its layers, and how many layers have each."""
     counts: dict[Mixer, int] = {}
     # Not by ``layer_specs``: rules ask before rotary positions are known to be right.
     for layer in range(config.num_layers):
         mixer = _mixer(config, layer)
         counts[mixer] = counts.get(mixer, 0) + 1
-    return counts
+    return MappingProxyType(counts)
 
 
 def _mixer(config: ModelFields, layer: int) -> Mixer:

@@ -17,6 +17,7 @@ from longctx.architecture.mixers.mixer import Mixer
 from longctx.architecture.rope import Rope
 from longctx.batch import PackedDocuments
 from longctx.config import ModelConfig
+from longctx.errors import ConfigError
 from longctx.kernels.attention.bias import alibi_slopes
 from longctx.kernels.attention.contract import RelativeBias, Scores
 from longctx.kernels.graphs import outside_graphs
@@ -208,7 +209,11 @@ class Decoder(nn.Module):
         if dispatcher is None:
             dispatcher = LocalDispatcher()
         self.execution = execution
-        self.cores = {**local_cores(execution.products), **(cores or {})}
+        self.cores = local_cores(execution.products)
+        unknown = set(cores or ()) - set(self.cores)
+        if unknown:
+            raise ConfigError(f"no mixer has the core {sorted(unknown)}; known: {sorted(self.cores)}.")
+        self.cores.update(cores or {})
         self.dispatcher = dispatcher
         self.model = Backbone(config, dispatcher.local_experts)
         self.lm_head = LMHead(config, execution.products, run_with(execution.compiler))

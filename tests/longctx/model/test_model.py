@@ -119,7 +119,7 @@ def test_positions_are_read_and_not_counted():
             q, k, v = (x.transpose(1, 2) for x in (q_BtHD, k_BtKD, v_BtKD))
             return torch.nn.functional.scaled_dot_product_attention(q, k, v, enable_gqa=True).transpose(1, 2)
 
-    decoder = Decoder(tiny_config(), Unmasked()).double()
+    decoder = Decoder(tiny_config(), {"softmax": Unmasked()}).double()
     tokens, positions = torch.tensor([[5, 6, 7, 8]]), torch.tensor([[10, 11, 12, 1_000_000]])
     hidden = decoder(tokens, positions)
     torch.testing.assert_close(decoder(tokens[:, shuffled], positions[:, shuffled]), hidden[:, shuffled])

@@ -78,7 +78,7 @@ POSITIONS = {
 
 
 def build(name: str, core: AttentionCore | None = None) -> Decoder:
-    decoder = Decoder(odd_config(**POSITIONS[name]), core).double()
+    decoder = Decoder(odd_config(**POSITIONS[name]), core and {"softmax": core}).double()
     randomize(decoder)
     return decoder
 
@@ -200,7 +200,7 @@ def test_stretching_follows_the_longest_document_and_not_the_row():
         seen.append(core.seen[0])
     assert not torch.allclose(*seen)
     rope = replace(decoder.config.rope, long_factor=(9.0,) * 5)  # which the batch with the shorter documents ignores
-    other = Decoder(replace(decoder.config, rope=rope), core).double()
+    other = Decoder(replace(decoder.config, rope=rope), {"softmax": core}).double()
     randomize(other)
     other(short.tokens, torch.arange(16)[None], short.cu_seqlens)
     assert torch.equal(core.seen[0], seen[0])

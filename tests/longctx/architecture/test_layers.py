@@ -1,0 +1,56 @@
+"""Layers as values: what a config's kinds come to."""
+
+from __future__ import annotations
+
+import pytest
+
+from longctx.architecture.layers import LayerSpec, layer_specs, mixers_of
+from longctx.architecture.mixers.latent import Latent
+from longctx.architecture.mixers.linear import LatentLinear, Linear
+from longctx.architecture.mixers.mixer import Mixer
+from longctx.architecture.mixers.softmax import Softmax
+from longctx.config import ModelConfig
+from longctx.errors import ConfigError
+from longctx.model.decoder import Decoder
+
+LATENT = {"num_kv_heads": 2, "kv_lora_rank": 8, "rope_head_dim": 16}
+SEEN = {"layers": ("full", "window", "sparse", "linear"), "window": 9, "sparse_stride": 4}
+
+
+@pytest.mark.parametrize(
+    ("latent", "mixers"),
+    [
+        ({}, [Softmax(), Softmax(window=9), Softmax(window=9, stride=4), Linear()]),
+        (LATENT, [Latent(), Latent(window=9), Latent(window=9, stride=4), LatentLinear()]),
+    ],
+)
+def test_kinds_are_mixers_whose_reach_is_known(latent, mixers: list[Mixer]):
+    config = ModelConfig(num_layers=6, **SEEN, **latent)
+    assert list(mixers_of(config)) == mixers
+    assert list(mixers_of(config).values()) == [2, 2, 1, 1]
+    assert [mixer.reach for mixer in mixers] == [None, 9, None, 0]
+    assert [mixer.has_scores for mixer in mixers] == [True, True, True, False]
+    assert [spec.mixer for spec in layer_specs(config)] == [*mixers, *mixers[:2]]
+
+
+def test_a_layer_has_its_ffn_and_its_rope():
+    config = ModelConfig(
+        num_layers=3,
+        num_experts=4,
+        dense_layers=(1,),
+        layers=("window", "full", "full"),
+        window=4,
+        rope_layers=(True, True, False),
+        local_rope_theta=100.0,
+    )
+    near, far, last = layer_specs(config)
+    assert (near.ffn, far.ffn, last.ffn) == ("experts", "dense", "experts")
+    assert near.rope is not None
+    assert (near.rope.theta, far.rope, last.rope) == (100.0, config.rope, None)
+    assert last == LayerSpec(Softmax(), "experts", None)
+
+
+def test_a_core_that_no_mixer_has_is_refused():
+    decoder = Decoder(ModelConfig())
+    with pytest.raises(ConfigError, match=r"no mixer has the core \['softmaks'\]; known: \['linear', 'softmax'\]"):
+        Decoder(ModelConfig(), {"softmaks": decoder.cores["softmax"]}, seed=None)
