@@ -29,6 +29,7 @@ def layer_specs(config: ModelFields) -> tuple[LayerSpec, ...]:
     """The layers of a model, from the first to the last."""
     specs = []
     for layer in range(config.num_layers):
+        # The config's patterns are repeated over the depth; a spec is of one layer.
         ffn: Literal["dense", "experts"] = "dense"
         if config.has_experts(layer):
             ffn = "experts"

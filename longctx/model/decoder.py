@@ -17,7 +17,6 @@ from longctx.architecture.mixers.mixer import Mixer
 from longctx.architecture.rope import Rope
 from longctx.batch import PackedDocuments
 from longctx.config import ModelConfig
-from longctx.errors import ConfigError
 from longctx.kernels.attention.bias import alibi_slopes
 from longctx.kernels.attention.contract import RelativeBias, Scores
 from longctx.kernels.graphs import outside_graphs
@@ -40,7 +39,7 @@ from longctx.model.layers.dropout import Dropout
 from longctx.model.layers.initialize import InitialTensor
 from longctx.model.layers.linear import Embedding, Weight, set_products
 from longctx.model.layers.norms import build_norm
-from longctx.model.mixers.table import local_cores
+from longctx.model.mixers.table import with_local_cores
 from longctx.model.plans import plan_layers
 from longctx.model.positions import check_learned, sinusoid_table, sinusoidal_embedding
 from longctx.model.rotary import RotaryTable
@@ -209,11 +208,7 @@ class Decoder(nn.Module):
         if dispatcher is None:
             dispatcher = LocalDispatcher()
         self.execution = execution
-        self.cores = local_cores(execution.products)
-        unknown = set(cores or ()) - set(self.cores)
-        if unknown:
-            raise ConfigError(f"no mixer has the core {sorted(unknown)}; known: {sorted(self.cores)}.")
-        self.cores.update(cores or {})
+        self.cores = with_local_cores(cores or {}, execution.products)
         self.dispatcher = dispatcher
         self.model = Backbone(config, dispatcher.local_experts)
         self.lm_head = LMHead(config, execution.products, run_with(execution.compiler))

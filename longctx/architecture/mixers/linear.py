@@ -26,6 +26,7 @@ class Linear(Softmax):
 
     @property
     def reach(self) -> int | None:
+        # No row: a state stands for all tokens before.
         return 0
 
     def check(self, config: ModelFields) -> None:

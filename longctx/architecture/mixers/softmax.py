@@ -23,6 +23,7 @@ class Softmax(Mixer):
 
     @property
     def reach(self) -> int | None:
+        # A stride goes back to the document's first token.
         if self.stride or not self.window:
             return None
         return self.window
@@ -42,6 +43,7 @@ class Softmax(Mixer):
 
         Transformer-XL's relative positions are a second product over D.
         """
+        # Two a multiply-and-add, in the product with the keys and in that with the values.
         scores = config.head_dim
         if config.position == "relative":
             scores *= 2
@@ -55,6 +57,7 @@ class Softmax(Mixer):
         """Tokens whose keys are stored: a window, and a chunk that is read with it."""
         if self.reach is None:
             return num_tokens
+        # Queries of the chunk's first token still see a window before it.
         return min(num_tokens, self.reach + chunk_tokens)
 
     def _row(self, config: ModelFields) -> int:
@@ -89,6 +92,7 @@ def attended_pairs(lengths: Iterable[int], *, window: int = 0, stride: int = 0, 
     for n in lengths:
         pairs = _pairs_of(n, window or n, stride)
         if not causal:
+            # The mask is its own mirror image; the diagonal is counted once.
             pairs = 2 * pairs - n
         total += pairs
     return total

@@ -10,6 +10,8 @@ from longctx.architecture.mixers.linear import LatentLinear, Linear
 from longctx.architecture.mixers.mixer import Mixer
 from longctx.architecture.mixers.softmax import Softmax
 
+# Latents are of a whole model: all of its layers have them, whatever they see.
+
 
 def _softmax(config: ModelFields, *, window: int = 0, stride: int = 0) -> Mixer:
     if config.is_latent:

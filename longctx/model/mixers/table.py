@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
+from longctx.errors import ConfigError
 from longctx.kernels.processor import Products
 from longctx.model.attention.core import AttentionCore
 from longctx.model.attention.local import LocalAttention
@@ -18,6 +21,13 @@ NETWORKS: dict[str, type[MixerNetwork]] = {
 }
 
 
-def local_cores(products: Products) -> dict[str, AttentionCore]:
-    """The cores in one process."""
-    return {"softmax": LocalAttention(products=products), "linear": LocalLinearAttention()}
+def with_local_cores(cores: Mapping[str, AttentionCore], products: Products) -> dict[str, AttentionCore]:
+    """The cores, and those in one process for what they leave out. ConfigError for names that no mixer has."""
+    local: dict[str, AttentionCore] = {
+        "softmax": LocalAttention(products=products),
+        "linear": LocalLinearAttention(),
+    }
+    unknown = set(cores) - set(local)
+    if unknown:
+        raise ConfigError(f"no mixer has the core {sorted(unknown)}; known: {sorted(local)}.")
+    return {**local, **cores}
