@@ -97,7 +97,6 @@ def measure(case: Case) -> dict[str, Any]:
     from longctx.model.decoder import Decoder
     from longctx.model.training_pass import Execution
     from longctx.objectives.causal_lm import CausalLM
-    from longctx.objectives.loss_sum import LossSum
 
     return_freed_memory()
     with tempfile.TemporaryDirectory() as folder:
@@ -117,13 +116,13 @@ def measure(case: Case) -> dict[str, Any]:
                 document_ids=torch.zeros_like(tokens),
                 documents=PackedDocuments.of([0, num_tokens]),
             )
-            loss = LossSum.from_tensors(lm(batch))
-            (loss.objective_sum / num_tokens).backward()
+            loss = lm.loss_sum(lm(batch))
+            (loss["objective"] / num_tokens).backward()
             optimizer.step()
             for p in lm.parameters():
                 assert p.grad is not None
                 p.grad.zero_()
-            return float(loss.nll_sum) / num_tokens
+            return float(loss["nll"]) / num_tokens
 
         # The first use of anything is not counted; gradients and moments are there from now on.
         step(256)

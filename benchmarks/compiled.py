@@ -90,7 +90,7 @@ def measure_step(dtype: str, rounds: int) -> dict[str, Any]:
     started = time.perf_counter()
     losses = {who: float(train(lm, batch)) for who, lm in models.items()}
     wall, graphs = time.perf_counter() - started, compile_count().graphs
-    floor = Floor.build(models["eager"].decoder, batch.tokens)
+    floor = Floor.build(models["eager"].network, batch.tokens)
     for action in floor.actions().values():
         action()
     actions = {who: lambda lm=lm: train(lm, batch) for who, lm in models.items()} | floor.actions()

@@ -200,6 +200,11 @@ class Batch:
         """Tokens whose prediction counts in the loss."""
         return int((self.targets != IGNORED_TARGET).sum())
 
+    @property
+    def num_tokens(self) -> int:
+        """Tokens that are not padding."""
+        return int((self.document_ids != PADDING_DOCUMENT).sum())
+
     def flatten_rows(self) -> Batch:
         """The same tokens as one row [1, B·T]: the shape that a sequence layout splits."""
         flat = self.map_tokens(lambda x: x.reshape(1, -1))

@@ -18,7 +18,6 @@ from longctx.model.attention.local import LocalAttention
 from longctx.model.decoder import Decoder
 from longctx.model.training_pass import Execution
 from longctx.objectives.causal_lm import CausalLM
-from longctx.objectives.loss_sum import LossSum
 
 
 def small_config(*, width: int, layers: int, head_dim: int, vocab_size: int = 4096) -> ModelConfig:
@@ -72,10 +71,10 @@ def loss_and_gradients(
     if rounded is not None:
         decoder.to(rounded)
     lm = CausalLM(decoder).to(device=device, dtype=dtype)
-    loss = LossSum.from_tensors(lm(batch.to(torch.device(device))))
-    mean = loss.objective_sum / batch.num_targets
+    loss = lm.loss_sum(lm(batch.to(torch.device(device))))
+    mean = loss["objective"] / batch.num_targets
     mean.backward()
-    named = lm.decoder.named_parameters()
+    named = lm.network.named_parameters()
     return float(mean.detach()), {name: p.grad.double().cpu() for name, p in named if p.grad is not None}
 
 

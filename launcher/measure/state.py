@@ -132,11 +132,12 @@ def _step(clock: Clock, config: ResolvedConfig, num_steps: int) -> _Step:
     engine.initialize(0)
     shards = [shard_batch(synthetic_batch(config), config, mesh) for _ in range(2)]
     shards = [dataclasses.replace(shard, targets=shard.targets + 1) for shard in shards]
-    counts, model, steps = count_step(shards), config.model.config(), []
+    task = engine.model
+    counts, steps = count_step(task, shards), []
 
     def micro_batch(number: int) -> None:
         loss = engine.forward(shards[number].to(clock.device))
-        engine.backward(counts.loss(loss, model))
+        engine.backward(task.loss(loss, counts))
 
     def timed(action: Callable[[], Any]) -> float:
         # Ranks wait for one another within: they begin together.

@@ -28,7 +28,6 @@ from longctx.kernels.attention.flash.varlen import VarlenKernel
 from longctx.kernels.attention.select import KERNELS
 from longctx.model.training_pass import TrainingPass
 from longctx.objectives.causal_lm import CausalLM
-from longctx.objectives.loss_sum import LossSum
 from parallel.loss import count_step
 from parallel.mesh import Mesh
 from parallel.zero.options import uses_fused_adamw
@@ -121,12 +120,12 @@ class _Step:
         self._begin()
         shard = shard_batch(batch, self.config, self.mesh)
         # Counted on the CPU before the first forward, as in a run.
-        counts = count_step([shard])
+        counts = count_step(self.module, [shard])
         training_pass = TrainingPass(seed=self.config.run.seed)
-        loss = LossSum.from_tensors(self.module(shard.to(DEVICE), training_pass))
+        loss = self.module.loss_sum(self.module(shard.to(DEVICE), training_pass))
         self.kept, self.kept_on_host = live.now, self.recorder.pinned.now
         # DeepSpeed averages over all ranks, which a run undoes in the same way.
-        (counts.loss(loss, self.config.model) * self.mesh.world_size).backward()
+        (self.module.loss(loss, counts) * self.mesh.world_size).backward()
         self._note_peak()
         self._update()
 

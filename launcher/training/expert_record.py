@@ -26,8 +26,8 @@ def expert_record(totals: StepTotals, layers: Sequence[int], num_tokens: int) ->
     chosen_L = totals.counts_LE.sum(1).clamp(min=1)
     balance_loss = router_z_loss = None
     if loads:
-        balance_loss = totals.balance / tokens / len(loads)
-        router_z_loss = totals.router_z / tokens
+        balance_loss = totals.sums["balance"] / tokens / len(loads)
+        router_z_loss = totals.sums["router_z"] / tokens
     return {
         "balance_loss": balance_loss,
         "router_z_loss": router_z_loss,

@@ -59,8 +59,6 @@ class StepData:
     """Numbers, in the step, of the rows of each micro-batch."""
     shards: list[CompactBatch]
     """This rank's part of each micro-batch, on the CPU."""
-    own_counts: tuple[int, int]
-    """Targets and tokens of these."""
     degrees: list[Degrees]
     """How each micro-batch lies on its ranks; none where nobody asked for it."""
 
@@ -199,7 +197,6 @@ class StepFeed:
             lengths=lengths,
             rows=rows,
             shards=shards,
-            own_counts=(sum(shard.num_targets for shard in shards), sum(shard.num_tokens for shard in shards)),
             degrees=degrees,
         )
 

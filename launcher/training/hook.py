@@ -16,7 +16,7 @@ from launcher.training.run import Progress
 from launcher.training.totals import StepSums, StepTotals
 from longctx.errors import GradientError
 from longctx.model.experts.replay import RoutingReplay
-from parallel.loss import StepCounts
+from longctx.objectives.task import Counts
 
 
 @dataclass(kw_only=True)
@@ -31,7 +31,8 @@ class Step:
     """Seconds that the data was waited for."""
     scope: ExitStack
     """Closes what a hook opens, however the step ends."""
-    counts: StepCounts = field(init=False)
+    counts: Counts = field(init=False)
+    """The step's denominators, over all ranks."""
     sums: StepSums = field(init=False)
     """This rank's, of forward and backward."""
     totals: StepTotals = field(init=False)

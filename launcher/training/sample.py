@@ -44,7 +44,7 @@ class Sampler:
         # All is read anew for each token, along the path of a validation: that runs on every mesh and at any ZeRO
         # stage, and a few dozen tokens cost less than the validation itself.
         shard = run.shard_batch(self._batch(ids)).to(run.device)
-        decoder = run.engine.model.decoder
+        decoder = run.engine.model.network
         hidden_BtM = decoder(
             shard.tokens,
             shard.positions,

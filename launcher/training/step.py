@@ -27,7 +27,8 @@ from launcher.training.totals import StepSums, StepTotals
 from longctx.errors import GradientError
 from longctx.model.experts.balance import load_share, move_selection_bias_
 from longctx.model.training_pass import TrainingPass
-from parallel.loss import StepCounts, sum_counts
+from longctx.objectives.task import Counts
+from parallel.loss import sum_counts
 from parallel.runtime.device import device_name, peak_memory_bytes
 from parallel.runtime.watch.spans import begin
 from parallel.schedule.degrees import Degrees
@@ -61,13 +62,14 @@ class TrainStep:
             # 2. Counts over all ranks come before the first backward: they divide each shard's part of the loss, so
             # that the step's loss is one sum over one count whatever the degrees and the accumulation.
             begin("counting tokens")
-            step.counts = sum_counts(data.own_counts)
+            step.counts = sum_counts(run.engine.model.count(data.shards))
             for hook in self.hooks:
                 hook.before_forward(step)
             step.sums = self.forward_backward(step)
             begin("summing the step")
             step.totals = step.sums.over_ranks(_model_flops(run, data), step.summed)
-            step.loss, step.lr = step.counts.mean_nll(step.totals.nll), learning_rate(number, run.config.train)
+            step.loss = run.engine.model.mean_loss(step.totals.sums, step.counts)
+            step.lr = learning_rate(number, run.config.train)
 
             # 3. Weights and moments change only if no hook refuses that, and the gradient is finite.
             for hook in self.hooks:
@@ -108,7 +110,7 @@ class TrainStep:
             )
             # One micro-batch at a time is on the device; backward frees its activations.
             loss = run.engine.forward(shard.unpack(run.device), training_pass)
-            run.engine.backward(step.counts.loss(loss, run.model))
+            run.engine.backward(run.engine.model.loss(loss, step.counts))
             sums.add(loss)
         return sums
 
@@ -126,7 +128,7 @@ class TrainStep:
         if not run.model.num_experts or step.failure is not None:
             return step.progress.expert_load_LE
         if run.model.selection_bias_rate:
-            biases = run.engine.model.decoder.selection_biases()
+            biases = run.engine.model.network.selection_biases()
             move_selection_bias_(biases, step.totals.counts_LE, run.model.selection_bias_rate)
         return step.totals.counts_LE
 
@@ -141,7 +143,7 @@ class TrainStep:
             **_speed(run, counts, totals, seconds=seconds, waited=step.waited),
             **source_record(step.data.after),
             **degree_record(step.data.degrees),
-            **expert_record(totals, run.expert_layers, counts.tokens),
+            **expert_record(totals, run.expert_layers, counts["tokens"]),
         }
 
 
@@ -172,7 +174,7 @@ def degree_record(degrees: Sequence[Degrees]) -> Record:
     }
 
 
-def _speed(run: Run, counts: StepCounts, totals: StepTotals, *, seconds: float, waited: float) -> Record:
+def _speed(run: Run, counts: Counts, totals: StepTotals, *, seconds: float, waited: float) -> Record:
     """The fields of a train record about time, memory and work."""
     world_size = run.mesh.world_size
     # None on a CPU, and on a GPU whose data sheet we do not have: then there is no MFU either.
@@ -181,7 +183,7 @@ def _speed(run: Run, counts: StepCounts, totals: StepTotals, *, seconds: float, 
         peak_flops *= world_size
     return {
         "tokens": run.feed.tokens_consumed,
-        "tokens_per_second": tokens_per_second(counts.tokens, seconds),
+        "tokens_per_second": tokens_per_second(counts["tokens"], seconds),
         "step_seconds": seconds,
         "data_wait_seconds": waited,
         "max_memory_bytes": peak_memory_bytes(run.device),

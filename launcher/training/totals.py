@@ -21,14 +21,8 @@ from parallel.comm.world import sum_over_ranks
 class StepTotals:
     """Sums over every rank and micro-batch of a step: the same on every rank, known before the update."""
 
-    nll: float
-    """Negative log-likelihood of the targets."""
-    objective: float
-    """What backward goes through: of smoothed labels, and with its z-loss."""
-    balance: float
-    """Load-balance loss before its weight, summed over tokens and layers."""
-    router_z: float
-    """Squared log-sum-exp of the router's logits, summed over tokens and layers."""
+    sums: Mapping[str, float]
+    """Of the task's terms."""
     counts_LE: Tensor
     """Tokens that chose the expert, by layer, int64; [0, 0] in a dense model."""
     diagnostics: RouterDiagnostics
@@ -41,7 +35,7 @@ class StepTotals:
     @property
     def finite(self) -> bool:
         """Whether every part of the loss is."""
-        return all(math.isfinite(part) for part in (self.nll, self.objective, self.balance, self.router_z))
+        return all(map(math.isfinite, self.sums.values()))
 
     def broken_routers(self, layers: Sequence[int]) -> list[str]:
         """The expert layers whose router's logits were not finite, with how many tokens; the same on every rank."""
@@ -53,14 +47,19 @@ class StepSums:
     """This rank's sums over the micro-batches of a step; they stay on its device until ``over_ranks``."""
 
     def __init__(self) -> None:
+        self._names: tuple[str, ...] = ()
         self._sums: tuple[Tensor, ...] | None = None
 
     def add(self, loss: LossSum) -> None:
         """Add a micro-batch."""
         # float64: the reported loss then barely depends on how the step was cut into micro-batches.
-        parts = (loss.nll_sum, loss.objective_sum, loss.balance_sum, loss.z_sum)
-        scalars = torch.stack([x.detach().double() for x in parts])
-        own = (scalars, loss.counts_LE, torch.stack(loss.diagnostics))
+        scalars = torch.stack([x.detach().double() for x in loss.sums.values()])
+        counts_LE, diagnostics = loss.counts_LE, loss.diagnostics
+        if counts_LE is None or diagnostics is None:
+            counts_LE = scalars.new_zeros(0, 0, dtype=torch.int64)
+            diagnostics = RouterDiagnostics.none(scalars, 0)
+        own = (scalars, counts_LE, torch.stack(diagnostics))
+        self._names = tuple(loss.sums)
         if self._sums is None:
             self._sums = own
         else:
@@ -91,13 +90,10 @@ class StepSums:
         # One small all-reduce a step instead of one for each quantity. On the device, behind the backward pass, whose
         # end the host waits for once: the update may not begin before it has seen that the step is finite.
         flat = sum_over_ranks(torch.cat(parts)).cpu()
-        own, *rest = flat.split([4, counts_LE.numel(), diagnostics_4L.numel(), 1, *map(len, more.values())])
-        nll, objective, balance, router_z = own.tolist()
+        sizes = [len(scalars), counts_LE.numel(), diagnostics_4L.numel(), 1, *map(len, more.values())]
+        own, *rest = flat.split(sizes)
         return StepTotals(
-            nll=nll,
-            objective=objective,
-            balance=balance,
-            router_z=router_z,
+            sums=dict(zip(self._names, own.tolist(), strict=True)),
             counts_LE=rest[0].long().view(counts_LE.shape),
             diagnostics=RouterDiagnostics._make(rest[1].view(diagnostics_4L.shape)),
             flops=float(rest[2]),

@@ -16,14 +16,13 @@ from launcher.config.resolved import ResolvedConfig
 from launcher.verification.choices import RouterState, recorded_routers
 from launcher.verification.rows import micro_batch
 from launcher.verification.state import StepState
-from longctx.batch import PADDING_DOCUMENT, Batch
+from longctx.batch import Batch
 from longctx.model.decoder import Decoder
 from longctx.model.experts.balance import load_share, move_selection_bias_
 from longctx.model.experts.replay import RoutingReplay
 from longctx.model.training_pass import Execution, TrainingPass
 from longctx.objectives.causal_lm import CausalLM
-from longctx.objectives.loss_sum import LossSum
-from parallel.loss import StepCounts
+from longctx.objectives.task import Counts
 
 
 class Alone:
@@ -41,7 +40,7 @@ class Alone:
             label_smoothing=config.train.label_smoothing,
         ).to(device)
         self.device, self.masters = device, {}
-        for name, p in self.lm.decoder.named_parameters():
+        for name, p in self.lm.network.named_parameters():
             self.masters[name] = p.detach().to(config.dtype).float().requires_grad_()
         self.lm.to(dtype)
         self.optimizer = _adamw(config, self.masters)
@@ -49,7 +48,7 @@ class Alone:
     def weights(self) -> dict[str, Tensor]:
         """Masters and buffers as they are now, flat."""
         found = {name: master.detach().clone().flatten() for name, master in self.masters.items()}
-        found.update((name, x.detach().float().clone().flatten()) for name, x in self.lm.decoder.named_buffers())
+        found.update((name, x.detach().float().clone().flatten()) for name, x in self.lm.network.named_buffers())
         return found
 
     def steps(self, run: Sequence[StepState]) -> Iterator[StepState]:
@@ -57,7 +56,7 @@ class Alone:
         model, load_LE = self.model, None
         for step, theirs in enumerate(run):
             with torch.no_grad():
-                for name, p in self.lm.decoder.named_parameters():
+                for name, p in self.lm.network.named_parameters():
                     # Rounded as the run's are, in whatever dtype this computes.
                     p.copy_(self.masters[name].to(self.config.dtype))
             batches = [micro_batch(self.config, step, rows).to(self.device) for rows in self._rows]
@@ -68,12 +67,12 @@ class Alone:
             norm = _clip(self.masters, self.config.train.clip_norm)
             gradients = {name: _gradient(master).clone().flatten() for name, master in self.masters.items()}
             self._update(theirs.gradients)
-            if model.num_experts:
+            if counts_LE is not None:
                 load_LE = load_share(counts_LE)
-            if model.selection_bias_rate:
-                move_selection_bias_(self.lm.decoder.selection_biases(), counts_LE, model.selection_bias_rate)
+                if model.selection_bias_rate:
+                    move_selection_bias_(self.lm.network.selection_biases(), counts_LE, model.selection_bias_rate)
             yield StepState(
-                loss=nll / counts.targets,
+                loss=nll / counts["targets"],
                 grad_norm=norm,
                 gradients=gradients,
                 weights=self.weights(),
@@ -109,11 +108,9 @@ def _gradients(
     step: int,
     load_LE: Tensor | None,
     experts_LTk: Tensor | None,
-) -> tuple[float, Tensor, StepCounts, list[RouterState]]:
+) -> tuple[float, Tensor | None, Counts, list[RouterState]]:
     """Add up the step's gradients in float32. Returns Σ nll, the experts' counts, the step's, and the routers."""
-    targets = sum(batch.num_targets for batch in batches)
-    real = sum(int((batch.document_ids != PADDING_DOCUMENT).sum()) for batch in batches)
-    counts, nll, counts_LE = StepCounts(targets, real), 0.0, torch.zeros(0, 0)
+    counts, nll, counts_LE = lm.count(batches), 0.0, None
     routers: list[RouterState] = []
     for batch, of_batch in zip(batches, tokens, strict=True):
         replay, chosen_LNk = None, ()
@@ -128,14 +125,14 @@ def _gradients(
         )
         # Rows of a micro-batch are one sequence to a run; here they stay rows, each with its documents.
         with recorded_routers(lm, tuple(chosen_LNk), routers):
-            loss = LossSum.from_tensors(lm(batch, training_pass))
-        counts.loss(loss, config.model).backward()
-        nll += float(loss.nll_sum)
+            loss = lm.loss_sum(lm(batch, training_pass))
+        lm.loss(loss, counts).backward()
+        nll += float(loss["nll"])
         if batch is batches[0]:
             counts_LE = loss.counts_LE
-        else:
+        elif counts_LE is not None:
             counts_LE = counts_LE + loss.counts_LE
-        for name, p in lm.decoder.named_parameters():
+        for name, p in lm.network.named_parameters():
             if p.grad is None:
                 continue
             master = masters[name]

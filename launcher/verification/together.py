@@ -37,8 +37,8 @@ def steps_together(config: ResolvedConfig, mesh: Mesh, device: torch.device) -> 
     for step in range(STEPS):
         rows = [micro_batches.rows(number, mesh.data_rank) for number in range(len(micro_batches))]
         shards = [shard_batch(micro_batch(config, step, own), config, mesh) for own in rows]
-        counts = count_step(shards)
-        nll, counts_LE = torch.zeros((), dtype=torch.float64, device=device), torch.zeros(0, 0)
+        counts = count_step(engine.model, shards)
+        nll, counts_LE = torch.zeros((), dtype=torch.float64, device=device), None
         replays: list[RoutingReplay] = []
         for own, shard in zip(rows, shards, strict=True):
             replay = None
@@ -52,18 +52,18 @@ def steps_together(config: ResolvedConfig, mesh: Mesh, device: torch.device) -> 
                 replay=replay,
             )
             loss = engine.forward(shard.to(device), training_pass)
-            engine.backward(counts.loss(loss, model))
-            nll += loss.nll_sum.double()
+            engine.backward(engine.model.loss(loss, counts))
+            nll += loss["nll"].double()
             if own is rows[0]:
                 counts_LE = loss.counts_LE
-            else:
+            elif counts_LE is not None:
                 counts_LE = counts_LE + loss.counts_LE
         norm = engine.step(train.lr)
-        if model.num_experts:
+        if counts_LE is not None:
             counts_LE = sum_over_ranks(counts_LE)
             load_LE = load_share(counts_LE)
-        if model.selection_bias_rate:
-            move_selection_bias_(engine.model.decoder.selection_biases(), counts_LE, model.selection_bias_rate)
+            if model.selection_bias_rate:
+                move_selection_bias_(engine.model.network.selection_biases(), counts_LE, model.selection_bias_rate)
         weights, new = _gather(engine)
         gradients = {name: gradient_of_moments(x, moments.get(name), train.beta1) for name, x in new.items()}
         moments = new
@@ -74,7 +74,7 @@ def steps_together(config: ResolvedConfig, mesh: Mesh, device: torch.device) -> 
             own_LNk = torch.cat([replay.experts_LNk.cpu() for replay in replays], dim=1)
             experts_LTk = gather_tokens(own_LNk, torch.cat(indices), train.tokens_per_step)
         yield StepState(
-            loss=total / counts.targets,
+            loss=engine.model.mean_loss({"nll": total}, counts),
             grad_norm=norm,
             gradients=gradients,
             weights=weights,

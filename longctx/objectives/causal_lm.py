@@ -9,16 +9,27 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from longctx.batch import Batch
+from longctx.config import ModelConfig
 from longctx.model.chunks.start import new_stream
 from longctx.model.chunks.stream import ResidualStream
 from longctx.model.decoder import Decoder
 from longctx.model.experts.balance import balance_sum
 from longctx.model.experts.router import RouterDiagnostics
 from longctx.model.training_pass import TrainingPass
-from longctx.objectives.loss_sum import LossSum
+from longctx.objectives.loss_sum import LossSum, Term
+from longctx.objectives.task import Countable, Task
+
+
+def causal_terms(config: ModelConfig) -> tuple[Term, ...]:
+    """The sums of next-token prediction, those of routers only if the model has any."""
+    terms = (Term("objective", "targets", 1.0), Term("nll", "targets"))
+    if not config.num_experts:
+        return terms
+    balance = Term("balance", "tokens", config.balance_loss_weight)
+    return (*terms, balance, Term("router_z", "tokens", config.router_z_loss_weight))
 
 
 def identity(counts_LSE: Tensor, batch: Batch) -> Tensor:
@@ -26,8 +37,10 @@ def identity(counts_LSE: Tensor, batch: Batch) -> Tensor:
     return counts_LSE
 
 
-class CausalLM(nn.Module):
-    """Decoder and objective in one forward, so that ZeRO-3 sees every use of a parameter."""
+class CausalLM(Task):
+    """Next-token prediction: negative log-likelihood a target, and what routers add to it a token."""
+
+    reported = "nll"
 
     def __init__(
         self,
@@ -40,29 +53,35 @@ class CausalLM(nn.Module):
         """``reduce_counts`` sums int64 counts over the ranks that share the batch: [L, S, E], or [L, 1, E] where the
         micro-batch is balanced as one. Called once a micro-batch of an expert model (never where the global batch is
         balanced), on every rank, also on one that holds no token of it. The other two are ``LossOptions``'."""
-        super().__init__()
-        self.decoder = decoder
+        super().__init__(decoder)
+        self.terms = causal_terms(decoder.config)
         self.reduce_counts = reduce_counts
         self.z_loss, self.label_smoothing = z_loss, label_smoothing
 
+    def denominators(self, batch: Countable) -> dict[str, int]:
+        """Targets, and tokens that are not padding."""
+        return {"targets": batch.num_targets, "tokens": batch.num_tokens}
+
     def forward(self, batch: Batch, training_pass: TrainingPass | None = None) -> tuple[Tensor, ...]:
-        """``LossSum.tensors``: a plain tuple, which ZeRO-3's hooks can look into."""
-        stream = new_stream(self.decoder.execution, batch.tokens)
+        """``LossSum.tensors`` of the terms.
+
+        ``objective`` is what backward goes through: negative log-likelihood, of smoothed labels, plus z-loss; ``nll``
+        is plain, without gradient. ``balance`` and ``router_z`` are summed over layers of experts and tokens.
+        """
+        stream = new_stream(self.network.execution, batch.tokens)
         hidden_BtM, stats = self._run(batch, training_pass, return_stats=True, stream=stream)
         # The head's product and the loss in one op, a block of tokens at a time: logits are never whole.
-        objective_sum, nll_sum = self.decoder.loss_sums(
+        objective_sum, nll_sum = self.network.loss_sums(
             hidden_BtM,
             batch.targets,
             z_loss=self.z_loss,
             label_smoothing=self.label_smoothing,
             stream=stream,
         )
+        sums = {"objective": objective_sum, "nll": nll_sum}
         if not stats:
-            # A dense model: every rank still returns tensors of one structure.
-            zero, counts_LE = torch.zeros_like(nll_sum), batch.tokens.new_zeros(0, 0)
-            nothing = RouterDiagnostics.none(nll_sum, 0)
-            return LossSum(objective_sum, zero, zero, counts_LE, nll_sum, nothing).tensors()
-        scope = self.decoder.config.balance_scope
+            return LossSum(sums).tensors()
+        scope = self.network.config.balance_scope
         load_LE = None
         if training_pass is not None:
             load_LE = training_pass.expert_load_LE
@@ -70,17 +89,16 @@ class CausalLM(nn.Module):
         def reduce_counts(counts_LSE: Tensor) -> Tensor:
             return self.reduce_counts(counts_LSE, batch)
 
-        balance = balance_sum(stats, scope=scope, reduce_counts=reduce_counts, load_LE=load_LE)
+        sums["balance"] = balance_sum(stats, scope=scope, reduce_counts=reduce_counts, load_LE=load_LE)
         # Over layers: sums of sums, which add up over ranks and micro-batches like those of the tokens.
-        z_sum = torch.stack([layer.z_sum for layer in stats]).sum()
+        sums["router_z"] = torch.stack([layer.z_sum for layer in stats]).sum()
         counts_LE = torch.stack([layer.counts_SE.sum(0) for layer in stats])
-        diagnostics = RouterDiagnostics.stack([layer.diagnostics for layer in stats])
-        return LossSum(objective_sum, balance, z_sum, counts_LE, nll_sum, diagnostics).tensors()
+        return LossSum(sums, counts_LE, RouterDiagnostics.stack([layer.diagnostics for layer in stats])).tensors()
 
     @torch.no_grad()
     def token_nll(self, batch: Batch) -> Tensor:
         """Each token's negative log-likelihood [B, t], float32, without gradient; 0 where the target is ignored."""
-        return self.decoder.token_nll(self._run(batch, None, return_stats=False), batch.targets)
+        return self.network.token_nll(self._run(batch, None, return_stats=False), batch.targets)
 
     def _run(
         self,
@@ -91,7 +109,7 @@ class CausalLM(nn.Module):
         stream: ResidualStream | None = None,
     ) -> Any:
         """The decoder's hidden states, and with ``return_stats`` the routers' statistics."""
-        return self.decoder(
+        return self.network(
             batch.tokens,
             batch.positions,
             batch.documents,

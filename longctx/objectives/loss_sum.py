@@ -1,8 +1,8 @@
-"""``LossSum``: what an objective returns of one micro-batch on one rank."""
+"""``LossSum``: what an objective returns of one micro-batch on one rank; ``Term``, what one of its sums is."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import NamedTuple
 
 from torch import Tensor
@@ -10,32 +10,33 @@ from torch import Tensor
 from longctx.model.experts.router import RouterDiagnostics
 
 
-class LossSum(NamedTuple):
-    """Sums over this rank's tokens; divided by the step's global token count they are the step's losses."""
+class Term(NamedTuple):
+    """One sum of an objective."""
 
-    objective_sum: Tensor
-    """What the targets that count cost: negative log-likelihood, of smoothed labels, plus z-loss; float32 scalar with
-    gradient."""
-    balance_sum: Tensor
-    """Load-balance loss, summed over layers and tokens, float32 scalar with gradient; before its weight."""
-    z_sum: Tensor
-    """Router z-loss, summed over layers and tokens, float32 scalar, with gradient if the model's config gives it a
-    weight; before that."""
-    counts_LE: Tensor
-    """This rank's tokens by layer and expert, padding excluded, int64; [0, 0] in a dense model."""
-    nll_sum: Tensor
-    """Plain negative log-likelihood of the targets that count, to be reported: float32 scalar without gradient."""
-    diagnostics: RouterDiagnostics
-    """Of the routers, each [L]; [0] in a dense model."""
+    name: str
+    count: str
+    """The name of the count that divides it: a sum over ranks over a count over the same."""
+    weight: float | None = None
+    """What the loss has it with; None if it is reported alone."""
+
+
+@dataclass(frozen=True)
+class LossSum:
+    """Sums over this rank's tokens; divided by the step's global counts they are the step's losses."""
+
+    sums: dict[str, Tensor]
+    """By the objective's terms, in their order: float32 scalars, with gradient if the loss has them."""
+    counts_LE: Tensor | None = None
+    """This rank's tokens by layer and expert, padding excluded, int64; None without routers."""
+    diagnostics: RouterDiagnostics | None = None
+    """Of the routers, each [L]."""
+
+    def __getitem__(self, name: str) -> Tensor:
+        """The sum of this name."""
+        return self.sums[name]
 
     def tensors(self) -> tuple[Tensor, ...]:
         """All of them in a plain tuple, the only kind that ZeRO-3's hooks look into."""
-        # Flat: the diagnostics follow the five others.
-        return tuple(self[:5]) + tuple(self.diagnostics)
-
-    @classmethod
-    def from_tensors(cls, tensors: Sequence[Tensor]) -> LossSum:
-        """The inverse of ``tensors``: what ``CausalLM`` returned."""
-        # In the order of the fields; what is left are the routers' diagnostics.
-        objective_sum, balance_sum, z_sum, counts_LE, nll_sum = tensors[:5]
-        return cls(objective_sum, balance_sum, z_sum, counts_LE, nll_sum, RouterDiagnostics._make(tensors[5:]))
+        if self.counts_LE is None or self.diagnostics is None:
+            return tuple(self.sums.values())
+        return (*self.sums.values(), self.counts_LE, *self.diagnostics)

@@ -18,13 +18,13 @@ from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.runtime.zero.partition_parameters import is_zero_param
 from torch import nn
 
-from longctx.objectives.causal_lm import CausalLM
+from longctx.objectives.task import Task
 from parallel.zero.experts import ExpertsAcrossRanks
 from parallel.zero.weight_swapper import WeightSwapper
 
 
 def allocate(
-    model: CausalLM,
+    model: Task,
     *,
     stage: int,
     dtype: torch.dtype,
@@ -78,7 +78,7 @@ def _make_whole(p: nn.Parameter, dtype: torch.dtype, device: torch.device) -> No
 
 
 def _partition(
-    model: CausalLM,
+    model: Task,
     dtype: torch.dtype,
     config: dict[str, Any],
     experts: ExpertsAcrossRanks | None,

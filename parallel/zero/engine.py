@@ -18,8 +18,8 @@ from torch import Tensor, nn
 from longctx.batch import Batch
 from longctx.errors import GradientError
 from longctx.model.training_pass import TrainingPass
-from longctx.objectives.causal_lm import CausalLM
 from longctx.objectives.loss_sum import LossSum
+from longctx.objectives.task import Task
 from parallel.comm.world import num_ranks
 from parallel.runtime.watch.spans import begin, enter_layer
 from parallel.zero.deepspeed_config import quiet_deepspeed
@@ -42,11 +42,11 @@ PARTITIONS: dict[int, Callable[[Wrapping], Partition]] = {0: Whole, 1: Flat, 2: 
 
 
 class ZeroEngine:
-    """A ``CausalLM`` under ZeRO: micro-batches in, one optimiser step out, whatever the stage."""
+    """A ``Task`` under ZeRO: micro-batches in, one optimiser step out, whatever the stage."""
 
     def __init__(
         self,
-        model: CausalLM,
+        model: Task,
         *,
         stage: int,
         dtype: torch.dtype,
@@ -62,10 +62,10 @@ class ZeroEngine:
         check_zero(stage, dtype)
         quiet_deepspeed()
         import_muon()
-        for number, layer in enumerate(model.decoder.model.layers):
+        for number, layer in enumerate(model.network.model.layers):
             layer.register_forward_pre_hook(partial(_before_layer, number))
         self.stage, self.dtype = stage, dtype
-        self.tensors = ModelTensors.of(model.decoder, mark_experts(model))
+        self.tensors = ModelTensors.of(model.network, mark_experts(model))
         self.partition = PARTITIONS[stage](
             Wrapping(
                 model=model,
@@ -79,7 +79,7 @@ class ZeroEngine:
         )
 
     @property
-    def model(self) -> CausalLM:
+    def model(self) -> Task:
         """The wrapped module, for evaluation without gradients."""
         return self.partition.engine.module
 
@@ -96,7 +96,7 @@ class ZeroEngine:
     def forward(self, batch: Batch, training_pass: TrainingPass | None = None) -> LossSum:
         """The module's forward on this rank's shard of a micro-batch."""
         begin("forward")
-        return LossSum.from_tensors(self.partition.engine(batch, training_pass))
+        return self.model.loss_sum(self.partition.engine(batch, training_pass))
 
     def backward(self, loss: Tensor) -> None:
         """Compute the gradients of what this rank adds to the step's loss; between micro-batches they add up."""
@@ -129,16 +129,16 @@ class ZeroEngine:
         """Names of the parameters and buffers that hold a value that is not finite. Collective."""
         # Each rank looks at what it holds; the reduction inside makes the answer the same everywhere.
         device, found = self.partition.engine.device, {}
-        for name, buffer in self.model.decoder.named_buffers():
+        for name, buffer in self.model.network.named_buffers():
             found[name] = not_finite([buffer], device)
-        for name, p in self.model.decoder.named_parameters():
+        for name, p in self.model.network.named_parameters():
             # One after the other: a part may have to be read from a disk.
             found[name] = not_finite([self.partition.working_part(name, p)], device)
         return named_on_any_rank(torch.cat([found[name] for name in self.shapes]), self.shapes)
 
     def owned_pieces(self) -> list[Piece]:
         """Which ranges of the whole model's tensors ``owned_ranges`` gives; nothing is read for it."""
-        return owned_pieces(self.model.decoder, self.partition, self.tensors)
+        return owned_pieces(self.model.network, self.partition, self.tensors)
 
     def owned_ranges(self) -> Generator[OwnedRange]:
         """Master weights, moments and buffers as fp32 ranges of the whole model's tensors.
@@ -146,14 +146,14 @@ class ZeroEngine:
         Over all ranks every value exactly once. What a disk holds is in memory until the next range is asked for: go
         through to the end before training goes on.
         """
-        return read_state(self.model.decoder, self.partition, self.tensors)
+        return read_state(self.model.network, self.partition, self.tensors)
 
     def initialize(self, seed: int) -> None:
         """Set masters and weights to the initial values of ``seed``; each rank draws what it holds. Collective.
 
         The optimiser starts afresh. Values are those of ``Decoder.initialize``, rounded to the dtype of the weights.
         """
-        config, parameters = self.model.decoder.config, self.tensors.parameters
+        config, parameters = self.model.network.config, self.tensors.parameters
         initial = InitialWeights(config, parameters, seed=seed, dtype=self.dtype)
         self.load(initial.read, step=0, moments=False)
 
@@ -162,7 +162,7 @@ class ZeroEngine:
 
         Over all ranks every value is read once. Without ``moments`` the optimiser starts afresh.
         """
-        write_state(self.model.decoder, self.partition, self.tensors, read, step=step, moments=moments)
+        write_state(self.model.network, self.partition, self.tensors, read, step=step, moments=moments)
 
     def _broken_gradients(self) -> Tensor:
         """Which of the tensors in ``shapes`` have a gradient that is not finite in this rank's part; on its device."""

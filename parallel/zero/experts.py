@@ -7,7 +7,7 @@ from deepspeed.utils import groups
 from torch import nn
 
 from longctx.model.experts.experts import is_expert_weight
-from longctx.objectives.causal_lm import CausalLM
+from longctx.objectives.task import Task
 from parallel.comm.groups import ProcessGroup
 from parallel.comm.world import own_rank
 
@@ -44,15 +44,15 @@ class ExpertsAcrossRanks(AutoEPMoELayer):
             setattr(weight, name, value)
 
 
-def mark_experts(model: CausalLM) -> ExpertsAcrossRanks | None:
+def mark_experts(model: Task) -> ExpertsAcrossRanks | None:
     """Mark the experts' weights where they are spread over ranks; None where every rank holds them all."""
-    num_experts = model.decoder.config.num_experts
-    own = range(num_experts)[model.decoder.dispatcher.local_experts]
+    num_experts = model.network.config.num_experts
+    own = range(num_experts)[model.network.dispatcher.local_experts]
     if len(own) == num_experts:
         return None
     experts = ExpertsAcrossRanks(num_experts, num_experts // len(own))
     assert own.start == experts.ep_rank * len(own), "DeepSpeed takes neighbouring ranks to hold neighbouring experts"
-    for name, p in model.decoder.named_parameters():
+    for name, p in model.network.named_parameters():
         if is_expert_weight(name):
             experts.mark(p)
     # DeepSpeed finds it among the modules of the one it wraps.

@@ -43,7 +43,7 @@ class Flat:
             groups, gradients = zero.bf16_groups, zero.fp32_groups_gradients
         else:
             groups, gradients = zero.params_in_partition, zero.averaged_gradients
-        return named_gradients(self._model.decoder, groups, gradients)
+        return named_gradients(self._model.network, groups, gradients)
 
     def extent(self, name: str, p: nn.Parameter) -> Extent:
         fragment = p._hp_mapping  # type: ignore[attr-defined]
@@ -53,7 +53,7 @@ class Flat:
         return Extent(address.start, address.numel)
 
     def groups(self) -> list[list[tuple[str, nn.Parameter]]]:
-        return [list(self._model.decoder.named_parameters())]
+        return [list(self._model.network.named_parameters())]
 
     @contextmanager
     def resident(self, group: int, *, moments: bool, writes: bool = False) -> Iterator[None]:

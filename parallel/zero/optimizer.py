@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from longctx.objectives.causal_lm import CausalLM
+from longctx.objectives.task import Task
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -21,7 +21,7 @@ class OptimizerOptions:
     """Whether one kernel updates everything; None: on GPUs (``uses_fused_adamw``)."""
 
 
-def optimizer_groups(model: CausalLM, weight_decay: float) -> list[dict[str, Any]]:
+def optimizer_groups(model: Task, weight_decay: float) -> list[dict[str, Any]]:
     """Matrices decay; norms and biases do not. Experts that are spread over ranks are groups apart."""
     groups = []
     # DeepSpeed reduces a group in one process group: marked experts in that of the ranks that hold the same ones.

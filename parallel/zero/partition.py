@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from longctx.checkpoint_format import ROLES
-from longctx.objectives.causal_lm import CausalLM
+from longctx.objectives.task import Task
 from parallel.comm.groups import ProcessGroup, groups_of_library
 from parallel.zero.allocate import allocate, nothing_is_sent
 from parallel.zero.cpu_adam import build_cpu_adam
@@ -48,7 +48,7 @@ class Extent(NamedTuple):
 class Wrapping:
     """What DeepSpeed is started with."""
 
-    model: CausalLM
+    model: Task
     tensors: ModelTensors
     stage: int
     dtype: torch.dtype

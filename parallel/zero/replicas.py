@@ -124,7 +124,7 @@ class Replicas:
 
     def _alike(self) -> dict[Part, Sum]:
         """The sums of all that other ranks should hold with the same bits, in the model's order."""
-        partition, decoder = self.engine.partition, self.engine.model.decoder
+        partition, decoder = self.engine.partition, self.engine.model.network
         found = {}
         # Buffers first, then parameters: their places are in the sums, so the order is one for all ranks.
         for name, buffer in decoder.named_buffers():

@@ -27,11 +27,11 @@ class Sharded:
     def __init__(self, wrapping: Wrapping) -> None:
         self._model, self._tensors = wrapping.model, wrapping.tensors
         # Weights that another module's forward reads, such as a tied head: DeepSpeed has to gather them there too.
-        for module, parameter in external_parameters(wrapping.model.decoder):
+        for module, parameter in external_parameters(wrapping.model.network):
             deepspeed.zero.register_external_parameter(module, parameter)
         # A compiled graph spans modules, and no hook runs inside of it; and chunks would gather weights once each. A
         # block's weights are gathered before all of it.
-        execution = wrapping.model.decoder.execution
+        execution = wrapping.model.network.execution
         if execution.compiler is not None or execution.chunk_tokens:
             set_z3_leaf_modules(wrapping.model, [Block])
         self._offloads = wrapping.zero.offload != "none"
@@ -50,7 +50,7 @@ class Sharded:
     def local_gradients(self) -> Iterator[tuple[str, Tensor]]:
         zero = self.engine.optimizer
         if not self._offloads:
-            yield from named_gradients(self._model.decoder, zero.fp16_groups, zero.averaged_gradients)
+            yield from named_gradients(self._model.network, zero.fp16_groups, zero.averaged_gradients)
             return
         # What it hands on, to AdamW's copy or to a disk, stays here.
         start = 0
@@ -68,7 +68,7 @@ class Sharded:
 
     def groups(self) -> list[list[tuple[str, nn.Parameter]]]:
         # DeepSpeed's sub-groups: what it updates at once, and reads from a disk at once.
-        names = {id(p): name for name, p in self._model.decoder.named_parameters()}
+        names = {id(p): name for name, p in self._model.network.named_parameters()}
         return [[(names[id(p)], p) for p in group] for group in self.engine.optimizer.fp16_groups]
 
     @contextmanager

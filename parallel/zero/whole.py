@@ -52,7 +52,7 @@ class Whole:
         return norm, taken
 
     def local_gradients(self) -> Iterator[tuple[str, Tensor]]:
-        for name, p in self._model.decoder.named_parameters():
+        for name, p in self._model.network.named_parameters():
             if p.grad is not None:
                 yield name, p.grad
 
@@ -60,7 +60,7 @@ class Whole:
         return Extent(0, p.numel())
 
     def groups(self) -> list[list[tuple[str, nn.Parameter]]]:
-        return [list(self._model.decoder.named_parameters())]
+        return [list(self._model.network.named_parameters())]
 
     @contextmanager
     def resident(self, group: int, *, moments: bool, writes: bool = False) -> Iterator[None]:

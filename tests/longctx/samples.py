@@ -9,8 +9,9 @@ from torch import Tensor
 
 from longctx.batch import IGNORED_TARGET, PADDING_DOCUMENT, Batch, PackedDocuments
 from longctx.config import ModelConfig
+from longctx.objectives.causal_lm import causal_terms
 from longctx.objectives.loss_sum import LossSum
-from parallel.loss import StepCounts
+from longctx.objectives.task import weighed
 
 
 def tiny_config(**changes) -> ModelConfig:
@@ -55,8 +56,9 @@ def packed_batch(rows: list[list[int]], *, padding: int = 0, vocab_size: int = 9
 
 def step_loss(sums: LossSum, balance: float, router_z: float = 0.0) -> Tensor:
     """What training differentiates, by its own formula with these weights; of all counts 1, so that sums stay sums."""
-    config = tiny_config(balance_loss_weight=balance, router_z_loss_weight=router_z)
-    return StepCounts(targets=1, tokens=1).loss(sums, config)
+    experts = {} if "balance" in sums.sums else {"num_experts": 0}
+    config = tiny_config(balance_loss_weight=balance, router_z_loss_weight=router_z, **experts)
+    return weighed(causal_terms(config), sums, {"targets": 1, "tokens": 1})
 
 
 def one_document(num_rows: int, num_tokens: int, *, seed: int = 0) -> Batch:

@@ -62,13 +62,13 @@ def check_family(folder: Path, layout: str, ulysses: int, *, where: str) -> None
     mesh = Mesh.build(context=dist.get_world_size(), ulysses=ulysses)
     config, tensors = load_hf(folder)
     model = build_parallel_model(config, mesh, layout=layout)
-    model.decoder.load_state_dict(tensors)
+    model.network.load_state_dict(tensors)
     batch = whole_batch(hf_models.tokens_of(config, rows=ROWS, length=LENGTH))
     whole = SequenceLayout.build(layout, ROWS * LENGTH, mesh.context, batch.cu_seqlens.tolist(), ulysses)
     nll_sum = model(batch.map_tokens(lambda x: whole.split(x, mesh.context_rank, 1)))[0]
     loss = nll_sum / (batch.targets != IGNORED_TARGET).sum()
     loss.backward()
-    found = {"loss": loss.detach()} | {n: p.grad for n, p in model.decoder.named_parameters() if p.grad is not None}
+    found = {"loss": loss.detach()} | {n: p.grad for n, p in model.network.named_parameters() if p.grad is not None}
     expected = load_file(folder.parent / "found.safetensors")
     assert {n for n in expected if not n.endswith("correction_bias")} == found.keys(), where
     for name, value in found.items():

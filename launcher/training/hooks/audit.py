@@ -128,12 +128,12 @@ class StepAudit(StepHook):
         )
 
     def _weights(self) -> Iterable[tuple[str, Tensor]]:
-        for name, p in self._run.engine.model.decoder.named_parameters():
+        for name, p in self._run.engine.model.network.named_parameters():
             yield name, p.data
 
     def _masters(self) -> Iterable[tuple[str, Tensor]]:
         partition = self._run.engine.partition
-        for name, p in self._run.engine.model.decoder.named_parameters():
+        for name, p in self._run.engine.model.network.named_parameters():
             part = partition.part(name, p, (MASTER,)).get(MASTER)
             if part is not None:
                 yield name, part

@@ -50,5 +50,5 @@ def test_reading_the_answer_is_the_same_event_as_writing_it():
 
 def check_two_ranks(greedy: list[int]) -> None:
     mesh = Mesh.build(context=dist.get_world_size())
-    decoder = build_parallel_model(CONFIG, mesh, layout="zigzag").decoder
+    decoder = build_parallel_model(CONFIG, mesh, layout="zigzag").network
     assert forced(decoder, prompt(), greedy[:4], CHUNK_TOKENS) == greedy

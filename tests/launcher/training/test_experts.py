@@ -150,7 +150,7 @@ def test_a_checkpoint_with_another_number_of_experts_is_refused(shards, base):
 
 def break_a_router(run: Run, layer: int) -> None:
     """One weight of a router becomes infinite, as after a step that was too long."""
-    run.engine.model.decoder.model.layers[layer].mlp.gate.weight.data[1, 0] = torch.inf
+    run.engine.model.network.model.layers[layer].mlp.gate.weight.data[1, 0] = torch.inf
 
 
 def owned(run: Run) -> dict[tuple[str, str, int], torch.Tensor]:
@@ -187,7 +187,7 @@ def kill_an_expert(shards: Path, output: Path) -> None:
     leave_out_pictures()
     changed = {"model.selection_bias": True, "train.steps": 5, "validation.rows": 0, "parallel.context": 1}
     run = build(shards, output, changed)
-    run.engine.model.decoder.model.layers[1].mlp.gate.e_score_correction_bias[2] = -1e3
+    run.engine.model.network.model.layers[1].mlp.gate.e_score_correction_bias[2] = -1e3
     step, short = TrainStep(run), DeadExperts(run.model, run.expert_layers, run.model.num_experts, window=3)
     step.hooks = [short if isinstance(hook, DeadExperts) else hook for hook in step.hooks]
     Trainer(run, train_step=step).train()

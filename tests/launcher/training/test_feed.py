@@ -173,7 +173,7 @@ def test_the_state_is_that_of_the_steps_that_were_given():
     assert (data.order, feed.state_dict(), feed.tokens_consumed) == ({"rows": 0}, {"rows": 2}, 4)
     data, _ = feed.next_step()
     assert (data.order, feed.state_dict(), feed.tokens_consumed) == ({"rows": 2}, {"rows": 4}, 8)
-    assert (data.own_counts, data.lengths, data.rows) == ((2, 4), [(2,), (2,)], [(0,), (1,)])
+    assert (data.lengths, data.rows) == ([(2,), (2,)], [(0,), (1,)])
     feed.close()
 
 

@@ -94,7 +94,7 @@ def test_hooks_are_called_in_their_order_and_have_numbers_of_all_ranks(shards, t
 def refuse_a_step(shards: Path, output: Path) -> None:
     run_ = build(shards, output, {**CONTEXT, "train.skip_steps": 3})
     step, progress = TrainStep(run_, [Refusing(2), *step_hooks(run_)]), run_.progress
-    weights = run_.engine.model.decoder.model.embed_tokens.weight
+    weights = run_.engine.model.network.model.embed_tokens.weight
     records = []
     for number in (1, 2, 3):
         before = weights.detach().clone()

@@ -32,7 +32,7 @@ ROUTER = "model.layers.1.mlp.gate.weight"
 def break_a_weight(run: Run, name: str = LAST_NORM) -> None:
     """A weight is no number any more in the forward of the last rank, or of all in stage 3, which shares it."""
     engine, mesh = run.engine, run.mesh
-    p = dict(engine.model.decoder.named_parameters())[name]
+    p = dict(engine.model.network.named_parameters())[name]
     if engine.stage == 3 or mesh.rank == mesh.world_size - 1:
         # In stage 3 what a rank holds, and what it may have gathered of a small weight.
         for held in (engine.partition.working_part(name, p), p.data):
@@ -49,7 +49,7 @@ def break_a_gradient(run: Run) -> None:
     def hook(gradient: Tensor) -> Tensor:
         return torch.full_like(gradient, torch.inf)
 
-    p = dict(run.engine.model.decoder.named_parameters())[EXPERT]
+    p = dict(run.engine.model.network.named_parameters())[EXPERT]
     if run.mesh.rank == run.mesh.world_size - 1:
         p.register_hook(hook)
 

@@ -74,7 +74,7 @@ def flip_in(run: Run, flip: Flip) -> None:
     """Flip a bit of what the rank holds of the tensor; where it holds none of it, of the first that it does."""
     if run.mesh.rank != flip.rank:
         return
-    partition, parameters = run.engine.partition, dict(run.engine.model.decoder.named_parameters())
+    partition, parameters = run.engine.partition, dict(run.engine.model.network.named_parameters())
     if not flip.role:
         flip_bit(partition.working_part(flip.name, parameters[flip.name]), 33)
         return

@@ -48,7 +48,7 @@ WHAT = {
 def broken_while(run: Run, kind: str) -> Callable[[], None]:
     """Spoil something of the last rank's; returns what mends it."""
     name, value = KINDS[kind]
-    p = dict(run.engine.model.decoder.named_parameters())[name]
+    p = dict(run.engine.model.network.named_parameters())[name]
     is_last = run.mesh.rank == run.mesh.world_size - 1
     if kind in ("gradient", "spike"):
         return p.register_hook(lambda gradient: gradient * value if is_last else gradient).remove

@@ -63,7 +63,7 @@ def test_rows_of_padding_and_padding_at_rows_ends_change_nothing(kind):
 def alone(model: CausalLM, number: int) -> torch.Tensor:
     """The negative log-likelihoods of a document that is read alone."""
     ids = torch.from_numpy(Documents.whole(number).astype("int64"))[None]
-    decoder = model.decoder
+    decoder = model.network
     with torch.no_grad():
         hidden = decoder(ids, torch.arange(DOCUMENT)[None])
         return decoder.token_nll(hidden, ids.roll(-1))[0, :-1]

@@ -14,8 +14,8 @@ import parallel.transport.point_to_point as point_to_point
 import parallel.zero.partition as partition
 from longctx.model.chunks.weight_sums import WeightSums
 from longctx.model.experts.router import Router
+from longctx.objectives.task import Counts, Task
 from parallel.experts.dispatcher import AllToAllDispatcher
-from parallel.loss import StepCounts, count_tokens
 from parallel.transport.exchange import PendingGradients
 from parallel.zero.engine import ZeroEngine
 from parallel.zero.optimizer import optimizer_groups
@@ -57,8 +57,8 @@ def positions_of_the_shard() -> Iterator[None]:
 def counts_of_this_rank() -> Iterator[None]:
     """The loss is divided by this rank's targets."""
 
-    def own(shards: Any) -> StepCounts:
-        return StepCounts(*count_tokens(shards))
+    def own(task: Task, shards: Any) -> Counts:
+        return task.count(shards)
 
     with patch.object(together, "count_step", own):
         yield

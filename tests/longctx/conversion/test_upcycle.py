@@ -18,7 +18,6 @@ from longctx.generation.load import load_model
 from longctx.model.decoder import Decoder
 from longctx.model.layers.initialize import initial_value
 from longctx.objectives.causal_lm import CausalLM
-from longctx.objectives.loss_sum import LossSum
 from tests.longctx.samples import dense_config, gradients, packed_batch, randomize, step_loss
 
 WAYS = {
@@ -42,7 +41,7 @@ def both(config: ModelConfig, upcycling: Upcycling, dtype: torch.dtype) -> tuple
     dense = CausalLM(Decoder(config).to(dtype))
     randomize(dense, std=0.4)
     upcycled = Decoder(upcycle_config(config, upcycling), seed=None).to(dtype)
-    upcycled.load_state_dict(dict(upcycle_tensors(dense.decoder.state_dict().items(), config, upcycling)))
+    upcycled.load_state_dict(dict(upcycle_tensors(dense.network.state_dict().items(), config, upcycling)))
     return dense, CausalLM(upcycled)
 
 
@@ -51,7 +50,7 @@ def both(config: ModelConfig, upcycling: Upcycling, dtype: torch.dtype) -> tuple
 def test_the_logits_are_the_dense_models(way, model):
     batch, logits = packed_batch([[9, 15], [20, 4]]), []
     for part in both(dense_config(**MODELS[model]), WAYS[way], torch.float32):
-        decoder = part.decoder
+        decoder = part.network
         with torch.no_grad():
             logits.append(decoder.logits(decoder(batch.tokens, batch.positions, batch.cu_seqlens)))
     assert (logits[0] - logits[1]).abs().max() <= 1e-5
@@ -65,9 +64,9 @@ def test_gradients_are_the_dense_models(way, model):
     batch, g = packed_batch([[9, 15], [20, 4]]), WAYS[way].granularity
     wanted, got = [], []
     for part, found in zip(both(dense_config(**MODELS[model]), WAYS[way], torch.float64), (wanted, got), strict=True):
-        loss = step_loss(LossSum.from_tensors(part(batch)), 0.0)
+        loss = step_loss(part.loss_sum(part(batch)), 0.0)
         loss.backward()
-        found += [loss.detach(), gradients(part.decoder)]
+        found += [loss.detach(), gradients(part.network)]
     torch.testing.assert_close(got[0], wanted[0], rtol=1e-12, atol=0)
     for name, grad in got[1].items():
         if "mlp" not in name:
@@ -87,7 +86,7 @@ def test_gradients_are_the_dense_models(way, model):
 def test_tokens_visit_whole_copies_and_all_copies_are_used():
     upcycling, batch = WAYS["granular, thirds"], packed_batch([[48]])
     _, model = both(dense_config(), upcycling, torch.float32)
-    for layer in model.decoder(batch.tokens, batch.positions, return_stats=True)[1]:
+    for layer in model.network(batch.tokens, batch.positions, return_stats=True)[1]:
         copies = layer.counts_SE.sum(0).view(3, 3)
         assert (copies == copies[:, :1]).all(), "shards of one copy are visited together"
         assert copies.sum() == 6 * 48

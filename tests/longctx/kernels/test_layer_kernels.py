@@ -88,9 +88,9 @@ def test_a_model_multiplies_as_it_was_told(products, monkeypatch):
             packed_batch([[5, 11]]),
         )
         model(batch)[0].backward()
-        model.decoder.logits(torch.randn(1, 3, config.hidden_size).bfloat16())
+        model.network.logits(torch.randn(1, 3, config.hidden_size).bfloat16())
     assert set(formed) == {(torch.bfloat16, products)}
-    assert model.decoder.cores["softmax"].products == products
+    assert model.network.cores["softmax"].products == products
 
 
 @pytest.mark.parametrize("offset", [False, True])

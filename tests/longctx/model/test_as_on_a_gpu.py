@@ -15,7 +15,6 @@ import torch
 from longctx.model.decoder import Decoder
 from longctx.model.training_pass import Execution, TrainingPass
 from longctx.objectives.causal_lm import CausalLM
-from longctx.objectives.loss_sum import LossSum
 from tests.as_on_a_gpu import computing_as_on_a_gpu
 from tests.longctx.samples import dense_config, gradients, packed_batch, randomize, step_loss, tiny_config
 
@@ -59,9 +58,9 @@ def train(name: str, execution: Execution, dtype: torch.dtype) -> list[dict[str,
     found = []
     for step, batch in enumerate(BATCHES):
         lm.zero_grad(set_to_none=True)
-        sums = LossSum.from_tensors(lm(batch, TrainingPass(seed=step)))
+        sums = lm.loss_sum(lm(batch, TrainingPass(seed=step)))
         step_loss(sums, 0.1, 0.01).backward()
-        found.append({"loss": sums.nll_sum.detach(), **gradients(lm)})
+        found.append({"loss": sums["nll"].detach(), **gradients(lm)})
     return found
 
 

@@ -18,7 +18,6 @@ from longctx.model.kept import Keep, Store
 from longctx.model.rotary import RotaryTable
 from longctx.model.training_pass import Execution, TrainingPass
 from longctx.objectives.causal_lm import CausalLM
-from longctx.objectives.loss_sum import LossSum
 from tests.longctx.samples import dense_config, gradients, packed_batch, randomize, step_loss, tiny_config
 
 KEEPS: tuple[Keep, ...] = ("all", "attention", "inputs")
@@ -53,9 +52,9 @@ def train(config, execution: Execution, dtype: torch.dtype) -> dict[str, torch.T
     lm = CausalLM(Decoder(config, execution=execution))
     randomize(lm)
     lm.to(dtype)
-    loss = LossSum.from_tensors(lm(BATCH, TrainingPass(seed=3)))
+    loss = lm.loss_sum(lm(BATCH, TrainingPass(seed=3)))
     step_loss(loss, 0.1).backward()
-    return {**loss._asdict(), **gradients(lm)}
+    return {**dict(enumerate(loss.tensors())), **gradients(lm)}
 
 
 @pytest.mark.few(3)
@@ -79,7 +78,7 @@ def chosen_and_dropped(execution: Execution) -> tuple[torch.Tensor, list[tuple[t
     """The ids that routers chose, and their statistics, in a pass with a capacity."""
     lm, replay = CausalLM(Decoder(CONFIGS["experts, capacity"], execution=execution)), RoutingReplay()
     randomize(lm)
-    _, stats = lm.decoder.to(torch.float64)(
+    _, stats = lm.network.to(torch.float64)(
         BATCH.tokens,
         BATCH.positions,
         BATCH.documents,
@@ -101,7 +100,7 @@ def test_a_capacity_drops_what_it_drops_of_whole_rows():
 @pytest.mark.parametrize("store", ["device", "host"])
 def test_a_second_backward_pass_is_refused(store):
     lm = CausalLM(Decoder(CONFIGS["dense"], execution=Execution("attention", store, chunk_tokens=7)))
-    loss = LossSum.from_tensors(lm(BATCH, TrainingPass(seed=3))).objective_sum
+    loss = lm.loss_sum(lm(BATCH, TrainingPass(seed=3)))["objective"]
     loss.backward(retain_graph=True)
     with pytest.raises(ConfigError, match="a second one through the same graph"):
         loss.backward()
@@ -157,12 +156,12 @@ def test_chunks_replace_those_of_a_whole_tensor():
 def test_the_output_heads_gradient_does_not_outlive_its_use():
     """In float32 it may be the largest tensor of all: nothing may hold it while the layers go backward."""
     lm = CausalLM(Decoder(CONFIGS["dense"], execution=Execution("attention", chunk_tokens=7)))
-    shape = lm.decoder.model.embed_tokens.weight.shape
-    loss = LossSum.from_tensors(lm(BATCH, TrainingPass(seed=3))).objective_sum
+    shape = lm.network.model.embed_tokens.weight.shape
+    loss = lm.loss_sum(lm(BATCH, TrainingPass(seed=3)))["objective"]
     (dweight,) = (x for x in loss.grad_fn.saved_tensors if x is not None and x.shape == shape)  # type: ignore[union-attr]
     held, alive = StorageWeakRef(dweight.untyped_storage()), []
     del dweight
-    lm.get_parameter("decoder.model.layers.2.self_attn.q_proj.weight").register_hook(
+    lm.get_parameter("network.model.layers.2.self_attn.q_proj.weight").register_hook(
         lambda _: alive.append(not held.expired())
     )
     loss.backward()

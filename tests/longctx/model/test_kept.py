@@ -21,7 +21,6 @@ from longctx.model.experts.experts import Experts
 from longctx.model.kept import HostStore, Keep, Store, on_device
 from longctx.model.training_pass import Execution, TrainingPass
 from longctx.objectives.causal_lm import CausalLM
-from longctx.objectives.loss_sum import LossSum
 from tests.longctx.model.test_recompute import LiveBytes
 from tests.longctx.samples import dense_config, gradients, one_document, packed_batch, randomize, step_loss, tiny_config
 
@@ -43,9 +42,9 @@ def train(config, execution: Execution, dtype: torch.dtype) -> tuple[torch.Tenso
     lm = CausalLM(Decoder(config, execution=execution))
     randomize(lm)
     lm.to(dtype)
-    loss = LossSum.from_tensors(lm(BATCH, TrainingPass(seed=3)))
+    loss = lm.loss_sum(lm(BATCH, TrainingPass(seed=3)))
     step_loss(loss, 0.1).backward()
-    return (*loss, *gradients(lm).values())
+    return (*loss.tensors(), *gradients(lm).values())
 
 
 @pytest.mark.few(2)

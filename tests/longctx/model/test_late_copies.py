@@ -12,7 +12,6 @@ from longctx.model.decoder import Decoder
 from longctx.model.kept import Keep, Store
 from longctx.model.training_pass import Execution, TrainingPass
 from longctx.objectives.causal_lm import CausalLM
-from longctx.objectives.loss_sum import LossSum
 from tests.late_copies import LATE_ORDERS, late_copies
 from tests.longctx.samples import dense_config, gradients, packed_batch, randomize, step_loss, tiny_config
 
@@ -40,9 +39,9 @@ def train(name: str, rows: int, execution: Execution) -> dict[str, torch.Tensor]
     lm = CausalLM(Decoder(CONFIGS[name], execution=execution))
     randomize(lm)
     lm.double()
-    loss = LossSum.from_tensors(lm(BATCHES[rows], TrainingPass(seed=3)))
+    loss = lm.loss_sum(lm(BATCHES[rows], TrainingPass(seed=3)))
     step_loss(loss, 0.1).backward()
-    return {**loss._asdict(), **gradients(lm)}
+    return {**dict(enumerate(loss.tensors())), **gradients(lm)}
 
 
 @pytest.mark.few(1)

@@ -15,7 +15,6 @@ from longctx.model.layers.norms import RMSNorm
 from longctx.model.rotary import apply_rotary, rotary_table
 from longctx.model.training_pass import Execution, TrainingPass
 from longctx.objectives.causal_lm import CausalLM
-from longctx.objectives.loss_sum import LossSum
 from tests.longctx.samples import (
     dense_config,
     documents_of,
@@ -75,7 +74,7 @@ def test_same_logits_loss_and_gradients_as_transformers(name, attention):
     config, batch = CONFIGS[name], one_document(2, 24)
     model, theirs = CausalLM(Decoder(config)), hf_model(config, attention)
     randomize(model, std=0.2)
-    decoder = model.decoder
+    decoder = model.network
     kept = theirs.load_state_dict(decoder.state_dict(), strict=False)
     assert kept.missing_keys == (["lm_head.weight"] if config.tie_embeddings else [])
     assert kept.unexpected_keys == []
@@ -85,7 +84,7 @@ def test_same_logits_loss_and_gradients_as_transformers(name, attention):
     torch.testing.assert_close(logits, output.logits, atol=1e-5, rtol=1e-5)
 
     output.loss.backward()
-    (LossSum.from_tensors(model(batch)).objective_sum / batch.num_targets).backward()
+    (model.loss_sum(model(batch))["objective"] / batch.num_targets).backward()
     loss = model(batch)[0] / batch.num_targets
     torch.testing.assert_close(loss, output.loss, atol=1e-5, rtol=1e-5)
     wanted = gradients(theirs)
@@ -99,14 +98,14 @@ def test_same_logits_loss_and_gradients_as_transformers(name, attention):
 def test_packed_documents_equal_documents_alone(name):
     batch = packed_batch([[5, 11, 1], [16, 1]], padding=3)
     model = CausalLM(Decoder(CONFIGS[name])).double()
-    whole = LossSum.from_tensors(model(batch))
+    whole = model.loss_sum(model(batch))
     step_loss(whole, 0.5).backward()
     packed = gradients(model)
     model.zero_grad()
-    losses = [LossSum.from_tensors(model(part)) for part in documents_of(batch)]
+    losses = [model.loss_sum(model(part)) for part in documents_of(batch)]
     sum(step_loss(loss, 0.5) for loss in losses[:3] + losses[4:6]).backward()  # 3 and 6 are padding
-    torch.testing.assert_close(whole.nll_sum, sum(loss.nll_sum for loss in losses))
-    torch.testing.assert_close(whole.balance_sum, sum(loss.balance_sum for loss in losses[:3] + losses[4:6]))
+    torch.testing.assert_close(whole["nll"], sum(loss["nll"] for loss in losses))
+    torch.testing.assert_close(whole["balance"], sum(loss["balance"] for loss in losses[:3] + losses[4:6]))
     torch.testing.assert_close(gradients(model), packed)
 
 
@@ -152,9 +151,9 @@ def test_recompute_changes_no_bit(name):
     results = {}
     for keep in ("all", "attention"):
         model = CausalLM(Decoder(CONFIGS[name], execution=Execution(keep)))
-        loss = LossSum.from_tensors(model(batch))
+        loss = model.loss_sum(model(batch))
         step_loss(loss, 0.1).backward()
-        results[keep] = (*loss, *gradients(model).values())
+        results[keep] = (*loss.tensors(), *gradients(model).values())
     torch.testing.assert_close(results["attention"], results["all"], rtol=0, atol=0)
 
 
@@ -228,12 +227,12 @@ def test_bfloat16_is_close_to_float32(name, products):
     for dtype in (torch.float32, torch.bfloat16):
         model = CausalLM(Decoder(CONFIGS[name], execution=Execution(products=products))).to(dtype)
         training_pass = TrainingPass(replay=replay if name == "moe" else None)
-        loss = LossSum.from_tensors(model(batch, training_pass))
+        loss = model.loss_sum(model(batch, training_pass))
         step_loss(loss, 0.1).backward()
-        assert loss.nll_sum.dtype == loss.balance_sum.dtype == torch.float32
+        assert loss["nll"].dtype == loss["balance"].dtype == torch.float32
         assert {g.dtype for g in gradients(model).values()} == {dtype}
         norm = torch.cat([g.double().flatten() for g in gradients(model).values()]).norm()
-        results[dtype] = torch.stack([loss.nll_sum.double(), norm])
+        results[dtype] = torch.stack([loss["nll"].double(), norm])
         replay = RoutingReplay(replay.experts_LNk) if name == "moe" else replay
     torch.testing.assert_close(results[torch.bfloat16], results[torch.float32], rtol=2e-2, atol=0)
 

@@ -30,7 +30,6 @@ from longctx.model.kept import Keep
 from longctx.model.recompute import RecomputeCache, recomputed
 from longctx.model.training_pass import Execution, TrainingPass
 from longctx.objectives.causal_lm import CausalLM
-from longctx.objectives.loss_sum import LossSum
 from tests.longctx.samples import dense_config, gradients, one_document, packed_batch, randomize, step_loss, tiny_config
 from tests.rounding import both_ways
 
@@ -101,9 +100,9 @@ def test_recomputation_changes_no_bit_and_runs_the_kernel_once(config, core, dty
             dtype
         )
         core_calls = kernel.runs["forward"]
-        loss = LossSum.from_tensors(model(batch))
+        loss = model.loss_sum(model(batch))
         step_loss(loss, 0.1).backward()
-        results[keep] = (*loss, *gradients(model).values())
+        results[keep] = (*loss.tensors(), *gradients(model).values())
         if core.kernel == "cpu_flash":
             assert kernel.runs["forward"] - core_calls == config.num_layers
     torch.testing.assert_close(results["attention"], results["all"], rtol=0, atol=0)
@@ -273,7 +272,7 @@ def test_experts_are_chosen_planned_and_counted_once(monkeypatch):
 
         monkeypatch.setattr(MixtureOfExperts, "forward", watched)
         with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
-            loss = LossSum.from_tensors(lm(EXPERT_BATCH, TRAINING))
+            loss = lm.loss_sum(lm(EXPERT_BATCH, TRAINING))
             step_loss(loss, 0.1, 0.1).backward()
         monkeypatch.undo()
         ran = {event.key: event.count for event in profile.key_averages()}
@@ -281,7 +280,7 @@ def test_experts_are_chosen_planned_and_counted_once(monkeypatch):
         assert ran["longctx::attention_forward"] == 2
         assert dispatcher.asked.count(("gather", False)) == 2
         assert not [what for what, recomputing in dispatcher.asked if recomputing]
-        results[keep] = (*loss, *gradients(lm).values())
+        results[keep] = (*loss.tensors(), *gradients(lm).values())
     torch.testing.assert_close(results["attention"], results["all"], rtol=0, atol=0)
 
 
@@ -295,8 +294,8 @@ def test_choices_stay_when_logits_would_now_choose_otherwise(monkeypatch):
         return forward(self, x, gates, experts, *rest, **options)
 
     monkeypatch.setattr(Experts, "forward", watched)
-    loss = step_loss(LossSum.from_tensors(lm(EXPERT_BATCH, TRAINING)), 0.1, 0.1)
-    for layer in lm.decoder.model.layers:
+    loss = step_loss(lm.loss_sum(lm(EXPERT_BATCH, TRAINING)), 0.1, 0.1)
+    for layer in lm.network.model.layers:
         layer.mlp.gate.weight.data.neg_()  # unnoticed by autograd, which would refuse
     loss.backward()
     assert len(seen) == 4, "two layers, twice"
@@ -320,9 +319,9 @@ def test_a_compiled_layer_keeps_its_choices_too():
     for f in (lm, compiled, compiled):  # the last time nothing is compiled, which would be counted
         lm.zero_grad()
         with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
-            loss = LossSum.from_tensors(f(EXPERT_BATCH, TRAINING))
+            loss = lm.loss_sum(f(EXPERT_BATCH, TRAINING))
             step_loss(loss, 0.1, 0.1).backward()
-        results.append((*loss, *gradients(lm).values()))
+        results.append((*loss.tensors(), *gradients(lm).values()))
     ran = {event.key: event.count for event in profile.key_averages()}
     assert ran["aten::topk"] == ran["longctx::attention_forward"] == 1
     torch.testing.assert_close(results[1], results[0], atol=1e-5, rtol=1e-5)

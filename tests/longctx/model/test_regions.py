@@ -22,7 +22,6 @@ from longctx.model.decoder import Decoder
 from longctx.model.kept import Keep, Store
 from longctx.model.training_pass import Execution, TrainingPass
 from longctx.objectives.causal_lm import CausalLM
-from longctx.objectives.loss_sum import LossSum
 from tests.as_on_a_gpu import computing_as_on_a_gpu
 from tests.longctx.samples import dense_config, gradients, packed_batch, step_loss, tiny_config
 from tests.rounding import both_ways
@@ -65,11 +64,11 @@ def train(config, execution: Execution, dtype: torch.dtype) -> tuple[list[float]
     before = compile_count().graphs
     for step, batch in enumerate(batches()):
         optimizer.zero_grad()
-        sums = LossSum.from_tensors(lm(batch, TrainingPass(seed=step)))
+        sums = lm.loss_sum(lm(batch, TrainingPass(seed=step)))
         step_loss(sums, 0.1).backward()
         found.append({name: x.clone() for name, x in gradients(lm).items()})
         optimizer.step()
-        losses.append(float(sums.nll_sum))
+        losses.append(float(sums["nll"]))
         graphs.append(compile_count().graphs - before)
     return losses, found, graphs
 

@@ -13,7 +13,6 @@ from longctx.config import ModelConfig
 from longctx.model.decoder import Decoder
 from longctx.model.training_pass import Execution, TrainingPass
 from longctx.objectives.causal_lm import CausalLM
-from longctx.objectives.loss_sum import LossSum
 from parallel.layout.sequence import KINDS, SequenceLayout
 from parallel.mesh import Mesh
 from parallel.parallelize import build_parallel_model
@@ -53,9 +52,9 @@ def batch_of_documents():
 
 def step(lm: CausalLM, batch) -> tuple[float, dict[str, Tensor]]:
     """Σ loss and gradients of one rank."""
-    loss = LossSum.from_tensors(lm(batch, TrainingPass(seed=3)))
-    loss.objective_sum.backward()
-    return float(loss.nll_sum), gradients(lm)
+    loss = lm.loss_sum(lm(batch, TrainingPass(seed=3)))
+    loss["objective"].backward()
+    return float(loss["nll"]), gradients(lm)
 
 
 def alone(config: ModelConfig) -> tuple[float, dict[str, Tensor]]:

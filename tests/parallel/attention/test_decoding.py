@@ -38,7 +38,7 @@ def parallel_decoder(name: str, *, layout: str = "zigzag", ulysses: int = 1, ker
     if config.num_experts:
         expert = world
     mesh = Mesh.build(context=world, ulysses=ulysses, expert=expert)
-    return build_parallel_model(config, mesh, layout=layout, kernel=kernel).decoder
+    return build_parallel_model(config, mesh, layout=layout, kernel=kernel).network
 
 
 def is_served(name: str, layout: str, ulysses: int) -> bool:

@@ -187,7 +187,7 @@ def check_models():
         model = build_parallel_model(MODEL, mesh, layout=layout, kernel="blockwise", execution=Execution(keep))
         whole = SequenceLayout.build(layout, 96, world, batch.cu_seqlens.tolist(), ulysses)
         got = run(
-            model.decoder.double(), batch.map_tokens(lambda x, whole=whole, mesh=mesh: whole.split(x, mesh.rank, 1))
+            model.network.double(), batch.map_tokens(lambda x, whole=whole, mesh=mesh: whole.split(x, mesh.rank, 1))
         )
         for name, expected in want.items():
             if name == "hidden":
@@ -231,7 +231,7 @@ def count_messages(layers: tuple[str, ...], *, keep: Keep) -> tuple[int, dict[st
     for name in SENDING:
         patch.object(dist, name, counted(getattr(dist, name))).start()
     try:
-        found = run(model.decoder, mine)
+        found = run(model.network, mine)
     finally:
         patch.stopall()
     return sent[0], found
@@ -247,7 +247,7 @@ def check_second_backward():
     model = build_parallel_model(config, mesh, layout="zigzag", execution=Execution("attention"))
     layout = SequenceLayout.build("zigzag", 96, 2)
     mine = batch.map_tokens(lambda x: layout.split(x, mesh.rank, 1))
-    hidden = model.decoder(mine.tokens, mine.positions, mine.cu_seqlens)
+    hidden = model.network(mine.tokens, mine.positions, mine.cu_seqlens)
     hidden.sum().backward(retain_graph=True)
     with pytest.raises(ConfigError, match="second one through the"):
         hidden.sum().backward()
@@ -268,7 +268,7 @@ def test_striped_layouts_do_not_serve_linear_layers():
 
 def test_another_cache_is_refused():
     mesh = Mesh(rank=0, world_size=2, context=2)
-    decoder = build_parallel_model(MODEL, mesh, layout="zigzag").decoder
+    decoder = build_parallel_model(MODEL, mesh, layout="zigzag").network
     q = torch.zeros(1, 2, 2, 4)
     for core in decoder.cores.values():
         with pytest.raises(ConfigError, match="none of these 2 ranks' own"):

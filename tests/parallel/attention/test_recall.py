@@ -65,7 +65,7 @@ def learn(context: int) -> None:
     mesh = Mesh.build(context=context)
     model = build_parallel_model(CONFIG, mesh, layout="contiguous")
     with torch.no_grad():  # token identities as large as what the first layer adds to them
-        model.decoder.model.embed_tokens.weight.mul_(CONFIG.hidden_size**0.5)
+        model.network.model.embed_tokens.weight.mul_(CONFIG.hidden_size**0.5)
     options = OptimizerOptions(clip_norm=1.0, weight_decay=0.0)
     engine = ZeroEngine(model, stage=1, dtype=torch.float32, accumulation=1, options=options)
 
@@ -78,9 +78,9 @@ def learn(context: int) -> None:
         right = torch.zeros(2)
         for seed in seeds:
             batch = share(recall_rows(length, seed))
-            hidden = model.decoder(batch.tokens, batch.positions, batch.cu_seqlens)
+            hidden = model.network(batch.tokens, batch.positions, batch.cu_seqlens)
             asked = batch.targets != IGNORED_TARGET
-            found = model.decoder.logits(hidden).argmax(-1)[asked] == batch.targets[asked]
+            found = model.network.logits(hidden).argmax(-1)[asked] == batch.targets[asked]
             right += torch.tensor([found.sum(), found.numel()])
         sum_over_ranks(right)
         return float(right[0] / right[1])
@@ -88,8 +88,8 @@ def learn(context: int) -> None:
     length, reached = 32, 0.0
     for step in range(MOST_STEPS):
         mine = share(recall_rows(length, seed=step))
-        counts = count_step([mine])
-        engine.backward(counts.loss(engine.forward(mine), CONFIG))
+        counts = count_step(engine.model, [mine])
+        engine.backward(engine.model.loss(engine.forward(mine), counts))
         engine.step(3e-3 * min(1.0, (step + 1) / 100))
         if step % 10 == 9:
             reached = accuracy(length, range(10**6, 10**6 + 2))

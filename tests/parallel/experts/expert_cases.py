@@ -219,7 +219,7 @@ class RanksRun:
 
     def step(self, number: int, routing: Routing | None = None) -> None:
         """One step, the ``number``-th of the data; its choices are ``routing``'s where that is given."""
-        mesh, config, decoder = self.mesh, self.config, self.engine.model.decoder
+        mesh, config, decoder = self.mesh, self.config, self.engine.model.network
         numbers = [a * mesh.data + mesh.data_rank for a in range(ROWS // mesh.data)]
         rows = [rows_of_step(number)[n] for n in numbers]
         layouts = [SequenceLayout.build(self.spread.layout, LENGTH, mesh.context, row.cu_seqlens) for row in rows]
@@ -227,20 +227,20 @@ class RanksRun:
             row.map_tokens(lambda x, layout=layout: layout.split(x, mesh.context_rank, 1))
             for row, layout in zip(rows, layouts, strict=True)
         ]
-        counts = count_step(mine)
+        counts = count_step(self.engine.model, mine)
         nll_sum, routed_LE = torch.zeros((), dtype=torch.float64), torch.zeros(())
         for n, row, layout in zip(numbers, mine, layouts, strict=True):
             ids = layout.split(routing[number][n], mesh.context_rank, 1) if routing else None
             replay = None if ids is None else RoutingReplay(ids)
             loss = self.engine.forward(row, TrainingPass(expert_load_LE=self.load_LE, replay=replay))
-            self.engine.backward(counts.loss(loss, config))
-            nll_sum, routed_LE = nll_sum + loss.nll_sum.double(), routed_LE + loss.counts_LE
+            self.engine.backward(self.engine.model.loss(loss, counts))
+            nll_sum, routed_LE = nll_sum + loss["nll"].double(), routed_LE + loss.counts_LE
         sum_over_ranks(routed_LE)
         self.run.norms.append(self.engine.step(LR))
         if config.selection_bias:
             move_selection_bias_(decoder.selection_biases(), routed_LE, config.selection_bias_rate)
         self.load_LE = load_share(routed_LE)
-        self.run.losses.append(float(sum_over_ranks(nll_sum)) / counts.targets)
+        self.run.losses.append(float(sum_over_ranks(nll_sum)) / counts["targets"])
         self.run.counts.append(routed_LE)
 
     def owned(self) -> list[OwnedRange]:

@@ -17,7 +17,6 @@ from longctx.model.training_pass import Execution, TrainingPass
 from longctx.objectives.causal_lm import CausalLM
 from longctx.objectives.loss_sum import LossSum
 from parallel.layout.sequence import SequenceLayout
-from parallel.loss import StepCounts
 from parallel.mesh import Mesh
 from parallel.parallelize import build_parallel_model
 from tests.helpers import run_distributed
@@ -83,9 +82,9 @@ def check_padding(experts_per_token: int) -> None:
             total = tensor.detach().clone()
             dist.all_reduce(total)
             same(total, right, f"{execution}, tensor {number} of LossSum")
-        own = spread.decoder.dispatcher.local_experts
-        for name, p in spread.decoder.named_parameters():
-            exact = dict(alone.decoder.named_parameters())[name].grad
+        own = spread.network.dispatcher.local_experts
+        for name, p in spread.network.named_parameters():
+            exact = dict(alone.network.named_parameters())[name].grad
             assert p.grad is not None
             assert exact is not None
             if is_expert_weight(name):
@@ -103,8 +102,8 @@ def differentiate(model: CausalLM, batch: Batch, data_rank: int) -> LossSum:
     loads = torch.rand(2, 8, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     load_LE = loads / loads.mean(1, keepdim=True)
     training_pass = TrainingPass(seed=7, first_tokens=(data_rank * ROWS * LENGTH,), expert_load_LE=load_LE)
-    loss = LossSum.from_tensors(model(batch, training_pass))
-    StepCounts(targets=1, tokens=1).loss(loss, CONFIG).backward()  # sums stay sums
+    loss = model.loss_sum(model(batch, training_pass))
+    model.loss(loss, {"targets": 1, "tokens": 1}).backward()  # sums stay sums
     return loss
 
 
@@ -122,13 +121,13 @@ def check(config: ModelConfig, layout: str, context: int, expert: int, *, keep: 
         total = tensor.detach().clone()
         dist.all_reduce(total)
         same(total, sum(loss.tensors()[number] for loss in wanted), f"{where}, tensor {number} of LossSum")
-    exact = dict(alone.decoder.named_parameters())
-    for name, p in spread.decoder.named_parameters():
+    exact = dict(alone.network.named_parameters())
+    for name, p in spread.network.named_parameters():
         assert p.grad is not None
         grad = p.grad
         if is_expert_weight(name):
             grad = torch.zeros_like(exact[name])
-            grad[spread.decoder.dispatcher.local_experts] = p.grad
+            grad[spread.network.dispatcher.local_experts] = p.grad
         dist.all_reduce(grad)
         same(grad, exact[name].grad, f"{where}, {name}")
 

@@ -65,14 +65,14 @@ def train_side_by_side(kind: str, *, stage: int, tokens_per_rank: int, layout: s
             split = SequenceLayout.build(layout, tokens, ranks, batch.documents, ulysses)
             shard = batch.map_tokens(lambda x, split=split: split.split(x, mesh.context_rank, 1))
             mine.append(replace(shard, placement=split))
-        counts = count_step(mine)
+        counts = count_step(engine.model, mine)
         total = torch.zeros((), dtype=torch.float64)
         for batch in mine:
             loss = engine.forward(batch)
-            total += loss.nll_sum.double()
-            engine.backward(counts.loss(loss, config))
+            total += loss["nll"].double()
+            engine.backward(engine.model.loss(loss, counts))
         curve.norms.append(engine.step(LR))
-        curve.losses.append(float(sum_over_ranks(total)) / counts.targets)
+        curve.losses.append(float(sum_over_ranks(total)) / counts["targets"])
     return curve
 
 

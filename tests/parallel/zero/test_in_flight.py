@@ -58,9 +58,9 @@ def train(case: Case, config: ModelConfig, bucket: int, spy: Spy | None = None) 
         spy_on(engine.partition.engine.optimizer, spy)
     rank = torch.distributed.get_rank()
     batches = [packed_batch(rows=1, seq_len=24, vocab_size=64, seed=2 * rank + a) for a in range(2)]
-    counts = count_step(batches)
+    counts = count_step(engine.model, batches)
     for batch in batches:
-        engine.backward(counts.loss(engine.forward(batch), config))
+        engine.backward(engine.model.loss(engine.forward(batch), counts))
     gradient = {name: part.clone() for name, part in engine.partition.local_gradients()}
     return engine.step(0.0), gradient
 

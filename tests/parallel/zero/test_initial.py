@@ -45,14 +45,14 @@ def check_initial_weights(cases: list[Case]) -> None:
         run = RanksRun(ODD, Spread(stage=stage, dtype=dtype, expert=expert, seed=SEED))
         total = sum(len(values) for values in oracle.values())
         assert float(sum_over_ranks(torch.tensor(float(sum(drawn))))) == total, "each value is drawn on one rank"
-        for name, p in run.engine.model.decoder.named_parameters():
+        for name, p in run.engine.model.network.named_parameters():
             held = run.engine.partition.working_part(name, p).flatten()
             assert held.dtype == dtype
             assert torch.equal(held, own_part(run, name, p, oracle[name]).to(dtype)), f"{name} in ZeRO {stage}"
         whole = gather_whole(run.owned(), run.engine.shapes)
         for name, values in oracle.items():
             assert torch.equal(whole[name, ROLES[0]], values.to(dtype).float()), f"{name}'s master in ZeRO {stage}"
-        assert not any(b.is_meta or b.any() for b in run.engine.model.decoder.buffers())
+        assert not any(b.is_meta or b.any() for b in run.engine.model.network.buffers())
 
 
 @pytest.mark.parametrize("world", [1, 2, pytest.param(4, marks=pytest.mark.slow)])

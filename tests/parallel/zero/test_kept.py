@@ -16,10 +16,9 @@ from longctx.model.decoder import Decoder
 from longctx.model.kept import Keep, Store
 from longctx.model.training_pass import Execution, TrainingPass
 from longctx.objectives.causal_lm import CausalLM
-from longctx.objectives.loss_sum import LossSum
 from parallel.comm.world import sum_over_ranks
 from parallel.layout.sequence import SequenceLayout
-from parallel.loss import StepCounts, count_step
+from parallel.loss import count_step
 from parallel.mesh import Mesh
 from parallel.parallelize import build_parallel_model
 from parallel.zero.engine import ZeroEngine
@@ -61,16 +60,15 @@ def training_pass(row: int) -> TrainingPass:
 def alone(config: ModelConfig) -> tuple[float, float, dict[str, Tensor]]:
     """Loss, gradient norm and clipped gradients of one process that keeps all, in float32."""
     lm = CausalLM(Decoder(config, seed=0))
-    targets, tokens = sum(row.num_targets for row in rows()), sum(int((row.document_ids >= 0).sum()) for row in rows())
-    counts, nll = StepCounts(targets=targets, tokens=tokens), 0.0
+    counts, nll = lm.count(rows()), 0.0
     for number, row in enumerate(rows()):
-        loss = LossSum.from_tensors(lm(row, training_pass(number)))
-        counts.loss(loss, config).backward()
-        nll += float(loss.nll_sum)
+        loss = lm.loss_sum(lm(row, training_pass(number)))
+        lm.loss(loss, counts).backward()
+        nll += float(loss["nll"])
     norm = float(torch.nn.utils.clip_grad_norm_(lm.parameters(), CLIP))
-    prefix = "decoder."
+    prefix = "network."
     grads = {name.removeprefix(prefix): p.grad.flatten() for name, p in lm.named_parameters() if p.grad is not None}
-    return nll / targets, norm, grads
+    return nll / counts["targets"], norm, grads
 
 
 def together(
@@ -86,15 +84,15 @@ def together(
     for row in rows():
         padded = SequenceLayout.build("zigzag", SEQ_LEN, 2, row.cu_seqlens)
         mine.append(row.map_tokens(lambda x, layout=padded: layout.split(x, mesh.context_rank, 1)))
-    counts, nll = count_step(mine), torch.zeros((), dtype=torch.float64)
+    counts, nll = count_step(engine.model, mine), torch.zeros((), dtype=torch.float64)
     for number, shard in enumerate(mine):
         loss = engine.forward(shard, training_pass(number))
-        nll += loss.nll_sum.double()
-        engine.backward(counts.loss(loss, config))
+        nll += loss["nll"].double()
+        engine.backward(engine.model.loss(loss, counts))
     norm = engine.step(1e-3)
     whole = gather_whole(engine.owned_ranges(), engine.shapes)
     grads = {name: moment / (1 - BETA) for (name, role), moment in whole.items() if role == "exp_avg"}
-    return float(sum_over_ranks(nll)) / counts.targets, norm, grads
+    return float(sum_over_ranks(nll)) / counts["targets"], norm, grads
 
 
 def check(kind: str, stages: tuple[int, ...], dtypes: tuple[torch.dtype, ...], ways: list = WAYS) -> None:

@@ -83,7 +83,7 @@ def own_part(run: RanksRun, name: str, p: nn.Parameter, whole: Tensor) -> Tensor
 
 def check_weights(run: RanksRun, source: Source, dtype: torch.dtype) -> None:
     """Forward reads rounded masters."""
-    for name, p in run.engine.model.decoder.named_parameters():
+    for name, p in run.engine.model.network.named_parameters():
         held = run.engine.partition.working_part(name, p).flatten()
         assert held.dtype == dtype
         assert torch.equal(held, own_part(run, name, p, source.values[name, ROLES[0]]).to(dtype)), name

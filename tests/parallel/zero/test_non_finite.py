@@ -40,7 +40,7 @@ Values = dict[tuple[str, str, int], Tensor]
 def held(runner: Spoilt) -> Values:
     """Masters, moments and buffers that this rank answers for, and the working weights of its forward."""
     values = {(r.name, r.role, r.start): r.values for r in runner.owned()}
-    for name, p in runner.engine.model.decoder.named_parameters():
+    for name, p in runner.engine.model.network.named_parameters():
         part = p.ds_tensor if runner.spread.stage == 3 else p  # type: ignore[attr-defined]
         values[name, "working", 0] = part.detach().clone()
     for state in runner.engine.partition.inner.state.values():
@@ -57,7 +57,7 @@ def check_unchanged(runner: Spoilt, before: Values) -> None:
 
 def spoil(runner: Spoilt, wanted: Callable[[str], bool], rank: int, value: float) -> str:
     """From now on one rank's gradient of the first parameter that is wanted holds this value; returns its name."""
-    name, p = next((n, p) for n, p in runner.engine.model.decoder.named_parameters() if wanted(n))
+    name, p = next((n, p) for n, p in runner.engine.model.network.named_parameters() if wanted(n))
 
     def hook(gradient: Tensor) -> Tensor:
         gradient = gradient.clone()
@@ -97,11 +97,11 @@ class Spoilt(RanksRun):
 def check_refused(runner: Spoilt, step: int) -> GradientError:
     """The step is refused in the same words on every rank, and nothing that is kept of a run has changed."""
     before = held(runner)
-    bias = [b.clone() for b in runner.engine.model.decoder.buffers()]
+    bias = [b.clone() for b in runner.engine.model.network.buffers()]
     with pytest.raises(GradientError) as caught:
         runner.step(step)
     check_unchanged(runner, before)
-    assert all(torch.equal(a, b) for a, b in zip(bias, runner.engine.model.decoder.buffers(), strict=True))
+    assert all(torch.equal(a, b) for a, b in zip(bias, runner.engine.model.network.buffers(), strict=True))
     said = gather_objects(str(caught.value))
     assert len(set(said)) == 1, said
     return caught.value
@@ -204,7 +204,7 @@ def check_weights(stages: list[int]) -> None:
     for stage in stages:
         runner = Spoilt(DENSE, Spread(context=dist.get_world_size(), stage=stage))
         name = "model.norm.weight"
-        p = dict(runner.engine.model.decoder.named_parameters())[name]
+        p = dict(runner.engine.model.network.named_parameters())[name]
         if stage == 3:
             if dist.get_rank() == 0:
                 p.ds_tensor.data[0] = torch.nan  # type: ignore[attr-defined]
@@ -226,10 +226,10 @@ def check_no_targets(stage: int) -> None:
         row = rows_of_step(1)[n]
         row = replace(row, targets=torch.full_like(row.targets, IGNORED_TARGET))
         mine = row.map_tokens(lambda x: split.split(x, runner.mesh.context_rank, 1))
-        counts = count_step([mine])
+        counts = count_step(runner.engine.model, [mine])
         loss = runner.engine.forward(mine)
-        runner.engine.backward(counts.loss(loss, DENSE))
-        assert (counts.targets, float(loss.nll_sum)) == (0, 0)
+        runner.engine.backward(runner.engine.model.loss(loss, counts))
+        assert (counts["targets"], float(loss["nll"])) == (0, 0)
     assert runner.engine.step(LR) == 0.0
     assert not runner.engine.broken_weights()
     runner.step(2)

@@ -94,7 +94,7 @@ def check_equal(config: ModelConfig, zero: ZeroOptions, way: dict) -> None:
     assert count == len(here.owned_pieces())
     assert here.broken_weights() == []
     for (name, p), (_, q) in zip(
-        here.model.decoder.named_parameters(), there.model.decoder.named_parameters(), strict=True
+        here.model.network.named_parameters(), there.model.network.named_parameters(), strict=True
     ):
         assert torch.equal(here.partition.working_part(name, p), there.partition.working_part(name, q)), name
     check_on_disk(here)
@@ -142,26 +142,26 @@ def check_evaluation(zero: ZeroOptions) -> None:
     _, wanted = train_together(DENSE, context=2, layout="zigzag", stage=3, steps=1)
     split = SequenceLayout.build("zigzag", SEQ_LEN, 2)
     mine = row_of(step_rows(9), 0).map_tokens(lambda x: split.split(x, dist.get_rank(), 1))
-    counts = count_step([mine] * ROWS)
+    counts = count_step(engine.model, [mine] * ROWS)
     seen = []
     for runner in (engine, wanted):
         runner.model.eval()
         with torch.no_grad():
-            seen.append([float(runner.forward(mine).nll_sum) for _ in range(2)])
+            seen.append([float(runner.forward(mine)["nll"]) for _ in range(2)])
         runner.model.train()
         for _ in range(ROWS):
-            runner.backward(counts.loss(runner.forward(mine), DENSE))
+            runner.backward(engine.model.loss(runner.forward(mine), counts))
         if runner is engine:
             read_ahead(engine)
         seen[-1].append(runner.step(1e-2))
         with torch.no_grad():
-            seen[-1].append(float(runner.forward(mine).nll_sum))
+            seen[-1].append(float(runner.forward(mine)["nll"]))
     assert seen[0] == pytest.approx(seen[1], rel=1e-6)
     assert seen[0][0] != seen[0][3]
     # What is gathered is freed: the rest is on the disk.
     engine.partition.engine.optimizer._partition_all_parameters()
     check_on_disk(engine)
-    parameters = dict(engine.model.decoder.named_parameters())
+    parameters = dict(engine.model.network.named_parameters())
     for r in engine.owned_ranges():
         if r.role == ROLES[0] and r.name in parameters:
             assert torch.equal(engine.partition.working_part(r.name, parameters[r.name]), r.values), r.name
@@ -276,14 +276,14 @@ def check_broken(zero: ZeroOptions) -> None:
     swap_everything()
     _, engine = train_together(DENSE, context=2, layout="zigzag", stage=3, steps=1, zero=zero)
     before = {(r.name, r.role, r.start): r.values.clone() for r in engine.owned_ranges()}
-    name, p = next((n, p) for n, p in engine.model.decoder.named_parameters() if n.endswith("q_proj.weight"))
+    name, p = next((n, p) for n, p in engine.model.network.named_parameters() if n.endswith("q_proj.weight"))
     if dist.get_rank() == 1:
         p.register_hook(lambda gradient: gradient * torch.inf)
     split = SequenceLayout.build("zigzag", SEQ_LEN, 2)
     mine = row_of(step_rows(1), 0).map_tokens(lambda x: split.split(x, dist.get_rank(), 1))
-    counts = count_step([mine] * ROWS)
+    counts = count_step(engine.model, [mine] * ROWS)
     for _ in range(ROWS):
-        engine.backward(counts.loss(engine.forward(mine), DENSE))
+        engine.backward(engine.model.loss(engine.forward(mine), counts))
     with pytest.raises(GradientError) as caught:
         engine.step(1e-3)
     assert caught.value.names == [name]

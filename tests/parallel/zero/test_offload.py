@@ -119,14 +119,14 @@ def check_broken(stage: int) -> None:
     compile_cpu_adam()
     _, engine = train_together(DENSE, context=2, layout="zigzag", stage=stage, steps=1, zero=OFFLOAD)
     before = {(r.name, r.role, r.start): r.values.clone() for r in engine.owned_ranges()}
-    name, p = next((n, p) for n, p in engine.model.decoder.named_parameters() if n.endswith("q_proj.weight"))
+    name, p = next((n, p) for n, p in engine.model.network.named_parameters() if n.endswith("q_proj.weight"))
     if dist.get_rank() == 1:
         p.register_hook(lambda gradient: gradient * torch.inf)
     split = SequenceLayout.build("zigzag", SEQ_LEN, 2)
     mine = row_of(step_rows(1), 0).map_tokens(lambda x: split.split(x, dist.get_rank(), 1))
-    counts = count_step([mine] * ROWS)
+    counts = count_step(engine.model, [mine] * ROWS)
     for _ in range(ROWS):
-        engine.backward(counts.loss(engine.forward(mine), DENSE))
+        engine.backward(engine.model.loss(engine.forward(mine), counts))
     with pytest.raises(GradientError) as caught:
         engine.step(1e-3)
     assert caught.value.names == [name]
@@ -140,7 +140,7 @@ def check_where_it_lives(engine) -> None:
     device = get_accelerator()
     real, device.current_device_name = device.current_device_name, lambda: "meta"
     try:
-        parts = [engine.partition.part(name, p) for name, p in engine.model.decoder.named_parameters()]
+        parts = [engine.partition.part(name, p) for name, p in engine.model.network.named_parameters()]
     finally:
         device.current_device_name = real
     assert {values.device.type for part in parts for values in part.values()} == {"cpu"}

@@ -100,15 +100,15 @@ def train_together(
         for row in rows:
             split = SequenceLayout.build(layout, SEQ_LEN, context, row.cu_seqlens, ulysses)
             mine.append(row.map_tokens(lambda x, split=split: split.split(x, mesh.context_rank, 1)))
-        counts = count_step(mine)
+        counts = count_step(engine.model, mine)
         total, routed = torch.zeros((), dtype=torch.float64), torch.zeros(0, 0)
         for batch in mine:
             loss = engine.forward(batch)
-            total += loss.nll_sum.double()
+            total += loss["nll"].double()
             routed = loss.counts_LE if batch is mine[0] else routed + loss.counts_LE
-            engine.backward(counts.loss(loss, config))
+            engine.backward(engine.model.loss(loss, counts))
         norms.append(engine.step(LR))
-        losses.append(float(sum_over_ranks(total)) / counts.targets)
+        losses.append(float(sum_over_ranks(total)) / counts["targets"])
         counts_by_step.append(sum_over_ranks(routed))
     return Curve(losses, norms, counts_by_step), engine
 
@@ -174,7 +174,7 @@ def check_as_on_gpus(stages: tuple[int, ...]):
 def check_alignment():
     for stage, zero, wanted in ((2, SMALL, True), (1, SMALL, True), (2, None, False)):
         _, engine = train_together(ODD, context=2, layout="zigzag", stage=stage, steps=0, zero=zero)
-        assert all(p.data_ptr() % 16 == 0 for p in engine.model.decoder.parameters()) == wanted
+        assert all(p.data_ptr() % 16 == 0 for p in engine.model.network.parameters()) == wanted
 
 
 def test_parameters_start_where_grouped_products_of_gpus_want_them():
@@ -239,14 +239,14 @@ def check_state(
     batch = row_of(step_rows(99), 0)
     split = SequenceLayout.build("zigzag", SEQ_LEN, 2)
     mine = batch.map_tokens(lambda x: split.split(x, mesh.context_rank, 1))
-    counts = count_step([mine] * ROWS)
+    counts = count_step(engine.model, [mine] * ROWS)
     seen = []
     for runner in (engine, fresh):
         for _ in range(2):
             for _ in range(ROWS):
                 loss = runner.forward(mine)
-                runner.backward(counts.loss(loss, config))
-            seen += [float(loss.nll_sum), runner.step(LR)]
+                runner.backward(engine.model.loss(loss, counts))
+            seen += [float(loss["nll"]), runner.step(LR)]
     assert seen[:4] == pytest.approx(seen[4:], rel=1e-6)
 
 

@@ -137,7 +137,7 @@ def _last_gradient(state: State, before: State | None, name: str) -> torch.Tenso
 
 def check_every_rank(runner: RanksRun, want: State, *, where: str) -> None:
     """What a rank holds whole: every buffer, and below stage 3 its share of the weights, as they are used."""
-    decoder = runner.engine.model.decoder
+    decoder = runner.engine.model.network
     for name, buffer in decoder.named_buffers():
         error = (buffer - want[name, "master"]).abs().max()
         assert error <= 1e-7, f"{where}: {name} is {error:.1e} off on rank {dist.get_rank()}"
@@ -217,7 +217,7 @@ def check_bfloat16(expected: Path, products: Products, stages: Sequence[int]) ->
             start = Decoder(CONFIG, seed=0).get_parameter(name).detach().flatten()
             moved, want = got - start.bfloat16().float(), wanted.states[FEW - 1][name, role] - start
             assert _relative(moved, want) < 0.1, f"ZeRO {stage}: {name} went elsewhere"
-        for name, buffer in runner.engine.model.decoder.named_buffers():
+        for name, buffer in runner.engine.model.network.named_buffers():
             assert buffer.dtype == torch.float32, "the selection bias is never rounded"
             assert torch.allclose(buffer, wanted.states[FEW - 1][name, "master"], atol=1e-7)
 
@@ -245,7 +245,7 @@ def check_shares() -> None:
         model = build_parallel_model(CONFIG, mesh, layout="zigzag", seed=5)
         whole = dict(Decoder(CONFIG, seed=5).named_parameters())
         e = CONFIG.num_experts // expert
-        for name, p in model.decoder.named_parameters():
+        for name, p in model.network.named_parameters():
             own = whole[name][mesh.expert_rank * e :][:e] if is_expert_weight(name) else whole[name]
             assert torch.equal(p, own), name
 

@@ -18,7 +18,6 @@ from longctx.model.experts.balance import balance_sum, load_share, move_selectio
 from longctx.model.experts.router import RouterStats, Routing, router_stats
 from longctx.model.training_pass import Execution, TrainingPass
 from longctx.objectives.causal_lm import CausalLM
-from longctx.objectives.loss_sum import LossSum
 from tests.longctx.attention_cores import MaskIsPlan
 from tests.longctx.samples import documents_of, gradients, packed_batch, step_loss, tiny_config
 
@@ -114,8 +113,8 @@ def test_a_broken_router_is_found_by_layer_and_nothing_crashes(keep):
     lm = CausalLM(Decoder(config, execution=Execution(keep)))
     batch = packed_batch([[7, 11], [15, 3]], padding=2)
     with torch.no_grad():
-        lm.decoder.model.layers[1].mlp.gate.weight[2, 5] = torch.nan
-    loss = LossSum.from_tensors(lm(batch))
+        lm.network.model.layers[1].mlp.gate.weight[2, 5] = torch.nan
+    loss = lm.loss_sum(lm(batch))
     step_loss(loss, 0.1).backward()
     assert loss.diagnostics.non_finite_tokens.tolist() == [0, 40, 40]  # from there on
     assert loss.counts_LE.sum(1).tolist() == [72, 72, 72]
@@ -226,9 +225,9 @@ def step(scope: str, micro_batches: list[list[Batch]]) -> dict[str, Tensor]:
                 lm(share, TRAINING)
         lm.reduce_counts = lambda counts, batch, local=local: torch.stack(local).sum(0)
         for share in micro_batch:
-            loss = LossSum.from_tensors(lm(share, TRAINING))
-            of_routers = 0.2 * loss.balance_sum + 0.05 * loss.z_sum
-            (loss.objective_sum / targets + of_routers / tokens).backward()
+            loss = lm.loss_sum(lm(share, TRAINING))
+            of_routers = 0.2 * loss["balance"] + 0.05 * loss["router_z"]
+            (loss["objective"] / targets + of_routers / tokens).backward()
     return gradients(lm)
 
 
@@ -271,7 +270,7 @@ def test_a_steps_gradient_does_not_depend_on_how_its_tokens_are_spread(scope, ho
 
 
 def test_scopes_are_not_the_same():
-    found = {scope: step(scope, [[BATCH]])["decoder.model.layers.0.mlp.gate.weight"] for scope in SCOPES}
+    found = {scope: step(scope, [[BATCH]])["network.model.layers.0.mlp.gate.weight"] for scope in SCOPES}
     assert not torch.allclose(found["sequence"], found["micro_batch"])
     assert not torch.allclose(found["global_batch"], found["micro_batch"])
 
@@ -279,10 +278,10 @@ def test_scopes_are_not_the_same():
 def test_the_global_batch_is_balanced_by_the_loads_that_are_given():
     """With a step's own loads it is the loss of that step as one micro-batch."""
     lm, other = model("global_batch"), model("micro_batch")
-    wanted = LossSum.from_tensors(other(BATCH))
+    wanted = other.loss_sum(other(BATCH))
     training = TrainingPass(expert_load_LE=load_share(wanted.counts_LE))
-    torch.testing.assert_close(LossSum.from_tensors(lm(BATCH, training)).balance_sum, wanted.balance_sum)
-    torch.testing.assert_close(LossSum.from_tensors(lm(BATCH)).balance_sum, torch.tensor(2 * 36.0, dtype=torch.float64))
+    torch.testing.assert_close(lm.loss_sum(lm(BATCH, training))["balance"], wanted["balance"])
+    torch.testing.assert_close(lm.loss_sum(lm(BATCH))["balance"], torch.tensor(2 * 36.0, dtype=torch.float64))
     assert lm.state_dict().keys() == other.state_dict().keys()
 
 

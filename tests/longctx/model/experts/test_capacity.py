@@ -19,7 +19,6 @@ from longctx.model.experts.dispatch import LocalDispatcher
 from longctx.model.experts.router import RouterDiagnostics, RouterStats
 from longctx.model.training_pass import Execution, TrainingPass
 from longctx.objectives.causal_lm import CausalLM
-from longctx.objectives.loss_sum import LossSum
 from tests.longctx.attention_cores import MaskIsPlan
 from tests.longctx.samples import gradients, packed_batch, step_loss, tiny_config
 
@@ -141,18 +140,19 @@ def model(*, dispatcher=None, keep="all", **changes) -> CausalLM:
 def test_training_alone_has_a_capacity():
     free, limited = model(capacity_factor=0.0), model()
     torch.testing.assert_close(limited(BATCH), free(BATCH), rtol=0, atol=0)
-    loss = LossSum.from_tensors(limited(BATCH, TRAINING))
+    loss = limited.loss_sum(limited(BATCH, TRAINING))
     assert (loss.diagnostics.dropped_assignments > 0).all()
-    assert not torch.equal(loss.nll_sum, LossSum.from_tensors(free(BATCH)).nll_sum)
+    assert not torch.equal(loss["nll"], free.loss_sum(free(BATCH))["nll"])
     roomy = model(capacity_factor=4.0)
     torch.testing.assert_close(roomy(BATCH, TRAINING), free(BATCH))
 
 
 def test_rows_keep_their_capacity_when_they_are_laid_end_to_end():
-    wanted = LossSum.from_tensors(model()(BATCH, TRAINING))
-    torch.testing.assert_close(LossSum.from_tensors(model()(BATCH.flatten_rows(), TRAINING)), wanted)
+    lm = model()
+    wanted = lm(BATCH, TRAINING)
+    torch.testing.assert_close(lm(BATCH.flatten_rows(), TRAINING), wanted)
     longer = Batch(**{**vars(BATCH.flatten_rows()), "row_tokens": 40})  # one row, whose first tokens take all the room
-    assert not torch.equal(LossSum.from_tensors(model()(longer, TRAINING)).nll_sum, wanted.nll_sum)
+    assert not torch.equal(lm(longer, TRAINING)[1], wanted[1])
 
 
 def test_token_indices_are_those_of_the_rows_and_padding_has_none():
@@ -169,7 +169,7 @@ def test_shards_of_a_sequence_are_let_in_as_the_whole(keep):
     flat = BATCH.flatten_rows()
     recording = Recording()
     lm = model(dispatcher=recording)
-    whole = LossSum.from_tensors(lm(flat, TRAINING))
+    whole = lm.loss_sum(lm(flat, TRAINING))
     step_loss(whole, 0.0, 0.1).backward()
     assert len(recording.sent) == 2, "a gather a layer"
     assert whole.diagnostics.dropped_assignments.min() > 0
@@ -178,13 +178,14 @@ def test_shards_of_a_sequence_are_let_in_as_the_whole(keep):
     for r in range(4):  # the last one holds no token
         together = Together(recording.sent)
         part = model(dispatcher=together, keep=keep)
-        loss = LossSum.from_tensors(part(flat.map_tokens(lambda x, r=r: x[:, owner == r]), TRAINING))
+        loss = part.loss_sum(part(flat.map_tokens(lambda x, r=r: x[:, owner == r]), TRAINING))
         step_loss(loss, 0.0, 0.1).backward()
         assert not together.everyone, "gathered once, also where layers are recomputed"
         sums.append(loss)
         grads.append(gradients(part))
-    for name in ("objective_sum", "z_sum", "counts_LE", "nll_sum"):
-        torch.testing.assert_close(sum(getattr(loss, name) for loss in sums), getattr(whole, name))
+    for name in ("objective", "router_z", "nll"):
+        torch.testing.assert_close(sum(loss[name] for loss in sums), whole[name])
+    assert torch.equal(sum(loss.counts_LE for loss in sums), whole.counts_LE)
     for name in RouterDiagnostics._fields:
         found = sum(getattr(loss.diagnostics, name) for loss in sums)
         torch.testing.assert_close(found, getattr(whole.diagnostics, name))

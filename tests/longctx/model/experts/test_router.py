@@ -219,8 +219,8 @@ def test_a_replay_makes_the_recorded_choices_again(keep):
         for name, grad in gradients(again).items():
             assert torch.equal(grad, gradients(second)[name]), name
     replay = RoutingReplay(recorded)
-    counts = routed(second, replay)[3]
-    assert torch.equal(counts, first(BATCH)[3])
+    counts = second.loss_sum(routed(second, replay)).counts_LE
+    assert torch.equal(counts, first.loss_sum(first(BATCH)).counts_LE)
     assert torch.equal(replay.experts_LNk, recorded)
 
 
@@ -231,7 +231,7 @@ def test_replayed_layers_are_numbered_among_those_with_experts():
     ids = recorded.experts_LNk
     assert len(ids) == 2
     for given in (ids, ids.flip(0)):
-        counts = routed(lm, RoutingReplay(given))[3]
+        counts = lm.loss_sum(routed(lm, RoutingReplay(given))).counts_LE
         is_real = BATCH.document_ids.flatten() >= 0
         wanted = [torch.bincount(layer[is_real].flatten(), minlength=4) for layer in given]
         assert torch.equal(counts, torch.stack(wanted))

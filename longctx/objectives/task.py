@@ -1,0 +1,98 @@
+"""``Task``: what is trained, a network and its objective in one forward pass, and how its sums become a loss."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Protocol
+
+from torch import Tensor, nn
+
+from longctx.batch import Batch
+from longctx.model.decoder import Decoder
+from longctx.model.experts.router import RouterDiagnostics
+from longctx.model.training_pass import TrainingPass
+from longctx.objectives.loss_sum import LossSum, Term
+
+Counts = Mapping[str, int]
+"""Denominators by name, in one order."""
+
+
+class Countable(Protocol):
+    """A micro-batch, or a rank's part of one, in whatever form: its counts are known without a device."""
+
+    @property
+    def num_targets(self) -> int:
+        """Tokens whose prediction counts."""
+        ...
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens that are not padding."""
+        ...
+
+
+class Task(nn.Module):
+    """The one module that ZeRO wraps: it sees every use of a parameter. What trains knows a task by nothing else."""
+
+    terms: tuple[Term, ...]
+    """Its sums, in the order in which they are returned and added up over ranks."""
+    reported: str
+    """The sum that is the run's loss to its readers."""
+
+    def __init__(self, network: Decoder) -> None:
+        super().__init__()
+        self.network = network
+
+    def forward(self, batch: Batch, training_pass: TrainingPass | None = None) -> tuple[Tensor, ...]:
+        """``LossSum.tensors``: a plain tuple, which ZeRO-3's hooks can look into."""
+        raise NotImplementedError
+
+    def denominators(self, batch: Countable) -> dict[str, int]:
+        """This rank's part of the counts that its terms are divided by."""
+        raise NotImplementedError
+
+    def loss_sum(self, tensors: Sequence[Tensor]) -> LossSum:
+        """What ``forward`` returned, by name."""
+        count = len(self.terms)
+        sums = {term.name: x for term, x in zip(self.terms, tensors, strict=False)}
+        if len(tensors) == count:
+            return LossSum(sums)
+        return LossSum(sums, tensors[count], RouterDiagnostics._make(tensors[count + 1 :]))
+
+    def loss(self, sums: LossSum, counts: Counts) -> Tensor:
+        """What one micro-batch of one rank adds to the step's loss: over all of them, these add up to the loss.
+
+        ``counts`` are those of the step over all ranks. Every sum is divided by a global count: that is what makes the
+        loss independent of degrees, accumulation and packing.
+        """
+        return weighed(self.terms, sums, counts)
+
+    def mean_loss(self, sums: Mapping[str, float], counts: Counts) -> float:
+        """The loss to report, of sums over all ranks."""
+        term = next(term for term in self.terms if term.name == self.reported)
+        return sums[term.name] / max(1, counts[term.count])
+
+    def count(self, batches: Iterable[Countable]) -> dict[str, int]:
+        """``denominators`` of several micro-batches."""
+        total: dict[str, int] = {}
+        for batch in batches:
+            for name, count in self.denominators(batch).items():
+                total[name] = total.get(name, 0) + count
+        return total
+
+
+def weighed(terms: Sequence[Term], sums: LossSum, counts: Counts) -> Tensor:
+    """Σ weight · sum / count over the terms that the loss has."""
+    of_counts: dict[str, Tensor] = {}
+    for term in terms:
+        if term.weight is None:
+            continue
+        part = term.weight * sums[term.name]
+        if term.count in of_counts:
+            part = of_counts[term.count] + part
+        of_counts[term.count] = part
+    # A step of nothing but padding has a loss of 0.
+    first, *others = (total / max(1, counts[name]) for name, total in of_counts.items())
+    for other in others:
+        first = first + other
+    return first
