@@ -51,7 +51,8 @@ def test_balanced_experts_score_one_a_token():
     lm = model()
     for layer in lm.network.model.layers:
         torch.nn.init.zeros_(layer.mlp.gate.weight)
-    torch.testing.assert_close(lm.loss_sum(lm(BATCH))["balance"], torch.tensor(2 * 36.0, dtype=torch.float64))  # Σ_e counts · ¼ · E / k
+    # Σ_e counts · ¼ · E / k
+    torch.testing.assert_close(lm.loss_sum(lm(BATCH))["balance"], torch.tensor(2 * 36.0, dtype=torch.float64))
 
 
 def test_padding_tokens_change_nothing():
