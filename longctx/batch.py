@@ -1,4 +1,4 @@
-"""What the data pipeline hands to the model: rows of packed documents and their boundaries, targets already shifted.
+"""What the data pipeline hands to the model: rows of packed documents, their boundaries, and what follows each token.
 
 Axes: B rows, T tokens a row; a small t is one rank's shard of T.
 """
@@ -8,11 +8,11 @@ from __future__ import annotations
 import bisect
 import operator
 from array import array
-from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 from itertools import accumulate, pairwise
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor
@@ -160,17 +160,15 @@ class PackedDocuments:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Batch:
-    """Packed rows of documents, ready to be split between ranks token by token.
+class Stream:
+    """One sequence of packed documents, ready to be split between ranks token by token.
 
-    All four per-token tensors have shape [B, T] (or [B, t] after a split) and are cut together, so targets and
-    positions never depend on where a shard ends. ``documents`` stay global.
+    Per-token tensors have shape [B, T] (or [B, t] after a split) and are cut together: neither positions nor what
+    follows a token depend on where a shard ends. ``documents`` stay global.
     """
 
     tokens: Tensor
     """Token ids, int64."""
-    targets: Tensor
-    """The token that follows in the same document, int64; ``IGNORED_TARGET`` where there is none."""
     positions: Tensor
     """Position of the token in its document, int64, restarting from 0 at every entry of ``cu_seqlens``."""
     document_ids: Tensor
@@ -178,6 +176,9 @@ class Batch:
     documents: PackedDocuments
     """The documents, or pieces of some, of the flattened B·T tokens. Attention never crosses a boundary, and every
     multiple of T is one. Padding at a row's end is a document of its own."""
+    following: Tensor | None = None
+    """The token that follows in the same document, int64; ``IGNORED_TARGET`` where there is none. None if an objective
+    has read it, or nobody will."""
     sources: Tensor | None = None
     """Number of each document's source [num_documents], int64, −1 for padding; None where all have one source."""
     row_tokens: int = 0
@@ -196,45 +197,69 @@ class Batch:
         return self.documents.cu_seqlens
 
     @property
-    def num_targets(self) -> int:
-        """Tokens whose prediction counts in the loss."""
-        return int((self.targets != IGNORED_TARGET).sum())
-
-    @property
     def num_tokens(self) -> int:
         """Tokens that are not padding."""
         return int((self.document_ids != PADDING_DOCUMENT).sum())
 
-    def flatten_rows(self) -> Batch:
+    def flatten_rows(self) -> Self:
         """The same tokens as one row [1, B·T]: the shape that a sequence layout splits."""
         flat = self.map_tokens(lambda x: x.reshape(1, -1))
         # Experts' capacity is counted by rows, so their length is remembered; flat twice is flat once.
         return replace(flat, row_tokens=self.row_tokens or self.tokens.shape[1])
 
-    def padded(self, num_tokens: int) -> Batch:
+    def padded(self, num_tokens: int) -> Self:
         """The same tokens as one row of ``num_tokens``, padding behind them: documents of its own, without targets."""
         flat, documents = self.flatten_rows(), self.documents.padded(num_tokens)
         missing = num_tokens - self.documents.num_tokens
         if not missing:
             return flat
-        padding = {
-            "tokens": torch.zeros(1, missing, dtype=torch.int64),
-            "targets": torch.full((1, missing), IGNORED_TARGET),
-            "positions": torch.arange(missing)[None] % documents.lengths[self.documents.num_documents],
-            "document_ids": torch.full((1, missing), PADDING_DOCUMENT),
-        }
-        longer = {name: torch.cat((getattr(flat, name), part), dim=1) for name, part in padding.items()}
+        positions = torch.arange(missing)[None] % documents.lengths[self.documents.num_documents]
+        fill = {"tokens": 0, "following": IGNORED_TARGET, "targets": IGNORED_TARGET, "document_ids": PADDING_DOCUMENT}
+        longer = {}
+        for name, x in flat.per_token().items():
+            behind = positions
+            if name in fill:
+                behind = torch.full_like(positions, fill[name])
+            longer[name] = torch.cat((x, behind), dim=1)
         return replace(flat, **longer, documents=documents)
 
-    def map_tokens(self, change) -> Batch:
-        """A batch whose four per-token tensors went through ``change``; ``documents`` stay as they are."""
-        # One list of names: a tensor that was cut without the others would shift targets against tokens.
-        names = ("tokens", "targets", "positions", "document_ids")
-        return replace(self, **{name: change(getattr(self, name)) for name in names})
+    def per_token(self) -> dict[str, Tensor]:
+        """The tensors with a value for each token, by name: one that was cut without the others would be shifted."""
+        found = {"tokens": self.tokens, "positions": self.positions, "document_ids": self.document_ids}
+        if self.following is not None:
+            found["following"] = self.following
+        return found
 
-    def to(self, device: torch.device) -> Batch:
+    def map_tokens(self, change: Callable[[Tensor], Tensor]) -> Self:
+        """The same with per-token tensors that went through ``change``; ``documents`` stay as they are."""
+        return replace(self, **{name: change(x) for name, x in self.per_token().items()})
+
+    def to(self, device: torch.device) -> Self:
         """The per-token tensors on ``device``; ``documents`` stay on the CPU, where schedules are built."""
         return self.map_tokens(lambda x: x.to(device, non_blocking=True))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Batch(Stream):
+    """What an objective is computed of: a stream, and a target for each of its tokens."""
+
+    targets: Tensor
+    """What is to be predicted at the token, int64; ``IGNORED_TARGET`` where nothing is."""
+
+    @property
+    def num_targets(self) -> int:
+        """Tokens whose prediction counts in the loss."""
+        return int((self.targets != IGNORED_TARGET).sum())
+
+    def per_token(self) -> dict[str, Tensor]:
+        return {**super().per_token(), "targets": self.targets}
+
+
+def next_tokens(stream: Stream) -> Batch:
+    """The batch in which every token's target is the one that follows in the same document."""
+    assert stream.following is not None, "nobody has read what follows"
+    values = {field.name: getattr(stream, field.name) for field in fields(Stream)}
+    return Batch(**{**values, "targets": stream.following, "following": None})
 
 
 def _fault(bounds: Sequence[Any], num_tokens: int | None) -> str | None:

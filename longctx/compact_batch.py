@@ -1,6 +1,6 @@
 """``CompactBatch``: a micro-batch as it travels from the shards to a device, in two or four bytes a token.
 
-A target is the token that follows, so both lie in one buffer; positions and document ids follow from where documents
+A token and the one that follows it lie in one buffer; positions and document ids follow from where documents
 begin. ``unpack`` makes the ``Batch`` of int64 tensors, 32 bytes a token, on the device that works on them.
 
 Axes: B rows, t tokens of this rank, D documents of the whole sequence, S spans.
@@ -8,6 +8,7 @@ Axes: B rows, t tokens of this rank, D documents of the whole sequence, S spans.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from enum import IntEnum
 from typing import Any, NamedTuple
@@ -15,7 +16,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from longctx.batch import IGNORED_TARGET, PADDING_DOCUMENT, Batch, PackedDocuments
+from longctx.batch import IGNORED_TARGET, PADDING_DOCUMENT, Batch, PackedDocuments, Stream, next_tokens
 
 
 class DocumentEnd(IntEnum):
@@ -69,7 +70,7 @@ class CompactBatch:
     shape: tuple[int, int]
     """(B, t)."""
     num_targets: int
-    """Tokens whose prediction counts."""
+    """Tokens that one follows in their document."""
     num_tokens: int
     """Tokens that are not padding."""
     sources: Tensor | None = None
@@ -88,19 +89,23 @@ class CompactBatch:
         """The same in page-locked memory, which a GPU copies from while it computes."""
         return replace(self, **{name: getattr(self, name).pin_memory() for name in ("ids", "spans", "ends", "bounds")})
 
-    def unpack(self, device: torch.device | str = "cpu") -> Batch:
-        """The batch with its per-token tensors [B, t], int64, on ``device``; the host waits for nothing."""
+    def unpack(self, device: torch.device | str = "cpu", prepare: Callable[[Stream], Batch] = next_tokens) -> Batch:
+        """The batch with its per-token tensors [B, t], int64, on ``device``; the host waits for nothing.
+
+        ``prepare`` makes its targets, there: an objective's own.
+        """
         if torch.device(device).type == "cpu":
             per_token = self.copied()
         else:
             per_token = self.looked_up(device)
-        return Batch(
+        stream = Stream(
             **{name: x.view(self.shape) for name, x in per_token.items()},
             documents=self.documents,
             sources=self.sources,
             row_tokens=self.row_tokens,
             placement=self.placement,
         )
+        return prepare(stream)
 
     def looked_up(self, device: torch.device | str) -> dict[str, Tensor]:
         """The per-token tensors [B·t] by name, each token on its own: what a GPU is fast at."""
@@ -115,7 +120,7 @@ class CompactBatch:
         span = torch.searchsorted(ends_S, local, right=True)
         nth = local - (ends_S - count_S)[span]
         entry = at_S[span] + nth
-        following = torch.where(step_S == 1, 1, count_S)[span]
+        behind = torch.where(step_S == 1, 1, count_S)[span]
         index = start_S[span] + nth * step_S[span]
         document = torch.searchsorted(bounds[1:], index, right=True)
         end = ends[document]
@@ -123,7 +128,7 @@ class CompactBatch:
         ignored = (end == DocumentEnd.PADDING) | (is_last & (end == DocumentEnd.NOTHING))
         return {
             "tokens": _looked_up(ids, entry),
-            "targets": _looked_up(ids, entry + following).masked_fill_(ignored, IGNORED_TARGET),
+            "following": _looked_up(ids, entry + behind).masked_fill_(ignored, IGNORED_TARGET),
             "positions": index - bounds[document],
             "document_ids": document.masked_fill(end == DocumentEnd.PADDING, PADDING_DOCUMENT),
         }
@@ -131,9 +136,9 @@ class CompactBatch:
     def copied(self) -> dict[str, Tensor]:
         """The same on the CPU, document by document: a tenth of the time that it takes there token by token."""
         num_local = self.shape[0] * self.shape[1]
-        names = ("tokens", "targets", "positions", "document_ids")
+        names = ("tokens", "following", "positions", "document_ids")
         found = {name: torch.empty(num_local, dtype=torch.int64) for name in names}
-        tokens, targets, positions, document_ids = found.values()
+        tokens, following, positions, document_ids = found.values()
         bounds, ends = self.documents.bounds, self.ends.tolist()
         counting = torch.arange(max(self.documents.lengths, default=0))
         local = 0
@@ -141,7 +146,7 @@ class CompactBatch:
             start, count, step, at = span
             tokens[local : local + count] = self.ids[at : at + count]
             behind = at + span.following
-            targets[local : local + count] = self.ids[behind : behind + count]
+            following[local : local + count] = self.ids[behind : behind + count]
             for number, first, last in self.documents.within(start, start + (count - 1) * step + 1):
                 # The first of the span's tokens that the document has; with a step it may have none.
                 first += -(first - start) % step
@@ -152,11 +157,11 @@ class CompactBatch:
                 into, place = slice(begin, begin + num), first - bounds[number]
                 positions[into] = counting[place : place + (num - 1) * step + 1 : step]
                 if ends[number] == DocumentEnd.PADDING:
-                    document_ids[into], targets[into] = PADDING_DOCUMENT, IGNORED_TARGET
+                    document_ids[into], following[into] = PADDING_DOCUMENT, IGNORED_TARGET
                     continue
                 document_ids[into] = number
                 if ends[number] == DocumentEnd.NOTHING and first + (num - 1) * step + 1 == bounds[number + 1]:
-                    targets[begin + num - 1] = IGNORED_TARGET
+                    following[begin + num - 1] = IGNORED_TARGET
             local += count
         return found
 

@@ -109,7 +109,7 @@ class TrainStep:
                 replay=step.choices(number),
             )
             # One micro-batch at a time is on the device; backward frees its activations.
-            loss = run.engine.forward(shard.unpack(run.device), training_pass)
+            loss = run.engine.forward(shard.unpack(run.device, run.engine.model.prepare), training_pass)
             run.engine.backward(run.engine.model.loss(loss, step.counts))
             sums.add(loss)
         return sums

@@ -44,7 +44,7 @@ def validate(
     for shard in shards:
         if stops():
             return None
-        batch = shard.unpack(device)
+        batch = shard.unpack(device, model.prepare)
         # float64 on the CPU: bincount in float32 loses a token's share once a bin holds millions of them.
         nll = model.token_nll(batch).flatten().double().cpu()
         targets, positions = (x.flatten().cpu() for x in (batch.targets, batch.positions))

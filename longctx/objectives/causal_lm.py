@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from longctx.batch import Batch
+from longctx.batch import Batch, Stream, next_tokens
 from longctx.config import ModelConfig
 from longctx.model.chunks.start import new_stream
 from longctx.model.chunks.stream import ResidualStream
@@ -57,6 +57,10 @@ class CausalLM(Task):
         self.terms = causal_terms(decoder.config)
         self.reduce_counts = reduce_counts
         self.z_loss, self.label_smoothing = z_loss, label_smoothing
+
+    def prepare(self, stream: Stream) -> Batch:
+        """A token's target is the one that follows in its document."""
+        return next_tokens(stream)
 
     def denominators(self, batch: Countable) -> dict[str, int]:
         """Targets, and tokens that are not padding."""

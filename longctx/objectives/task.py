@@ -7,7 +7,7 @@ from typing import Protocol
 
 from torch import Tensor, nn
 
-from longctx.batch import Batch
+from longctx.batch import Batch, Stream
 from longctx.model.decoder import Decoder
 from longctx.model.experts.router import RouterDiagnostics
 from longctx.model.training_pass import TrainingPass
@@ -45,6 +45,10 @@ class Task(nn.Module):
 
     def forward(self, batch: Batch, training_pass: TrainingPass | None = None) -> tuple[Tensor, ...]:
         """``LossSum.tensors``: a plain tuple, which ZeRO-3's hooks can look into."""
+        raise NotImplementedError
+
+    def prepare(self, stream: Stream) -> Batch:
+        """The batch of a stream: makes the targets, on the stream's device."""
         raise NotImplementedError
 
     def denominators(self, batch: Countable) -> dict[str, int]:
