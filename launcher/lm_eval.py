@@ -23,8 +23,9 @@ from launcher.cluster.scheduler import check_tasks
 from launcher.config.flags import take_flag, without_local_rank
 from launcher.evaluation.harness.settings import device_wish
 from longctx.errors import ConfigError
-from parallel.comm.process import environment_rank, process_group
+from parallel.comm.process import process_group
 from parallel.runtime.device import choose_device
+from parallel.runtime.launched import environment_rank
 
 INTERRUPTED = "Interrupted. With --use_cache PATH the same command goes on where it stopped."
 TIMEOUT_SECONDS = 1800.0

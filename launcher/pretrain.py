@@ -29,8 +29,9 @@ from launcher.cluster.stopping import Stop
 from launcher.config.check import check_run
 from launcher.config.load import load_run_config
 from launcher.run_folder import LOGS
-from parallel.comm.process import environment_rank, start_process_group, stop_process_group
+from parallel.comm.process import start_process_group, stop_process_group
 from parallel.runtime.device import choose_device
+from parallel.runtime.launched import environment_rank
 
 
 def main(argv: list[str], stop: Stop | None = None) -> int:

@@ -25,8 +25,9 @@ from launcher.config.check import check_run
 from launcher.config.flags import end_with
 from launcher.config.load import load_run_config
 from longctx.untrusted.terminal import for_terminal
-from parallel.comm.process import environment_rank, start_process_group, stop_process_group
+from parallel.comm.process import start_process_group, stop_process_group
 from parallel.runtime.device import choose_device
+from parallel.runtime.launched import environment_rank
 
 
 def main(argv: list[str]) -> int | None:

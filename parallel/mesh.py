@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -12,6 +11,7 @@ from parallel.comm.communicator import Communicator
 from parallel.comm.groups import ProcessGroup, device_backend, own_group
 from parallel.comm.messages.ledger import Ledger
 from parallel.comm.world import num_ranks, own_rank
+from parallel.runtime.launched import ranks_of_machine
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,7 +61,7 @@ class Mesh:
     ) -> Mesh:
         """The mesh of the initialised process group (or of a lone process), entered by every rank alike.
 
-        ``ranks_per_node`` is what the launcher says in LOCAL_SIZE or LOCAL_WORLD_SIZE unless it is given. With
+        ``ranks_per_node`` is what the launcher says unless it is given. With
         ``check_rows`` its communicator has a ledger, which ranks are to compare once a step. ConfigError when the
         degrees do not divide the world.
         """
@@ -174,8 +174,8 @@ def _ranks_in_node(ring: Sequence[int], ranks_per_node: int) -> int:
 
 
 def _ranks_per_node(world_size: int) -> int:
-    """As the launcher says: DeepSpeed's LOCAL_SIZE, torchrun's LOCAL_WORLD_SIZE; else all ranks on one machine."""
-    return int(os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("LOCAL_SIZE") or world_size)
+    """As the launcher says; else all ranks on one machine."""
+    return ranks_of_machine() or world_size
 
 
 def nearest(value: int, fits: Sequence[int]) -> int:

@@ -109,7 +109,7 @@ def _options(flags: Flags) -> Options:
 def _evaluate(options: Options, *, as_json: bool) -> None:
     """Evaluate; rank 0 prints the result."""
     import launcher.evaluation.run as evaluation
-    from parallel.comm.process import environment_rank
+    from parallel.runtime.launched import environment_rank
 
     # Every rank measures; one speaks.
     is_rank_0 = environment_rank()[0] == 0

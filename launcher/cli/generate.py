@@ -79,7 +79,7 @@ def generate(
 def _generate(options: Options) -> None:
     """Continue; rank 0 writes."""
     from launcher.generation.run import session
-    from parallel.comm.process import environment_rank
+    from parallel.runtime.launched import environment_rank
 
     is_rank_0 = environment_rank()[0] == 0
     with session(options) as opened:

@@ -195,7 +195,7 @@ def main_over_ranks(verb: str, argv: Sequence[str]) -> int:
     """Run a verb on every rank that deepspeed or torchrun started, rank 0 speaking for all: what its script does."""
     # Both import torch, for which the help of one process does not wait.
     from launcher.config.flags import take_flag, without_local_rank
-    from parallel.comm.process import environment_rank
+    from parallel.runtime.launched import environment_rank
 
     rank, _ = environment_rank()
     arguments = without_local_rank(argv)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import errno
 import logging
-import os
 import sys
 import time
 import traceback
@@ -18,6 +17,7 @@ from typing import NoReturn
 from launcher.cluster.stopping import Signalled, end_for
 from longctx.errors import ConfigError, LongCtxError
 from longctx_train import FIRST_PARENT
+from parallel.runtime.launched import environment_rank
 from parallel.runtime.parents import Launcher, launchers_above, was_orphaned, watch_launchers
 from parallel.runtime.watch.current import say_when_interrupted, stop_watch, watching
 from parallel.runtime.watch.failure import Failure
@@ -227,7 +227,7 @@ def _explain(error: BaseException) -> str:
 
 def _rank() -> int:
     """The rank as torchrun and deepspeed give it: there may be no process group any more, or not yet."""
-    return int(os.environ.get("RANK", "0"))
+    return environment_rank()[0]
 
 
 def _report(text: str) -> None:

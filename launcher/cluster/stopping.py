@@ -6,7 +6,6 @@ together (``launcher/training/stopping.py``).
 
 from __future__ import annotations
 
-import os
 import signal
 import socket
 import threading
@@ -18,6 +17,7 @@ from typing import Literal
 
 import psutil
 
+from parallel.runtime.launched import environment_rank
 from parallel.runtime.parents import Launcher, launchers_above
 from parallel.runtime.watch.current import watching
 from parallel.runtime.watch.failure import FAILED, INTERRUPTED, Failure
@@ -177,4 +177,4 @@ def end_for(text: str, code: int = FAILED) -> None:
 
 
 def _rank() -> int:
-    return int(os.environ.get("RANK", "0"))
+    return environment_rank()[0]

@@ -12,11 +12,12 @@ from launcher.cluster.hostfile import check_hostfile
 from launcher.evaluation.computation import Computation
 from longctx.config import ModelConfig
 from longctx.errors import ConfigError
-from parallel.comm.process import environment_rank, process_group
+from parallel.comm.process import process_group
 from parallel.comm.world import num_ranks
 from parallel.mesh import Mesh, check_degrees, nearest
 from parallel.parallelize import check_experts
 from parallel.runtime.device import choose_device
+from parallel.runtime.launched import environment_rank
 
 
 class Degrees(Protocol):

@@ -26,8 +26,8 @@ from longctx.config import ModelConfig
 from longctx.conversion.checks import check_tensors
 from longctx.errors import CheckpointError
 from longctx.tokenizer.templates import find_templates
-from parallel.comm.process import environment_rank
 from parallel.comm.world import broadcast_object, on_every_rank, on_rank_0
+from parallel.runtime.launched import environment_rank
 
 log = logging.getLogger(__name__)
 

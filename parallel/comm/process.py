@@ -20,17 +20,13 @@ from parallel.comm.meeting import MEET_SECONDS, meeting_store
 from parallel.runtime.code_version import code_version
 from parallel.runtime.flight_recorder import advice, dump_collectives, record_collectives
 from parallel.runtime.interface import choose_gloo_interface
+from parallel.runtime.launched import environment_rank, ranks_of_machine
 from parallel.runtime.listening import meeting_host
 from parallel.runtime.watch.current import start_watch, stop_watch, watching
 from parallel.runtime.watch.last_words import say
 from parallel.runtime.watch.options import WatchOptions
 
 _LONE_PROCESS = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
-
-
-def environment_rank() -> tuple[int, int]:
-    """(rank, world size) that the launcher gave this process; (0, 1) when there was none."""
-    return int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
 
 
 def start_process_group(
@@ -122,9 +118,7 @@ def process_group(*, timeout_seconds: float, device: torch.device, traces: Path 
 
 def _threads_per_process() -> int:
     """The machine's cores divided by its ranks."""
-    # The deepspeed launcher says LOCAL_SIZE, torchrun LOCAL_WORLD_SIZE.
-    ranks = os.environ.get("LOCAL_SIZE") or os.environ.get("LOCAL_WORLD_SIZE") or "1"
-    return max(1, (os.cpu_count() or 1) // int(ranks))
+    return max(1, (os.cpu_count() or 1) // (ranks_of_machine() or 1))
 
 
 def _free_port() -> int:

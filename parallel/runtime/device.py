@@ -14,6 +14,7 @@ import torch
 
 from longctx.errors import ConfigError
 from longctx.kernels.memory import available_bytes
+from parallel.runtime.launched import environment_rank, ranks_of_machine
 
 log = logging.getLogger(__name__)
 
@@ -26,7 +27,7 @@ def choose_device(wish: str, setting: str = "run.device", **degrees: int) -> tor
     for ``cuda`` always, for ``auto`` when there are some, which the CPU would leave idle, unless DS_ACCELERATOR=cpu
     asks for that.
     """
-    local_rank, ranks = int(os.environ.get("LOCAL_RANK", "0")), _ranks_here()
+    local_rank, ranks = int(os.environ.get("LOCAL_RANK", "0")), ranks_of_machine() or 1
     gpus = 0
     if wish != "cpu":
         use_expandable_segments(os.environ)
@@ -68,7 +69,7 @@ def _idle_gpus(setting: str, ranks: int, gpus: int, degrees: Mapping[str, int]) 
             key = f"parallel.{name}"
             fewer = [*_without(fewer, key), f"--{key}", str(math.gcd(gpus, degree))]
     on_cpu = [*_without(arguments, setting), f"--{setting.removeprefix('--')}", "cpu"]
-    if int(os.environ.get("WORLD_SIZE", "1")) > ranks:
+    if environment_rank()[1] > ranks:
         first, second = f"slots={gpus} for this machine in the hostfile", f"add {shlex.join(on_cpu[-2:])}"
     else:
         first, second = _start(gpus, fewer), _start(ranks, on_cpu)
@@ -129,11 +130,6 @@ def keep_few_products(environment: MutableMapping[str, str]) -> None:
         environment.setdefault(name, str(_PRODUCTS_KEPT))
 
 
-def _ranks_here() -> int:
-    """Ranks on this machine, as the launcher says."""
-    return int(os.environ.get("LOCAL_SIZE") or os.environ.get("LOCAL_WORLD_SIZE") or 1)
-
-
 def device_name(device: torch.device) -> str:
     """What the maker calls it; "cpu" for the CPU."""
     if device.type == "cuda":
@@ -144,7 +140,7 @@ def device_name(device: torch.device) -> str:
 def free_bytes(device: torch.device) -> int:
     """Memory that this process's tensors can still get: of its GPU, or its share of what this machine has left."""
     if device.type != "cuda":
-        return available_bytes() // _ranks_here()
+        return available_bytes() // (ranks_of_machine() or 1)
     # What tensors gave back stays with the process, and serves the next ones.
     reserved = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
     return torch.cuda.mem_get_info(device)[0] + reserved

@@ -6,6 +6,8 @@ import contextlib
 import os
 import socket
 
+from parallel.runtime.launched import environment_rank, ranks_of_machine
+
 _MOST_WAITING = 4096
 """Connections that may arrive at once."""
 _LOOPBACK = "127.0.0.1"
@@ -28,9 +30,8 @@ def meeting_host() -> str:
 
 
 def is_one_machine() -> bool:
-    """Return whether one launcher started all ranks: DeepSpeed's says LOCAL_SIZE, torchrun LOCAL_WORLD_SIZE."""
-    ranks = os.environ.get("LOCAL_SIZE") or os.environ.get("LOCAL_WORLD_SIZE")
-    return ranks is not None and ranks == os.environ.get("WORLD_SIZE")
+    """Return whether one launcher started all ranks."""
+    return ranks_of_machine() == environment_rank()[1]
 
 
 def listen(host: str, port: int) -> socket.socket:
