@@ -1,6 +1,6 @@
 """Initial weights as a function of a seed and a tensor's name, so that every process and world size starts equal.
 
-Any range of a tensor is drawn without the rest of it: a rank draws what it holds.
+A tensor is drawn in blocks, each of which has a seed of its own: a rank draws the blocks that it holds a part of.
 """
 
 from __future__ import annotations
@@ -11,12 +11,11 @@ import torch
 from torch import Tensor
 
 from longctx.config import ModelConfig
-from longctx.model.layers.skip_ahead import skip_ahead
 
-BLOCK_VALUES = 1 << 24
-"""Values that are drawn at a time: 64 MiB, however large the tensor is."""
-GROUP = 16
-"""PyTorch makes so many normal values of so many random words, and of the last words of a tensor once more."""
+BLOCK_VALUES = 1 << 20
+"""Values of a block: 4 MiB, drawn in some 10 ms. Another number gives other initial weights."""
+COPIED_VALUES = 1 << 24
+"""Values that are read at a time: 64 MiB, however large the tensor is."""
 
 
 def initial_value(name: str, shape: tuple[int, ...], config: ModelConfig, seed: int) -> Tensor:
@@ -34,90 +33,49 @@ class InitialTensor:
 
     def __init__(self, name: str, numel: int, config: ModelConfig, seed: int) -> None:
         """``numel`` is the number of values of the whole model's tensor."""
+        self._name, self._numel, self._seed = name, numel, seed
         self._constant, self._std = _constant(name, config), config.init_std
         if "o_proj" in name or "down_proj" in name:
             self._std /= (2 * config.num_layers) ** 0.5
-        # a generator for each tensor: no value depends on which tensors a process holds, or on their order
-        digest = hashlib.sha256(f"{seed}:{name}".encode()).digest()
-        self._normals = NormalSequence(numel, int.from_bytes(digest[:8], "big") >> 1)
+        self._drawn, self._block = -1, torch.empty(0)
 
     def read(self, start: int, count: int) -> Tensor:
         """``count`` values from ``start``, float32 on the CPU."""
         if self._constant is not None:
             return torch.full((count,), self._constant)
-        return self._normals.read(start, count).mul_(self._std)
+        out, done = torch.empty(count), 0
+        while done < count:
+            number, inside = divmod(start + done, BLOCK_VALUES)
+            part = out[done : done + min(BLOCK_VALUES - inside, count - done)]
+            if len(part) == self._size(number):
+                self._draw(number, part)
+            else:
+                part.copy_(self._kept(number)[inside : inside + len(part)])
+            done += len(part)
+        return out.mul_(self._std)
 
     def copy_to(self, out: Tensor, start: int) -> None:
-        """Set the flat tensor ``out`` to the values from ``start``, a block at a time."""
-        for at in range(0, len(out), BLOCK_VALUES):
-            block = out[at : at + BLOCK_VALUES]
+        """Set the flat tensor ``out`` to the values from ``start``."""
+        for at in range(0, len(out), COPIED_VALUES):
+            block = out[at : at + COPIED_VALUES]
             block.copy_(self.read(start + at, len(block)))
 
+    def _size(self, number: int) -> int:
+        """Values of a block: the last one has what is left."""
+        return min(BLOCK_VALUES, self._numel - number * BLOCK_VALUES)
 
-class NormalSequence:
-    """What ``torch.randn(numel, generator=…)`` draws from a fresh CPU generator, bit for bit, in ranges.
+    def _kept(self, number: int) -> Tensor:
+        """A block, which is kept for the range that goes on inside of it."""
+        if self._drawn != number:
+            self._block, self._drawn = torch.empty(self._size(number)), number
+            self._draw(number, self._block)
+        return self._block
 
-    From 16 values on PyTorch makes each group of 16 out of as many random words. Where the last group is not full, the
-    last 16 values are made anew, out of the 16 words that follow.
-    """
-
-    def __init__(self, numel: int, seed: int) -> None:
-        self.numel, self.seed = numel, seed
-        self._generator = torch.Generator()
-        self._words_drawn = -1  # by the generator; not yet seeded
-        self._last_group = torch.empty(0)
-
-    def read(self, start: int, count: int) -> Tensor:
-        """``count`` values from ``start``."""
-        assert 0 <= start <= start + count <= self.numel
-        out = torch.empty(count)
-        if self.numel < GROUP:
-            whole = torch.randn(self.numel, generator=self._generator.manual_seed(self.seed))
-            return out.copy_(whole[start : start + count])
-        # Values that are made in full groups, then those of the last 16 that are made anew.
-        regular = self.numel
-        if self.numel % GROUP:
-            regular = self.numel - GROUP
-        split = min(max(regular - start, 0), count)
-        self._read_groups(out[:split], start)
-        if split < count:
-            first = start + split - regular
-            out[split:] = self._draw(self.numel, GROUP)[first : first + count - split]
-        return out
-
-    def _read_groups(self, out: Tensor, start: int) -> None:
-        """Set ``out`` to the values from ``start``, group by group where they begin or end inside of one."""
-        done = 0
-        while done < len(out):
-            group, inside = divmod(start + done, GROUP)
-            if inside or len(out) - done < GROUP:
-                count = min(GROUP - inside, len(out) - done)
-                out[done : done + count] = self._group(group)[inside : inside + count]
-            else:
-                count = (len(out) - done) // GROUP * GROUP
-                self._seek(group * GROUP)
-                torch.randn(count, generator=self._generator, out=out[done : done + count])
-                self._words_drawn += count
-            done += count
-
-    def _group(self, number: int) -> Tensor:
-        """The values of one group; those of the group drawn last are kept, for a range that goes on inside of it."""
-        if self._words_drawn != (number + 1) * GROUP or not len(self._last_group):
-            self._last_group = self._draw(number * GROUP, GROUP)
-        return self._last_group
-
-    def _draw(self, word: int, count: int) -> Tensor:
-        """Values made of the ``count`` words from ``word``."""
-        self._seek(word)
-        self._words_drawn += count
-        return torch.randn(count, generator=self._generator)
-
-    def _seek(self, word: int) -> None:
-        """Let the generator go on with this word."""
-        self._last_group = torch.empty(0)
-        if self._words_drawn != word:
-            skip_ahead(self._generator.manual_seed(self.seed), word)
-            self._words_drawn = word
+    def _draw(self, number: int, out: Tensor) -> None:
+        # A seed for each block: no value depends on which tensors and parts of them a process holds.
+        digest = hashlib.sha256(f"{self._seed}:{self._name}:{number}".encode()).digest()
+        generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "big") >> 1)
+        torch.randn(len(out), generator=generator, out=out)
 
 
 def _constant(name: str, config: ModelConfig) -> float | None:

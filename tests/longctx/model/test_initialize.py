@@ -1,7 +1,8 @@
-"""Initial values in ranges are those of one draw, to the last bit, wherever the ranges begin and end."""
+"""Initial values in ranges are those of the whole tensor, to the last bit, wherever the ranges begin and end."""
 
 from __future__ import annotations
 
+import hashlib
 import itertools
 
 import pytest
@@ -10,82 +11,89 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from longctx.config import ModelConfig
-from longctx.model.layers import skip_ahead as skipping
-from longctx.model.layers.initialize import InitialTensor, NormalSequence, initial_value
-from longctx.model.layers.skip_ahead import skip_ahead
+from longctx.model.layers import initialize
+from longctx.model.layers.initialize import BLOCK_VALUES, InitialTensor, initial_value
 
 CONFIG = ModelConfig(vocab_size=64, hidden_size=32, num_layers=3, num_heads=2, num_kv_heads=1, head_dim=16, ffn_size=40)
+NAME = "model.layers.0.mlp.up_proj.weight"
 
 
-def at_once(numel: int, seed: int = 5) -> torch.Tensor:
-    return torch.randn(numel, generator=torch.Generator().manual_seed(seed))
+def tensor(numel: int, name: str = NAME, seed: int = 9) -> InitialTensor:
+    return InitialTensor(name, numel, CONFIG, seed)
 
 
+@pytest.fixture
+def small_blocks(monkeypatch):
+    monkeypatch.setattr(initialize, "BLOCK_VALUES", 16)
+
+
+@pytest.mark.usefixtures("small_blocks")
 @settings(max_examples=60, deadline=None)
 @given(st.integers(1, 200), st.lists(st.integers(0, 200), max_size=6))
-def test_ranges_make_up_what_is_drawn_at_once(numel, cuts):
-    whole, values = at_once(numel), NormalSequence(numel, 5)
+def test_ranges_make_up_the_tensor(numel, cuts):
+    whole, values = tensor(numel).read(0, numel), tensor(numel)
     edges = sorted({0, numel, *(min(cut, numel) for cut in cuts)})
     parts = [values.read(start, stop - start) for start, stop in itertools.pairwise(edges)]
     assert torch.equal(torch.cat(parts), whole)
 
 
+@pytest.mark.usefixtures("small_blocks")
 @settings(max_examples=60, deadline=None)
 @given(st.integers(1, 200), st.lists(st.tuples(st.integers(0, 200), st.integers(0, 200)), max_size=4))
 def test_ranges_in_any_order_are_the_same(numel, ranges):
-    whole, values = at_once(numel), NormalSequence(numel, 5)
+    whole, values = tensor(numel).read(0, numel), tensor(numel)
     for start, count in ranges:
         start = min(start, numel)
         count = min(count, numel - start)
         assert torch.equal(values.read(start, count), whole[start : start + count])
 
 
-@pytest.mark.parametrize("numel", [3 << 22, (3 << 22) + 7])
-def test_a_range_far_inside_is_drawn_without_what_lies_before_it(numel, monkeypatch):
-    whole = at_once(numel)
-    start = numel - 1000
-
-    def refuse(*_, **__):
-        raise AssertionError("something was drawn to be thrown away")
-
-    monkeypatch.setattr(torch.Tensor, "random_", refuse)
-    assert torch.equal(NormalSequence(numel, 5).read(start, 1000), whole[start:])
-
-
-@pytest.mark.parametrize("draws", [0, 1, 623, 624, 625, (1 << 22) + 1, 10_000_019])
-def test_skipping_ahead_is_drawing_and_throwing_away(draws):
-    plain, skipped = (torch.Generator().manual_seed(1 << 40 | 77) for _ in range(2))
-    for start in range(0, draws, 1 << 20):
-        torch.empty(min(1 << 20, draws - start)).uniform_(generator=plain)
-    skip_ahead(skipped, draws)
-    assert torch.equal(torch.randn(2000, generator=plain), torch.randn(2000, generator=skipped))
+def test_a_range_far_inside_draws_the_blocks_that_it_is_of(monkeypatch):
+    drawn = []
+    draw = InitialTensor._draw
+    monkeypatch.setattr(
+        InitialTensor, "_draw", lambda self, number, out: (drawn.append(number), draw(self, number, out))
+    )
+    values, numel = tensor(1 << 40), 2000
+    start = 77 * BLOCK_VALUES - 1000
+    first, second = values.read(start, 1000), values.read(start + 1000, numel - 1000)
+    assert torch.equal(torch.cat((first, second)), tensor(1 << 40).read(start, numel))
+    assert drawn[:2] == [76, 77]
 
 
-def test_a_generator_whose_state_is_not_known_is_drawn_from(monkeypatch):
-    """Another release of PyTorch may keep it otherwise: slower then, with the same values."""
-    monkeypatch.setattr(skipping, "_STATE_BYTES", 1)
-    draws = (1 << 22) + 5
-    plain, skipped = (torch.Generator().manual_seed(3) for _ in range(2))
-    torch.empty(draws).uniform_(generator=plain)
-    skip_ahead(skipped, draws)
-    assert torch.equal(torch.randn(100, generator=plain), torch.randn(100, generator=skipped))
+@pytest.mark.parametrize(("name", "std"), [(NAME, 0.02), ("model.layers.0.mlp.down_proj.weight", 0.02 / 6**0.5)])
+def test_values_are_those_of_a_seed_a_name_and_a_block(name, std):
+    """By hand: they may not change from one release to the next, and not from machine to machine."""
+    parts = []
+    for block, count in ((0, BLOCK_VALUES), (1, 40)):
+        digest = hashlib.sha256(f"9:{name}:{block}".encode()).digest()
+        generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "big") >> 1)
+        parts.append(torch.randn(count, generator=generator) * std)
+    whole, numel = torch.cat(parts), BLOCK_VALUES + 40
+    assert torch.equal(initial_value(name, (numel,), CONFIG, 9), whole)
+    assert torch.equal(tensor(numel, name).read(numel - 100, 90), whole[-100:-10])
+    out = torch.empty(700, dtype=torch.bfloat16)
+    tensor(numel, name).copy_to(out, 100)
+    assert torch.equal(out, whole[100:800].bfloat16())
 
 
-@pytest.mark.parametrize(
-    ("name", "of_old"),
-    [
-        ("model.layers.0.mlp.down_proj.weight", lambda x: x * (0.02 / 6**0.5)),
-        ("model.layers.0.mlp.up_proj.weight", lambda x: x * 0.02),
-    ],
-)
-def test_values_are_as_they_ever_were(name, of_old):
-    """Of a seed and a name: the first eight bytes of their hash seed one draw of the whole tensor."""
-    import hashlib
+def test_no_two_tensors_seeds_or_blocks_are_alike():
+    values = [
+        tensor(2 * BLOCK_VALUES).read(0, 50),
+        tensor(2 * BLOCK_VALUES).read(BLOCK_VALUES, 50),
+        tensor(2 * BLOCK_VALUES, seed=10).read(0, 50),
+        tensor(2 * BLOCK_VALUES, NAME.replace("0", "1")).read(0, 50),
+    ]
+    for one, other in itertools.combinations(values, 2):
+        assert not (one == other).any()
 
-    digest = hashlib.sha256(f"9:{name}".encode()).digest()
-    whole = of_old(at_once(40 * 33, int.from_bytes(digest[:8], "big") >> 1))
-    assert torch.equal(initial_value(name, (40, 33), CONFIG, 9), whole.view(40, 33))
-    assert torch.equal(InitialTensor(name, 40 * 33, CONFIG, 9).read(100, 700), whole[100:800])
+
+def test_values_are_normal():
+    values = tensor(4 * BLOCK_VALUES).read(0, 4 * BLOCK_VALUES).double() / 0.02
+    # The mean of n has a deviation of 1/√n, the variance one of √(2/n); five of them.
+    assert abs(float(values.mean())) < 5 / len(values) ** 0.5
+    assert abs(float(values.var()) - 1) < 5 * (2 / len(values)) ** 0.5
+    assert abs(float((values.abs() > 2).double().mean()) - 0.0455) < 1e-3
 
 
 def test_norms_and_biases_are_constant_in_any_range():
