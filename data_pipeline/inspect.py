@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -21,7 +20,6 @@ from data_pipeline.rows.blocks import BlockPlanner, PackReport
 from data_pipeline.rows.pack import BEST_FIT, Packing
 from data_pipeline.shards.copies import LocalCopy, copies_folder, open_folder
 from data_pipeline.shards.corpus import Corpus
-from data_pipeline.shards.exclusions import Exclusions
 from data_pipeline.shards.manifest import MANIFEST_FILE, VALIDATION_FOLDER, Manifest
 from data_pipeline.shards.packing import PACKED_FILE
 from data_pipeline.shards.problems import shard_problems
@@ -61,9 +59,6 @@ class Description:
     """Counts of duplicates that the build found; empty where it looked for none, and in the validation split."""
     packing: PackReport | None
     """Epoch 0 of seed 0 at the ``seq_len`` that was asked for; an estimate of more than ``PLANNED_DOCUMENTS``."""
-    excluded: list[dict[str, Any]]
-    """The shards that runs leave out, each with documents, tokens, reason and time. They are counted in all figures but
-    the longest document and the packing, and their files are not looked at."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -103,12 +98,9 @@ class SourceView:
     name: str
     folder: str
     documents: int
-    """Those that are read: without excluded shards."""
     tokens: int
     epochs: int | None
     """At most; None is no end."""
-    excluded: list[dict[str, Any]]
-    """As those of a ``Description``."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -125,17 +117,16 @@ def describe_mixture(path: str | Path) -> MixtureView:
     """What a mixture's file names; manifests alone are read. ConfigError, DataError for what is wrong with it."""
     mixture = Mixture.load(path)
     folders = mixture.folders(Path(path).parent)
-    exclusions = [Exclusions.load(folder, Manifest.load(folder)) for folder in folders]
+    manifests = [Manifest.load(folder) for folder in folders]
     sources = [
         SourceView(
             name=source.name,
             folder=str(folder),
-            documents=found.manifest.documents - found.documents,
-            tokens=found.manifest.tokens - found.tokens,
+            documents=manifest.documents,
+            tokens=manifest.tokens,
             epochs=source.epochs,
-            excluded=found.records(),
         )
-        for source, folder, found in zip(mixture.sources, folders, exclusions, strict=True)
+        for source, folder, manifest in zip(mixture.sources, folders, manifests, strict=True)
     ]
     tokens = [source.tokens for source in sources]
     shares = [mixture.shares(number, tokens) for number in range(-1, len(mixture.stages))]
@@ -172,7 +163,6 @@ def describe(folder: str | Path, *, seq_len: int | None = None) -> Description:
         skipped=manifest.skipped,
         duplicates={name: value for name, value in manifest.duplicates.items() if name != "list"},
         packing=packing,
-        excluded=shards.exclusions.records(),
     )
 
 
@@ -287,7 +277,7 @@ def _find_row(planner: BlockPlanner, epoch: int, row: int, seq_len: int) -> tupl
     raise ConfigError(f"row={row} is not in this epoch, which has rows 0 to {first - 1} at seq_len={seq_len}.")
 
 
-def verify(folder: str | Location, *, every_shard: bool = False) -> list[str]:
+def verify(folder: str | Location) -> list[str]:
     """Everything that is wrong with a shard folder and its ``validation``, a sentence each; empty if all is well.
 
     Of a mixture's file: with those of all its sources.
@@ -295,39 +285,26 @@ def verify(folder: str | Location, *, every_shard: bool = False) -> list[str]:
     Reads every byte: the manifest's hash, types and file names; sizes, checksums and sums of shards; offsets, lengths,
     names, and ids of documents against the vocabulary and the padding; the tokenizer; and files that nobody lists.
     Of a folder that is packed or in a store every shard is fetched anew, whatever the cache has.
-
-    Shards that are excluded are passed over unless ``every_shard``; their list is checked.
     """
     place = locate(folder)
     if isinstance(place, Path) and is_mixture(place):
         sources = Mixture.load(place).folders(place.parent)
-        return [problem for source in sources for problem in verify(source, every_shard=every_shard)]
-    problems = list(_problems(place, every_shard=every_shard))
+        return [problem for source in sources for problem in verify(source)]
+    problems = list(_problems(place))
     if (place / VALIDATION_FOLDER).is_dir():
-        problems += _problems(place / VALIDATION_FOLDER, every_shard=every_shard)
+        problems += _problems(place / VALIDATION_FOLDER)
     return problems
 
 
-def excluded_from(folders: Sequence[Location]) -> list[Exclusions]:
-    """The lists of these folders and of what they hold out, where shards are on them; of damaged ones none."""
-    found: list[Exclusions] = []
-    for folder in folders:
-        for place in (folder, folder / VALIDATION_FOLDER):
-            # What is wrong with them is for ``verify`` to say.
-            with contextlib.suppress(DataError):
-                found.append(Exclusions.load(place, Manifest.load(place)))
-    return [exclusions for exclusions in found if exclusions.shards]
-
-
-def _problems(place: Location, *, every_shard: bool) -> Iterator[str]:
+def _problems(place: Location) -> Iterator[str]:
     """Yield what is wrong with one shard folder."""
     if isinstance(place, Path) and not (place / PACKED_FILE).is_file():
         try:
-            manifest = Manifest.load(place)
+            _, manifest, _ = open_folder(place)
         except DataError as error:
             yield str(error)
             return
-        yield from _content_problems(place, place, manifest, None, every_shard=every_shard)
+        yield from _content_problems(place, place, manifest, None)
         return
     home = copies_folder()
     with explained_writes(home):
@@ -339,14 +316,12 @@ def _problems(place: Location, *, every_shard: bool) -> Iterator[str]:
         except DataError as error:
             yield str(error)
             return
-        for problem in _content_problems(place, folder, manifest, copy, every_shard=every_shard):
+        for problem in _content_problems(place, folder, manifest, copy):
             # Whoever reads it knows the folder, and not where we have looked at it.
             yield problem.replace(str(folder), str(place))
 
 
-def _content_problems(
-    place: Location, folder: Path, manifest: Manifest, copy: LocalCopy | None, *, every_shard: bool
-) -> Iterator[str]:
+def _content_problems(place: Location, folder: Path, manifest: Manifest, copy: LocalCopy | None) -> Iterator[str]:
     """Yield what is wrong with a folder beside its manifest; ``folder`` is where its shards can be mapped."""
     if manifest.left_out:
         yield from _list_problems(place / LEFT_OUT_FILE, manifest.left_out)
@@ -369,17 +344,7 @@ def _content_problems(
                 f"{place / MANIFEST_FILE} has vocab_size={manifest.vocab_size} and padding={manifest.padding}, the "
                 f"tokenizer beside it {own[0]} and {own[1]}. Build the folder again."
             )
-    passed_over: tuple[int, ...] = ()
-    try:
-        exclusions = Exclusions.load(place, manifest)
-    except DataError as error:
-        # Nobody can be sure what it said: every shard is read.
-        yield str(error)
-    else:
-        yield from exclusions.problems()
-        if not every_shard:
-            passed_over = exclusions.numbers
-    yield from shard_problems(folder, manifest, padding=padding, copy=copy, passed_over=passed_over)
+    yield from shard_problems(folder, manifest, padding=padding, copy=copy)
     if tokenizer is None:
         yield problem
 

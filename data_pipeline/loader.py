@@ -21,7 +21,6 @@ from data_pipeline.mixture.order import MixedOrder
 from data_pipeline.rows.balance import balanced
 from data_pipeline.rows.batches import Documents, Place, build_batch, build_share, documents_of, lengths_of
 from data_pipeline.rows.blocks import PackReport
-from data_pipeline.rows.change import WhenChanged
 from data_pipeline.rows.filled import FimDocuments
 from data_pipeline.rows.fim import Fim
 from data_pipeline.rows.first_rows import FirstRows
@@ -279,13 +278,9 @@ class Loader:
         """Where the last completed step ended: plain JSON, the same on every rank, good for any number of ranks."""
         return self._order.state(self._position)
 
-    def load_state_dict(self, state: dict[str, Any], *, when_changed: WhenChanged = "refuse") -> None:
-        """Go on after the step at which ``state`` was taken; ``DataError`` if it is of other data or another order.
-
-        ``when_changed`` says what to do where other shards were excluded then: refuse the state, go on with what is
-        left of the rest, or begin with the next block.
-        """
-        self._position = self._order.read(state, when_changed=when_changed)
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on after the step at which ``state`` was taken; ``DataError`` if it is of other data or another order."""
+        self._position = self._order.read(state)
         # The state says by which segments middles are to be filled in.
         self._documents = documents_in(self.folders, self._order.fims)
         # What was read of a step under way is read again, from its first micro-batch.
@@ -433,11 +428,6 @@ def _opened(folder: str | Location | ShardSet, open_folder: Open) -> ShardSet:
         shards = open_folder(shards)
     if not shards.num_documents:
         raise DataError(f"{shards.folder} holds no documents. Build it again from a source with text.")
-    if not shards.exclusions.kept_documents:
-        raise DataError(
-            f"{shards.folder}: every shard is excluded. `longctx data exclude --undo` brings one back, or build the "
-            "folder again."
-        )
     return shards
 
 

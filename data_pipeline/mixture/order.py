@@ -18,7 +18,6 @@ from data_pipeline.mixture.forecast import Forecast, forecast
 from data_pipeline.mixture.position import MixedPosition, SourcePosition, read_source, source_state
 from data_pipeline.mixture.streams import SourceStreams
 from data_pipeline.rows.blocks import PLAN_VERSION, PackReport
-from data_pipeline.rows.change import WhenChanged, settled
 from data_pipeline.rows.pack import BEST_FIT, Packing
 from data_pipeline.rows.position import STATE_FORMAT, check_counters
 from data_pipeline.rows.row import Row
@@ -56,7 +55,7 @@ class MixedOrder:
 
     def start(self) -> MixedPosition:
         """The position of the first row."""
-        return MixedPosition(tuple(SourcePosition(stream.start()) for stream in self._streams))
+        return MixedPosition(tuple(SourcePosition() for _ in self._streams))
 
     def rows(self, at: MixedPosition, count: int) -> tuple[list[Row], MixedPosition]:
         """The next ``count`` rows; DataError where every source has given all its epochs.
@@ -107,7 +106,7 @@ class MixedOrder:
             "sources": sources,
         }
 
-    def read(self, state: dict[str, Any], *, when_changed: WhenChanged = "refuse") -> MixedPosition:
+    def read(self, state: dict[str, Any]) -> MixedPosition:
         """The position that a state names. The file may have other weights, stages and sources than when it was taken.
 
         DataError where a source that it names is other data by now, or is read in another order.
@@ -130,9 +129,9 @@ class MixedOrder:
         found: list[SourcePosition] = []
         shares: list[int | None] = []
         for number, source in enumerate(self._mixture.sources):
-            position, share = SourcePosition(self._streams[number].start()), None
+            position, share = SourcePosition(), None
             if source.name in resting:
-                position, share = self._read_source(number, resting.pop(source.name), when_changed)
+                position, share = self._read_source(number, resting.pop(source.name))
             found.append(position)
             shares.append(share)
         self._resting = resting
@@ -164,13 +163,12 @@ class MixedOrder:
             for stream, source in zip(self._streams, at.sources, strict=True)
         ]
 
-    def _read_source(self, number: int, entry: Any, when_changed: WhenChanged) -> tuple[SourcePosition, int | None]:
-        name, num_shards = self._mixture.sources[number].name, len(self._corpus.folders[number].manifest.shards)
+    def _read_source(self, number: int, entry: Any) -> tuple[SourcePosition, int | None]:
+        name = self._mixture.sources[number].name
         self._of_sources.take_segments(number, entry)
         identity = self._of_sources.identity(number)
-        position, share = read_source(entry, identity, f"source {name!r} of {self._path}", num_shards)
-        at = settled(position.stream, self._streams[number].planner, when_changed)
-        position = replace(position, stream=at)
+        position, share = read_source(entry, identity, f"source {name!r} of {self._path}")
+        at = position.stream
         if not self._streams[number].has_row(at):
             raise DataError(
                 f"The loader state of source {name!r} of {self._path} is damaged: block {at.block} of epoch {at.epoch} "

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from data_pipeline.rows.change import exclusions_of, read_excluded, read_stretches, stretches_of
+from data_pipeline.rows.blocks import Stretch
 from data_pipeline.rows.position import check_counters
 from data_pipeline.rows.stream import BEGINNING, StreamPosition
 from longctx.errors import DataError
@@ -54,20 +54,16 @@ def source_state(position: SourcePosition, identity: dict[str, Any], share: int 
         "tokens": position.tokens,
         "counted": position.counted,
         **{name: getattr(position.stream, name) for name in _OF_STREAM},
-        "before": stretches_of(position.stream),
-        **exclusions_of(position.stream),
+        "before": [[stretch.row_tokens, stretch.rows] for stretch in position.stream.before],
     }
 
 
-def read_source(entry: Any, identity: dict[str, Any], where: str, num_shards: int) -> tuple[SourcePosition, int | None]:
-    """A source's position and its share then; DataError for one of other data or of another order, or a damaged one.
-
-    Its exclusions are those of the state (``rows.change``).
-    """
-    known = {"excluded": []} | source_state(SourcePosition(), identity, None)
+def read_source(entry: Any, identity: dict[str, Any], where: str) -> tuple[SourcePosition, int | None]:
+    """A source's position and its share then; DataError for one of other data or of another order, or a damaged one."""
+    known = source_state(SourcePosition(), identity, None)
     if isinstance(entry, dict):
-        # What states from before there was either do not name.
-        entry = {"excluded": [], "fim": None} | entry
+        # States of releases without it do not name it.
+        entry = {"fim": None} | entry
     if not isinstance(entry, dict) or set(entry) != set(known):
         raise DataError(f"The loader state of {where} is damaged: it needs exactly the fields {', '.join(known)}.")
     for name, value in identity.items():
@@ -81,8 +77,16 @@ def read_source(entry: Any, identity: dict[str, Any], where: str, num_shards: in
         counters["share"] = entry["share"]
     check_counters(counters)
     stream = StreamPosition(
-        **{name: counters[name] for name in _OF_STREAM},
-        before=read_stretches(entry["before"], num_shards, where),
-        excluded=read_excluded(entry["excluded"], num_shards, where),
+        **{name: counters[name] for name in _OF_STREAM}, before=_read_stretches(entry["before"], where)
     )
     return SourcePosition(stream, entry["tokens"], entry["counted"]), entry["share"]
+
+
+def _read_stretches(values: Any, where: str) -> tuple[Stretch, ...]:
+    """Return what a state says was taken of the block before; DataError if it is damaged."""
+    is_list = isinstance(values, list) and all(isinstance(value, list) and len(value) == 2 for value in values)
+    if not is_list or not all(type(count) is int and count >= 1 for value in values for count in value):
+        raise DataError(
+            f"The loader state of {where} is damaged: before={shown(values)} must be pairs of a length and rows."
+        )
+    return tuple(Stretch(row_tokens, rows) for row_tokens, rows in values)

@@ -16,7 +16,6 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from data_pipeline.prepare.left_out import LEFT_OUT_FILE
-from data_pipeline.shards.exclusions import EXCLUSIONS_FILE, Exclusions
 from data_pipeline.shards.manifest import MANIFEST_FILE, VALIDATION_FOLDER, Manifest, hash_json
 from data_pipeline.shards.packing import DEFAULT_LEVEL, LEVELS, PACKED_FILE, PackedFolder, pack_shard
 from data_pipeline.shards.stamps import cache_folder
@@ -28,7 +27,7 @@ from longctx.files import hash_file, staged_folder, write_atomically
 from longctx.tokenizer.load import is_carried
 
 _SENT_FILE = ".sent.json"
-_SHARD_FILE = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,120}\.(arrow|arrow\.zst|sums|lengths)")
+_SHARD_FILE = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,120}\.(arrow|arrow\.zst|sums)")
 
 Say = Callable[[str], None]
 
@@ -146,12 +145,6 @@ def _pack_into(folder: Path, staging: Path, *, level: int, say: Say) -> int:
         if not (folder / split / MANIFEST_FILE).is_file():
             continue
         manifest = Manifest.load(folder / split)
-        if Exclusions.load(folder / split, manifest).shards:
-            # A packed shard is checked whole, and one that is excluded need not be right, or there.
-            raise DataError(
-                f"{folder / split} has excluded shards, and a packed folder has all. Put them back and undo that "
-                "(`longctx data exclude --undo`), or build the folder again."
-            )
         (staging / split).mkdir(exist_ok=True)
         packed = []
         for number, entry in enumerate(manifest.shards, start=1):
@@ -182,7 +175,7 @@ def _names_in_order(folder: Path) -> list[str]:
 def _is_ours(name: str) -> bool:
     """Whether a relative path is one that a shard folder may have."""
     own = name.removeprefix(f"{VALIDATION_FOLDER}/")
-    known = (MANIFEST_FILE, PACKED_FILE, LEFT_OUT_FILE, EXCLUSIONS_FILE)
+    known = (MANIFEST_FILE, PACKED_FILE, LEFT_OUT_FILE)
     return own in known or is_carried(own) or _SHARD_FILE.fullmatch(own) is not None
 
 

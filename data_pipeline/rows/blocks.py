@@ -131,16 +131,14 @@ class Deal:
 
 @dataclass(frozen=True)
 class Stretch:
-    """The first rows of a block, or of what was left of it, that were taken at one row length, without some shards."""
+    """The first rows of a block, or of what was left of it, that were taken at one row length."""
 
     row_tokens: int
     rows: int
-    excluded: tuple[int, ...] = ()
-    """Numbers of the shards that were excluded then."""
 
 
-_Key = tuple[int, int, int, tuple[Stretch, ...], tuple[int, ...]]
-"""What a plan is of: epoch, block, tokens of its rows, what was taken before, and the shards that are excluded."""
+_Key = tuple[int, int, int, tuple[Stretch, ...]]
+"""Epoch, block, tokens of a row, and the rows that were taken before: a plan is a function of these."""
 
 
 class BlockPlanner:
@@ -164,11 +162,9 @@ class BlockPlanner:
         """``deal`` is that of the corpus unless it is given. ``fim`` is what ``packing.fim`` means for this folder."""
         entries = shards.manifest.shards
         if deal is None:
-            # Of all shards: where one is excluded, the documents of others stay in their blocks.
             deal = Deal.of(shards.num_documents, sum(entry.tokens for entry in entries), len(entries), seq_len)
         self._shards = shards
-        self.folder, self.excluded = shards.folder, shards.excluded
-        self.shard_files = [entry.file for entry in entries]
+        self.folder = shards.folder
         self._seq_len = seq_len
         self._seed = seed
         self._shuffle = shuffle
@@ -179,22 +175,14 @@ class BlockPlanner:
         self._lock = threading.Lock()
 
     def plan(
-        self,
-        epoch: int,
-        block: int,
-        *,
-        row_tokens: int | None = None,
-        before: tuple[Stretch, ...] = (),
-        excluded: tuple[int, ...] | None = None,
+        self, epoch: int, block: int, *, row_tokens: int | None = None, before: tuple[Stretch, ...] = ()
     ) -> RowPlan:
-        """The rows of a block; waits where a thread is planning it. DataError for shards that cannot be read.
+        """Return the rows of a block; wait if a thread is planning it. DataError for shards that cannot be read.
 
         They have ``seq_len`` tokens unless it is another number, and are those of what is left of the block after the
-        stretches ``before``. They have no document of the ``excluded`` shards, those of the folder unless given.
+        stretches ``before``.
         """
-        if excluded is None:
-            excluded = self.excluded
-        key = (epoch, block, row_tokens or self._seq_len, before, excluded)
+        key = (epoch, block, row_tokens or self._seq_len, before)
         future, is_new = self._claim(key)
         if is_new:
             self._fulfil(future, key)
@@ -202,7 +190,7 @@ class BlockPlanner:
 
     def prepare(self, epoch: int, block: int, *, row_tokens: int | None = None) -> None:
         """Have a block planned by a thread of its own, unless it is there or under way."""
-        key = (epoch, block, row_tokens or self._seq_len, (), self.excluded)
+        key = (epoch, block, row_tokens or self._seq_len, ())
         future, is_new = self._claim(key)
         if is_new:
             # A daemon: a rank that ends by an error does not wait for the disk.
@@ -216,10 +204,7 @@ class BlockPlanner:
         return epoch + 1, 0
 
     def documents(self, epoch: int, block: int) -> np.ndarray:
-        """The numbers of a block's documents, ascending [n], int64: shards are then read from front to back.
-
-        Also of those that are in excluded shards.
-        """
+        """The numbers of a block's documents, ascending [n], int64: shards are then read from front to back."""
         count = self._shards.num_documents
         runs = -(-count // self._run)
         # As equal as can be: a last block of a few documents would be mostly padding.
@@ -233,11 +218,11 @@ class BlockPlanner:
 
     def report(self, epoch: int = 0, *, documents: int = 1) -> PackReport:
         """What packing an epoch costs: counted over the first blocks with at least so many documents, then scaled."""
-        blocks = min(self.num_blocks, -(-documents * self.num_blocks // max(self._shards.exclusions.kept_documents, 1)))
+        blocks = min(self.num_blocks, -(-documents * self.num_blocks // max(self._shards.num_documents, 1)))
         report = PackReport.of((self.plan(epoch, block) for block in range(blocks)), self._seq_len)
         if blocks == self.num_blocks:
             return report
-        documents, tokens = self._shards.exclusions.kept_documents, self._shards.num_tokens
+        documents, tokens = self._shards.num_documents, self._shards.num_tokens
         if self._upsample:
             # What an epoch has of each document is known once it is drawn: blocks are taken to be alike.
             documents, tokens = (round(n * self.num_blocks / blocks) for n in (report.planned_documents, report.tokens))
@@ -268,34 +253,18 @@ class BlockPlanner:
             future.set_result(plan)
 
     def _planned(self, key: _Key) -> RowPlan:
-        """The block's plan: of its documents, or of what was left where a row length or an exclusion began within it.
+        """Plan the block: its documents, or what is left of them if another row length began within it.
 
-        Nothing that was taken is planned again, and what an exclusion held back is there once it is undone.
+        Nothing that was taken is planned again.
         """
-        epoch, block, row_tokens, before, excluded = key
+        epoch, block, row_tokens, before = key
         order = {"seed": self._seed, "epoch": epoch, "block": block, "shuffle": self._shuffle}
         documents = self.documents(epoch, block)
-        # Of documents that no stretch had, nobody has to know the lengths: their shard may be gone.
-        never = set(excluded).intersection(*(stretch.excluded for stretch in before))
-        if never:
-            documents = documents[~self._shards.exclusions.are_in(documents, never)]
         left = Parts.whole(documents, self._shards.lengths_of(documents))
         if self._upsample:
             left = copies_of(left, self._upsample, seed=self._seed, epoch=epoch)
         if self.fim is not None:
             left = replace(left, stops=self.fim.lengths(left.documents, left.stops))
         for stretch in before:
-            offered, held = _without(left, stretch.excluded, self._shards)
-            taken = plan_parts(offered, stretch.row_tokens, packing=self._packing, **order)
-            left = taken.parts_from(stretch.rows)
-            if len(held.documents):
-                left = left.beside(held)
-        return plan_parts(_without(left, excluded, self._shards)[0], row_tokens, packing=self._packing, **order)
-
-
-def _without(parts: Parts, numbers: tuple[int, ...], shards: ShardSet) -> tuple[Parts, Parts]:
-    """The parts that are in none of the shards of these numbers, and the others."""
-    is_held = np.zeros(len(parts.documents), bool)
-    if numbers:
-        is_held = shards.exclusions.are_in(parts.documents, numbers)
-    return parts.at(np.flatnonzero(~is_held)), parts.at(np.flatnonzero(is_held))
+            left = plan_parts(left, stretch.row_tokens, packing=self._packing, **order).parts_from(stretch.rows)
+        return plan_parts(left, row_tokens, packing=self._packing, **order)

@@ -7,11 +7,9 @@ follows.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any, Protocol
 
 from data_pipeline.rows.blocks import PLAN_VERSION, BlockPlanner, Deal, PackReport
-from data_pipeline.rows.change import WhenChanged, settled
 from data_pipeline.rows.fim import Fim, fim_of
 from data_pipeline.rows.pack import BEST_FIT, Packing
 from data_pipeline.rows.position import STATE_FORMAT, Position, read_position
@@ -64,11 +62,8 @@ class Order(Protocol):
         """A position as plain JSON, with all that must be the same for it to mean the same rows."""
         ...
 
-    def read(self, state: dict[str, Any], *, when_changed: WhenChanged = "refuse") -> Any:
-        """The position that a state names; DataError for one of other data or of another order.
-
-        ``when_changed`` says what to do about other excluded shards.
-        """
+    def read(self, state: dict[str, Any]) -> Any:
+        """The position that a state names; DataError for one of other data or of another order."""
         ...
 
     def report(self, at: Any, *, documents: int = 1) -> PackReport:
@@ -100,7 +95,7 @@ class FolderOrder:
 
     def start(self) -> Position:
         """The position of the first row."""
-        return Position(stream=self._stream.start())
+        return Position()
 
     def rows(self, at: Position, count: int) -> tuple[list[Row], Position]:
         """The next ``count`` rows, across as many blocks and epochs as they take.
@@ -129,14 +124,11 @@ class FolderOrder:
             "packing": str(self._packing),
             "num_blocks": self.planner.num_blocks,
             **at.counters,
-            **at.exclusions,
         }
 
-    def read(self, state: dict[str, Any], *, when_changed: WhenChanged = "refuse") -> Position:
+    def read(self, state: dict[str, Any]) -> Position:
         """The position that a state names."""
-        num_shards = len(self._shards.manifest.shards)
-        at = read_position(state, self.state(self.start()), self._shards.folder, num_shards)
-        at = replace(at, stream=settled(at.stream, self.planner, when_changed))
+        at = read_position(state, self.state(self.start()), self._shards.folder)
         if not self._stream.has_row(at.stream):
             raise DataError(
                 f"The loader state is damaged: block {at.stream.block} of epoch {at.epoch} has no row "

@@ -58,11 +58,6 @@ class Parts:
         """Those of these numbers, in their order."""
         return Parts(self.documents[numbers], self.copies[numbers], self.starts[numbers], self.stops[numbers])
 
-    def beside(self, others: Parts) -> Parts:
-        """These and others, in ascending order."""
-        pairs = zip(vars(self).values(), vars(others).values(), strict=True)
-        return Parts(*(np.concatenate(pair) for pair in pairs)).joined()
-
     def joined(self) -> Parts:
         """The same tokens, pieces that follow each other in one copy of a document as one part; in ascending order."""
         if not len(self.documents):

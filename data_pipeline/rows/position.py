@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 from data_pipeline.rows.blocks import PLAN_VERSION
-from data_pipeline.rows.change import exclusions_of, read_excluded, read_stretches, stretches_of
 from data_pipeline.rows.pack import BEST_FIT
 from data_pipeline.rows.stream import BEGINNING, StreamPosition
 from longctx.errors import DataError
@@ -17,9 +16,6 @@ from longctx.untrusted.schema import MOST_WHOLE
 STATE_FORMAT = "longctx-loader"
 
 _OF_STREAM = ("epoch", "epoch_row", "block", "block_row")
-
-_WITHOUT_EXCLUSIONS: dict[str, Any] = {"excluded": [], "before": []}
-"""What a state says that does not name them."""
 
 _IDENTITY = ("format", "plan_version", "manifest_hash", "seed", "seq_len", "shuffle", "packing", "num_blocks")
 """Row numbers mean the same rows only where all of these are equal."""
@@ -46,26 +42,17 @@ class Position:
         own = {"rows_consumed": self.rows_consumed, "tokens_consumed": self.tokens_consumed}
         return own | {name: getattr(self.stream, name) for name in _OF_STREAM}
 
-    @property
-    def exclusions(self) -> dict[str, Any]:
-        """What it says of excluded shards, beside the numbers; nothing where none was."""
-        found = exclusions_of(self.stream)
-        if self.stream.before:
-            found["before"] = stretches_of(self.stream)
-        return found
 
+def read_position(state: dict[str, Any], own: dict[str, Any], folder: Path) -> Position:
+    """Return the position that a state names, for a loader of ``folder`` whose state is ``own``.
 
-def read_position(state: dict[str, Any], own: dict[str, Any], folder: Path, num_shards: int) -> Position:
-    """The position that a state names, for a loader of ``folder`` whose state is ``own``.
-
-    Its exclusions are those of the state (``rows.change``). DataError for a state of other data or of another order.
+    DataError for a state of other data or of another order.
     """
     if isinstance(state, dict) and state.get("plan_version") == 1:
         state = _in_blocks(state, own["num_blocks"], folder)
     if isinstance(state, dict):
         # Releases that packed in one way alone did not name it.
-        state = {"packing": str(BEST_FIT)} | _WITHOUT_EXCLUSIONS | state
-    own = _WITHOUT_EXCLUSIONS | own
+        state = {"packing": str(BEST_FIT)} | state
     # A missing field would be a silent default, and a field too many belongs to another release.
     if not isinstance(state, dict) or set(state) != set(own):
         raise DataError(f"This is not a loader state: it needs exactly the fields {', '.join(own)}.")
@@ -73,19 +60,18 @@ def read_position(state: dict[str, Any], own: dict[str, Any], folder: Path, num_
         if state[name] != own[name]:
             raise DataError(
                 f"The loader state has {name}={shown(state[name])}, this run {own[name]!r} ({folder}).\n"
-                "Resume with the same shard folder, seed, seq_len, packing and shuffle, or start without the state."
+                "Resume with the same shard folder, seed, seq_len, packing and shuffle, or start a new run from the "
+                "weights (run.start_from)."
             )
     counters = {name: state[name] for name in Position().counters}
     check_counters(counters)
     stream = StreamPosition(
         **{name: counters[name] for name in _OF_STREAM},
         row_tokens=own["seq_len"],
-        before=read_stretches(state["before"], num_shards, str(folder)),
-        excluded=read_excluded(state["excluded"], num_shards, str(folder)),
     )
     position = Position(counters["rows_consumed"], counters["tokens_consumed"], stream)
     block, epoch_row = stream.block, stream.epoch_row
-    row = stream.block_row + sum(stretch.rows for stretch in stream.before)
+    row = stream.block_row
     # The rows of earlier blocks are not counted again: that would be to plan them all.
     if epoch_row < row or (block == 0 and epoch_row != row):
         raise DataError(f"The loader state is damaged: row {row} of block {block} is not row {epoch_row} of its epoch.")

@@ -1,8 +1,7 @@
 """The rows of one shard folder, one after the other, for ever: blocks in their order, epoch behind epoch.
 
-The row length may change at any row, and so may the shards that are excluded. What is left of the block under way is
-then packed anew, and no token of it is lost or repeated: the position remembers how many rows were taken at which
-length, and without which shards.
+The row length may change at any row. What is left of the block under way is then packed anew, and no token of it is
+lost or repeated: the position remembers how many rows were taken at which length.
 """
 
 from __future__ import annotations
@@ -28,9 +27,7 @@ class StreamPosition:
     row_tokens: int = 0
     """The length of rows in this block; 0 before the first one."""
     before: tuple[Stretch, ...] = ()
-    """What was taken of this block at other lengths, or without other shards."""
-    excluded: tuple[int, ...] = ()
-    """Numbers of the shards that are excluded from here on."""
+    """What was taken of this block at other lengths."""
 
     def moved(self, rows: int) -> StreamPosition:
         """So many rows further, in this block."""
@@ -42,7 +39,6 @@ class StreamPosition:
             self.block_row + rows,
             self.row_tokens,
             self.before,
-            self.excluded,
         )
 
     def at_block(self, epoch: int, block: int) -> StreamPosition:
@@ -50,24 +46,16 @@ class StreamPosition:
         epoch_row = self.epoch_row
         if epoch != self.epoch:
             epoch_row = 0
-        return StreamPosition(epoch, epoch_row, block, 0, self.row_tokens, excluded=self.excluded)
+        return StreamPosition(epoch, epoch_row, block, 0, self.row_tokens)
 
     def at_length(self, row_tokens: int) -> StreamPosition:
-        """The same place, for rows of another length."""
-        return self._from_here(row_tokens, self.excluded)
-
-    def without(self, excluded: tuple[int, ...]) -> StreamPosition:
-        """The same place, for rows without these shards."""
-        return self._from_here(self.row_tokens, excluded)
-
-    def _from_here(self, row_tokens: int, excluded: tuple[int, ...]) -> StreamPosition:
-        """The same place, where what is left of the block is packed anew unless nothing changes."""
-        if (row_tokens, excluded) == (self.row_tokens, self.excluded):
+        """The same place, for rows of another length: what is left of the block is then packed anew."""
+        if row_tokens == self.row_tokens:
             return self
         before = self.before
         if self.block_row:
-            before = (*before, Stretch(self.row_tokens, self.block_row, self.excluded))
-        return replace(self, block_row=0, row_tokens=row_tokens, excluded=excluded, before=before)
+            before = (*before, Stretch(self.row_tokens, self.block_row))
+        return replace(self, block_row=0, row_tokens=row_tokens, before=before)
 
 
 BEGINNING = StreamPosition()
@@ -80,10 +68,6 @@ class Stream:
     def __init__(self, planner: BlockPlanner) -> None:
         self.planner = planner
 
-    def start(self) -> StreamPosition:
-        """The first row of all."""
-        return replace(BEGINNING, excluded=self.planner.excluded)
-
     def take(
         self, at: StreamPosition, count: int, row_tokens: int, *, epochs: int | None = None
     ) -> tuple[list[Row], int, StreamPosition]:
@@ -91,22 +75,18 @@ class Stream:
 
         Fewer where so many ``epochs`` end before. DataError where an epoch has no row at all.
         """
-        assert at.excluded == self.planner.excluded, "a position of other exclusions: see rows.change"
         rows: list[Row] = []
         tokens = empty = 0
         # What is left of the block is packed anew where its rows had another length so far.
         at = at.at_length(row_tokens)
         while len(rows) < count and (epochs is None or at.epoch < epochs):
             plan = self.planner.plan(at.epoch, at.block, row_tokens=row_tokens, before=at.before)
-            # Where upsampling or an exclusion leaves documents out, a block may have none.
+            # If upsampling leaves documents out, a block may have none.
             empty += 1
             if plan.num_rows:
                 empty = 0
             if empty > self.planner.num_blocks:
-                raise DataError(
-                    f"an epoch of {self.planner.folder} has no documents left: upsample leaves out all"
-                    f"{' of the shards that are not excluded' * bool(at.excluded)}."
-                )
+                raise DataError(f"an epoch of {self.planner.folder} has no documents left: upsample leaves out all.")
             stop = min(plan.num_rows, at.block_row + count - len(rows))
             found, found_tokens = plan.rows(at.block_row, stop)
             rows += found
@@ -128,11 +108,10 @@ class Stream:
         stretches = at.before
         # The first row of a block need not be there: it may have none.
         if at.block_row:
-            stretches = (*stretches, Stretch(at.row_tokens, at.block_row + 1, at.excluded))
+            stretches = (*stretches, Stretch(at.row_tokens, at.block_row + 1))
         for stretch in stretches:
             # Of a stretch that took all there was, nothing would be left to pack.
-            row_tokens, excluded = stretch.row_tokens or None, stretch.excluded
-            plan = self.planner.plan(at.epoch, at.block, row_tokens=row_tokens, before=taken, excluded=excluded)
+            plan = self.planner.plan(at.epoch, at.block, row_tokens=stretch.row_tokens or None, before=taken)
             if plan.num_rows < stretch.rows:
                 return False
             taken = (*taken, stretch)

@@ -18,11 +18,10 @@ from typing import BinaryIO, cast
 import xxhash
 import zstandard
 
-from data_pipeline.shards.exclusions import Exclusions
 from data_pipeline.shards.manifest import MANIFEST_FILE, Manifest, ShardEntry
 from data_pipeline.shards.packing import PACKED_FILE, PackedFolder, PackedShard
 from data_pipeline.shards.stamps import cache_folder
-from data_pipeline.shards.sums import sums_file
+from data_pipeline.shards.sums import ADVICE, sums_file
 from data_pipeline.stores.client import list_names
 from data_pipeline.stores.urls import Location, ObjectPath, locate
 from longctx.errors import DataError
@@ -33,23 +32,20 @@ from longctx.tokenizer.load import has_tokenizer, is_carried
 _READ_BYTES = 16 << 20
 _SPARE_BYTES = 1 << 28
 """What is left free on the cache's disk: a disk that is full to the last byte fails whoever writes next."""
-_ADVICE = "Copy it there again, or build the folder again."
+_LIST_OF_BEFORE = "exclusions.json"
+"""Earlier releases left out the shards that it names: to read on without the list would be silently wrong."""
 
 
 class LocalCopy:
     """The copy of one folder. ``open_folder`` makes it."""
 
-    def __init__(
-        self, origin: Location, folder: Path, manifest: Manifest, packing: PackedFolder | None, exclusions: Exclusions
-    ) -> None:
-        self.origin, self.folder, self.exclusions = origin, folder, exclusions
+    def __init__(self, origin: Location, folder: Path, manifest: Manifest, packing: PackedFolder | None) -> None:
+        self.origin, self.folder = origin, folder
         self._manifest, self._packing = manifest, packing
-        # One that is excluded may be damaged where it lies, or gone.
-        self._wanted = exclusions.kept
 
     def missing(self) -> list[ShardEntry]:
-        """The shards that are not here yet, without those that are excluded."""
-        return [entry for entry in self._wanted if not self._is_here(entry)]
+        """The shards that are not here yet."""
+        return [entry for entry in self._manifest.shards if not self._is_here(entry)]
 
     def check_room(self) -> None:
         """DataError where the disk of the cache has no room for all that is missing."""
@@ -86,6 +82,7 @@ class LocalCopy:
         if self._packing is not None:
             listed = {entry.file for entry in self._packing.shards}
         listed |= {sums_file(entry.file) for entry in self._manifest.shards if entry.sums}
+        listed |= self._manifest.files_left_out
         return [
             name for name in _names(self.origin) if name.endswith((".arrow", ".zst", ".sums")) and name not in listed
         ]
@@ -110,7 +107,7 @@ class LocalCopy:
         source = self.origin / sums_file(entry.file)
         content = _read(source)
         if xxhash.xxh3_128_hexdigest(content) != entry.sums:
-            raise DataError(f"{source} is damaged: its checksum is not the one in {MANIFEST_FILE}. {_ADVICE}")
+            raise DataError(f"{source} is damaged: its checksum is not the one in {MANIFEST_FILE}. {ADVICE}")
         write_atomically(self.folder / source.name, content)
 
     def _receive(self, entry: ShardEntry, to: Path) -> None:
@@ -132,7 +129,7 @@ class LocalCopy:
         except FileNotFoundError as error:
             raise _absent(source) from error
         if (size, digest.hexdigest()) != (entry.bytes, entry.xxh3_128):
-            raise DataError(f"{source} is damaged: its checksum is not the one in {MANIFEST_FILE}. {_ADVICE}")
+            raise DataError(f"{source} is damaged: its checksum is not the one in {MANIFEST_FILE}. {ADVICE}")
 
 
 def open_folder(
@@ -144,6 +141,12 @@ def open_folder(
     which is replaced gets another one. DataError for a folder that cannot be read.
     """
     origin = locate(folder)
+    if (origin / _LIST_OF_BEFORE).is_file():
+        raise DataError(
+            f"{origin / _LIST_OF_BEFORE} leaves shards out, and this release reads no such list. Remove it to read all "
+            "shards; to leave those that it names out for good, remove it and give `longctx data build --without SHARD "
+            f"--output {origin}`."
+        )
     packing = None
     if isinstance(origin, Path):
         if not (origin / PACKED_FILE).is_file():
@@ -153,8 +156,6 @@ def open_folder(
     manifest = Manifest.load(origin)
     if (origin / PACKED_FILE).is_file():
         packing = PackedFolder.load(origin, manifest)
-    # Where the folder lies, at each opening: another host may have written it.
-    exclusions = Exclusions.load(origin, manifest)
     home = copies_folder()
     if cache:
         home = Path(cache)
@@ -164,14 +165,11 @@ def open_folder(
         with _alone(copy / MANIFEST_FILE):
             if not (copy / MANIFEST_FILE).is_file():
                 _begin(origin, copy, manifest)
-    return copy, manifest, LocalCopy(origin, copy, manifest, packing, exclusions)
+    return copy, manifest, LocalCopy(origin, copy, manifest, packing)
 
 
 def fetch_folder(folder: str | Path | ObjectPath, cache: str | Path | None = None) -> Path:
-    """A shard folder as a path to a whole one: the folder itself, or its copy with all shards fetched.
-
-    Without those that are excluded.
-    """
+    """A shard folder as a path to a whole one: the folder itself, or its copy with all shards fetched."""
     found, _, copy = open_folder(folder, cache)
     if copy is not None:
         copy.check_room()
@@ -203,7 +201,9 @@ def _begin(origin: Location, copy: Path, manifest: Manifest) -> None:
             is_right = False
         if not is_right:
             shutil.rmtree(copy)
-            raise DataError(f"{origin}: the tokenizer there is not the one that made these shards. {_ADVICE}")
+            raise DataError(
+                f"{origin}: the tokenizer there is not the one that made these shards. Put the original back."
+            )
     write_atomically(copy / MANIFEST_FILE, manifest.content())
 
 
@@ -222,7 +222,7 @@ def _read(path: Location) -> bytes:
 
 
 def _absent(path: Location) -> DataError:
-    return DataError(f"{path} is missing, though {MANIFEST_FILE} lists it. {_ADVICE}")
+    return DataError(f"{path} is missing, though {MANIFEST_FILE} lists it. {ADVICE}")
 
 
 def _blocks(raw: BinaryIO, packed: PackedShard | None, source: Location) -> Iterator[bytes]:
@@ -231,7 +231,7 @@ def _blocks(raw: BinaryIO, packed: PackedShard | None, source: Location) -> Iter
         while block := raw.read(_READ_BYTES):
             yield block
         return
-    damaged = DataError(f"{source} is damaged: its checksum is not the one in {PACKED_FILE}. {_ADVICE}")
+    damaged = DataError(f"{source} is damaged: its checksum is not the one in {PACKED_FILE}. {ADVICE}")
     hashed = _Hashed(raw)
     # Read block by block: 64 KiB of zstd can become 2 GiB, and who takes them stops at the size of the shard.
     unpacked = zstandard.ZstdDecompressor().stream_reader(cast(BinaryIO, hashed), read_size=1 << 16, closefd=False)

@@ -6,7 +6,7 @@ import dataclasses
 import json
 import re
 import reprlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -27,6 +27,8 @@ VERSION = 1
 MANIFEST_FILE = "manifest.json"
 VALIDATION_FOLDER = "validation"
 """Within a shard folder, that of the documents it holds out."""
+WITHOUT = "without"
+"""The option of a build that lists the shards which were left out of the folder afterwards."""
 DUPLICATE_COUNTS = ("exact_documents", "exact_bytes", "near_documents", "near_bytes", "groups", "largest_group")
 """What ``Manifest.duplicates`` counts."""
 
@@ -93,6 +95,12 @@ class Manifest:
         if not self.tokens or not self.text_bytes:
             return None
         return self.text_bytes / self.tokens
+
+    @property
+    def files_left_out(self) -> set[str]:
+        """Names of the shards that `data build --without` left out, and of their sums: the files may still be there."""
+        names = self.options.get(WITHOUT, [])
+        return {*names, *(name.removesuffix(".arrow") + ".sums" for name in names)}
 
     @property
     def has_sums(self) -> bool:
@@ -197,6 +205,11 @@ def manifest_problems(manifest: Manifest) -> Iterator[str]:
     if sums and not manifest.has_sums:
         yield f"{sums[0]} has sums of its blocks and other shards have none"
     yield from _wrong_duplicates(manifest.duplicates)
+    left_out = manifest.options.get(WITHOUT, [])
+    if not isinstance(left_out, list) or not all(
+        type(name) is str and _SHARD_NAME.fullmatch(name) for name in left_out
+    ):
+        yield f"options.{WITHOUT}={_shown(left_out)} is no list of names of shards"
     if not 0 <= manifest.padding < manifest.vocab_size <= _MOST_IDS:
         yield f"padding={_shown(manifest.padding)} and vocab_size={_shown(manifest.vocab_size)} cannot be right"
 
@@ -262,6 +275,11 @@ def length_histogram(lengths: Sequence[int] | np.ndarray) -> dict[str, int]:
     exponents = np.frexp(np.asarray(lengths, dtype=np.float64))[1] - 1
     counts = np.bincount(exponents)
     return {f"2^{k}": int(count) for k, count in enumerate(counts) if count}
+
+
+def sorted_histogram(counts: Mapping[str, int]) -> dict[str, int]:
+    """The same counts, shortest documents first."""
+    return dict(sorted(counts.items(), key=lambda item: int(item[0].removeprefix("2^"))))
 
 
 def read_object(path: Location) -> dict[str, Any]:

@@ -26,13 +26,11 @@ def shard_problems(
     *,
     padding: int | None,
     copy: LocalCopy | None = None,
-    passed_over: tuple[int, ...] = (),
 ) -> Iterator[str]:
     """Yield what is wrong with the shards, a sentence each. Reads every byte, one file after the other.
 
     ``padding`` is an id that no document may hold; None where documents may hold them all. Where ``folder`` is a
-    ``copy``, each shard is fetched for this, and removed again: one alone takes room. Of the shards ``passed_over``, by
-    number, nothing is read.
+    ``copy``, each shard is fetched for this, and removed again: one alone takes room.
     """
     if copy is None:
         yield from _unlisted(folder, manifest)
@@ -41,11 +39,9 @@ def shard_problems(
             yield f"{copy.origin / name} is not listed in the manifest."
     documents = tokens = 0
     lengths: list[np.ndarray] = []
-    for number, entry in enumerate(manifest.shards):
+    for entry in manifest.shards:
         documents += entry.documents
         tokens += entry.tokens
-        if number in passed_over:
-            continue
         # A damaged file does not hide another.
         damage = list(_damage(folder, entry, copy))
         yield from damage
@@ -67,6 +63,7 @@ def _unlisted(folder: Path, manifest: Manifest) -> Iterator[str]:
     """Yield the files that nobody reads: a sign of a copy that mixed two folders."""
     listed = {entry.file for entry in manifest.shards}
     listed |= {sums_file(entry.file) for entry in manifest.shards if entry.sums}
+    listed |= manifest.files_left_out
     for path in sorted([*folder.glob("*.arrow"), *folder.glob("*.sums")]):
         if path.name not in listed:
             yield f"{path} is not listed in the manifest."

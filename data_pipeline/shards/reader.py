@@ -13,7 +13,6 @@ from typing import Any
 import numpy as np
 
 from data_pipeline.shards.copies import LocalCopy, open_folder
-from data_pipeline.shards.exclusions import Exclusions
 from data_pipeline.shards.manifest import Manifest, ShardEntry
 from data_pipeline.shards.mapped import MappedShard, check_size, unreadable
 from data_pipeline.shards.stamps import FileState
@@ -35,8 +34,6 @@ class ShardSet:
     asked for, at most ``max_mapped`` at once; the one that was used longest ago is unmapped for another. A view keeps
     its own file mapped as long as it lives. Threads may share a set.
 
-    Excluded shards are neither mapped nor looked at; DataError for their documents, which keep their numbers.
-
     What a read touches is checked by the sums of its blocks, once for each mapping. DataError names file and bytes
     before anything wrong is returned. Lengths, and all tokens of a shard, also ask whether the file is still the one
     that was mapped; a single document does not: call ``check_files`` before a batch of them.
@@ -45,25 +42,21 @@ class ShardSet:
     rows: int | None = None
 
     def __init__(
-        self, folder: Path, exclusions: Exclusions, *, verify: bool, max_mapped: int, copy: LocalCopy | None
+        self, folder: Path, manifest: Manifest, *, verify: bool, max_mapped: int, copy: LocalCopy | None
     ) -> None:
-        manifest = exclusions.manifest
         self.folder, self.manifest, self.padding, self.first_documents = folder, manifest, manifest.padding, (0,)
         self.copy = copy
         """What ``folder`` is a copy of, of which shards come when they are used; None where it is nobody's copy."""
-        self.exclusions, self.excluded = exclusions, exclusions.numbers
-        """The folder's list, and the numbers of its shards, ascending."""
         self.verifies_reads = verify and manifest.has_sums
         """Whether what is read is checked. Folders of earlier releases have no sums."""
         self._max_mapped = max_mapped
         self._mapped, self._lock = OrderedDict[int, MappedShard](), threading.Lock()
         if copy is None:
-            _check_sizes(folder, exclusions.kept)
+            _check_sizes(folder, manifest.shards)
         self._first_document = list(accumulate((entry.documents for entry in manifest.shards), initial=0))
         self.num_documents = self._first_document[-1]
-        """Documents in all shards, also in those that are excluded: what numbers of documents are below."""
-        self.num_tokens = sum(entry.tokens for entry in exclusions.kept)
-        """Tokens of the shards that are read, document begins and ends included."""
+        self.num_tokens = sum(entry.tokens for entry in manifest.shards)
+        """Tokens of all shards, document begins and ends included."""
         # Where all of them may be mapped, nobody has to know which was used last.
         self._maps_all = len(manifest.shards) <= max_mapped
 
@@ -77,9 +70,7 @@ class ShardSet:
         it is used: counts and offsets, and with ``verify`` the sums of blocks, where the folder has them.
         """
         found, manifest, copy = open_folder(folder, cache)
-        # Those of a copy were read where it comes from.
-        exclusions = copy.exclusions if copy is not None else Exclusions.load(found, manifest)
-        return cls(found, exclusions, verify=verify, max_mapped=max_mapped, copy=copy)
+        return cls(found, manifest, verify=verify, max_mapped=max_mapped, copy=copy)
 
     def check_files(self, documents: Iterable[int]) -> None:
         """DataError where a file of these documents was cut short, removed or replaced since it was mapped.
@@ -93,21 +84,17 @@ class ShardSet:
     def lengths_of(self, documents: np.ndarray) -> np.ndarray:
         """Tokens of each of these documents [n], int64. Fastest where they ascend: then each shard is looked at once.
 
-        DataError for offsets that cannot be right. Those of excluded shards are what was kept of them.
+        DataError for offsets that cannot be right.
         """
         lengths = np.empty(len(documents), np.int64)
         for number, part in _runs(np.searchsorted(self._first_document, documents, side="right") - 1):
-            rows = documents[part] - self._first_document[number]
-            if number in self.excluded:
-                lengths[part] = self.exclusions.lengths_of(number)[rows]
-            else:
-                lengths[part] = self._current(number).lengths_of(rows)
+            lengths[part] = self._current(number).lengths_of(documents[part] - self._first_document[number])
         return lengths
 
     def longest_document(self) -> int:
         """Tokens of the longest document; 0 without one. Reads the offsets of all shards, 8 bytes a document."""
-        kept = set(range(len(self.manifest.shards))) - set(self.excluded)
-        return max((self._current(number).longest_document() for number in kept), default=0)
+        numbers = range(len(self.manifest.shards))
+        return max((self._current(number).longest_document() for number in numbers), default=0)
 
     def document(self, index: int) -> np.ndarray:
         """All tokens of document ``index``, a read-only view (uint16 or uint32); DataError for wrong offsets."""
@@ -192,7 +179,7 @@ def open_for_model(folder: str | Path | ObjectPath, *, vocab_size: int, **option
         shards.padding = 0
     if shards.manifest.vocab_size <= vocab_size:
         return shards
-    for entry in shards.exclusions.kept:
+    for entry in shards.manifest.shards:
         if not entry.num_ids:
             raise DataError(
                 f"{shards.folder} has ids below {shards.manifest.vocab_size}, the model {vocab_size}, and an earlier "
@@ -222,11 +209,6 @@ def _runs(shards: np.ndarray) -> Iterator[tuple[int, slice]]:
 def _open_shard(shards: ShardSet, number: int) -> MappedShard:
     """Map one file, brought here first where the folder is a copy."""
     entry = shards.manifest.shards[number]
-    if number in shards.excluded:
-        raise DataError(
-            f"{shards.folder / entry.file} is excluded: none of its documents is read. `longctx data exclude --undo` "
-            "brings them back."
-        )
     if shards.copy is not None:
         shards.copy.bring(entry)
     return MappedShard.open(shards.folder, entry, verify=shards.verifies_reads)

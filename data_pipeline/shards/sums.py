@@ -25,7 +25,11 @@ BLOCK_SHIFT = 16
 BLOCK_BYTES = 1 << BLOCK_SHIFT
 """Part of the format."""
 
-ADVICE = "Copy the shard again or build the folder again."
+ADVICE = (
+    "Copy the shard again, or build the folder again (`longctx data build` as before with --overwrite writes the same "
+    "bytes). Or leave the shard out (`longctx data build --without`) and start a new run from the checkpoint's weights "
+    "(run.start_from)."
+)
 
 _MOST_SUMS_BYTES = 256 * 2**20
 """Those of a shard of 2 TiB."""

@@ -12,11 +12,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Literal
 
-from data_pipeline.shards.exclusions import Exclusions
-from data_pipeline.shards.manifest import MANIFEST_FILE, ShardEntry, hash_json
+from data_pipeline.shards.manifest import MANIFEST_FILE, Manifest, ShardEntry, hash_json
 from data_pipeline.shards.reader import ShardSet
 from data_pipeline.shards.stamps import FileState, file_state, place_of, read_stamps, write_stamps
-from data_pipeline.shards.sums import read_sums
+from data_pipeline.shards.sums import ADVICE, read_sums
 from data_pipeline.stores.urls import ObjectPath
 from longctx.errors import DataError
 from longctx.files import hash_file
@@ -34,15 +33,10 @@ _SETTLED_NANOSECONDS = 2_000_000_000
 class FolderCheck:
     """What is left to check of one shard folder, as this process sees it."""
 
-    def __init__(self, folder: Path, exclusions: Exclusions, verify: Verify) -> None:
-        """Ask the system for the state of every file, and the stamps which are known; DataError for a missing one.
-
-        Files that are excluded are not asked for.
-        """
-        manifest = exclusions.manifest
+    def __init__(self, folder: Path, manifest: Manifest, verify: Verify) -> None:
+        """Ask the system for the state of every file, and the stamps which are known; DataError for a missing one."""
         self.folder = folder
-        self.manifest_hash, self.exclusions_hash = manifest.hash, exclusions.hash
-        self.shards = exclusions.kept
+        self.manifest_hash, self.shards = manifest.hash, manifest.shards
         self._states = [_state(folder / entry.file) for entry in self.shards]
         self._stamps: dict[str, tuple[FileState, str]] = {}
         self.pending: list[ShardEntry] = []
@@ -72,11 +66,8 @@ class FolderCheck:
         except DataError as error:
             return str(error)
         except OSError as error:
-            return f"{path} cannot be read ({error.strerror or error}). Copy the shard again or build the folder again."
-        return (
-            f"{path} is damaged: its checksum is not the one in {MANIFEST_FILE}. "
-            "Copy the shard again or build the folder again."
-        )
+            return f"{path} cannot be read ({error.strerror or error}). {ADVICE}"
+        return f"{path} is damaged: its checksum is not the one in {MANIFEST_FILE}. {ADVICE}"
 
     def keep_stamps(self) -> None:
         """Remember every file as it was before it was read. Call this once all checksums have turned out right.
@@ -103,9 +94,9 @@ def open_verified(folder: str | Path | ObjectPath, *, whole: bool = False) -> Sh
     if shards.verifies_reads and not whole:
         return shards
     if shards.copy is not None:
-        for entry in shards.exclusions.kept:
+        for entry in shards.manifest.shards:
             shards.copy.bring(entry)
-    check = FolderCheck(shards.folder, shards.exclusions, "start")
+    check = FolderCheck(shards.folder, shards.manifest, "start")
     for entry in check.pending:
         problem = check.problem(entry)
         if problem is not None:
@@ -133,6 +124,5 @@ def _state(path: Path) -> FileState:
         return file_state(path)
     except OSError as error:
         raise DataError(
-            f"{path} cannot be read ({error.strerror or error}), though {MANIFEST_FILE} lists it. "
-            "Copy the shard again or build the folder again."
+            f"{path} cannot be read ({error.strerror or error}), though {MANIFEST_FILE} lists it. {ADVICE}"
         ) from error

@@ -25,7 +25,7 @@ Globs = UseAppendAction[list[list[str]]]
 class Corpus:
     """Where the text comes from."""
 
-    source: Annotated[str, arg(metavar="PATH")]
+    source: Annotated[str, arg(metavar="PATH", help_behavior_hint="(required)")] = ""
     """Folder or file, or its URL (s3://, gs://): text, .json, .jsonl, .ndjson, .csv, .tsv, .parquet, .arrow, also .gz,
     .bz2, .xz, .zst; or "stdlib", the Python source of the standard library."""
     include: Annotated[Globs, arg(metavar="GLOB [GLOB ...]")] = field(default_factory=list)
@@ -55,10 +55,12 @@ class Corpus:
     r"""Text before each file, e.g. '# {path}\n'; also {directory} and {name}. Nothing unless given."""
 
     def open(self) -> Source:
-        """The source to read; DataError where there is none."""
+        """The source to read; DataError if there is none, ConfigError if none is named."""
         from data_pipeline.prepare.lengths import Lengths
         from data_pipeline.prepare.sources import open_source
 
+        if not self.source:
+            raise ConfigError("--source is missing: a folder or file of text, its URL, or stdlib.")
         return open_source(
             self.source,
             text_field=self.text_field,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
 from pathlib import Path
 from textwrap import indent
 from typing import TYPE_CHECKING, Annotated, Any
@@ -23,7 +22,6 @@ from launcher.cli.console import (
     table,
 )
 from launcher.cli.corpus import Corpus, read_so_far, say_left_out
-from launcher.cli.data_exclude import excluded_lines
 from launcher.cli.duplicates import Duplicates, duplicate_lines
 from launcher.cli.workers import Workers
 from launcher.cluster.command import one_machine
@@ -32,7 +30,7 @@ from launcher.wording import plural
 from longctx.errors import ConfigError
 
 if TYPE_CHECKING:
-    from data_pipeline.inspect import Description, RowView, SourceView
+    from data_pipeline.inspect import Description, RowView
     from data_pipeline.prepare.build import BuildReport, SplitReport
 
 _KEEP = Duplicates()
@@ -43,12 +41,13 @@ _ShardFolder = Annotated[Positional[str], arg(metavar="DIR")]
 def build(
     corpus: OmitArgPrefixes[Corpus],
     *,
-    tokenizer: Annotated[Path, arg(metavar="TOKENIZER")],
+    tokenizer: Annotated[Path | None, arg(metavar="TOKENIZER", help_behavior_hint="(required)")] = None,
     output: Annotated[str, arg(metavar="DIR")],
     validation_fraction: float = 0.05,
     shard_tokens: int | None = None,
     exact: bool = False,
     overwrite: bool = False,
+    without: Annotated[tuple[str, ...], arg(metavar="SHARD [SHARD ...]")] = (),
     crew: OmitArgPrefixes[Workers] = _ALL_CORES,
     duplicates: OmitArgPrefixes[Duplicates] = _KEEP,
     json: Json = False,
@@ -65,7 +64,9 @@ def build(
         validation_fraction: Share of documents to hold out, 0 for none.
         shard_tokens: Close a shard at this many tokens, 2^26 unless given.
         exact: End at a document whose text does not come back exactly, instead of counting such documents.
-        overwrite: Replace a shard folder built from other things.
+        overwrite: Replace a shard folder, whether it was built from other things or is damaged.
+        without: Leave these shards, such as 00007.arrow, out of a folder that is built, and nothing else. A run that
+            read them cannot go on from its checkpoint; a new one can start from its weights (run.start_from).
         crew: Who does the work.
         duplicates: What to do about texts that stand in the corpus more than once.
     """
@@ -74,6 +75,14 @@ def build(
     from longctx.tokenizer import load_tokenizer
     from longctx.tokenizer.remarks import frame_remarks
 
+    if without:
+        asked = (corpus, tokenizer, validation_fraction, shard_tokens, exact, overwrite, crew, duplicates)
+        if asked != (Corpus(), None, 0.05, None, False, False, _ALL_CORES, _KEEP):
+            raise ConfigError("--without takes no option but --output: it changes a folder that is built.")
+        _leave_out(output, without, json=json)
+        return
+    if tokenizer is None:
+        raise ConfigError("--tokenizer is missing. `longctx tokenizer train` makes one.")
     rule = duplicates.rule()
     loaded = load_tokenizer(tokenizer)
     for remark in frame_remarks(loaded):
@@ -164,19 +173,8 @@ def inspect(
         say_json(out)
         return
     say(_description_table(found))
-    _say_excluded(found)
     if shown is not None:
         say(f"\n{_row_text(shown)}")
-
-
-def _say_excluded(found: Sequence[Description | SourceView]) -> None:
-    """Print what runs leave out: the figures above them do not tell."""
-    for each in found:
-        if each.excluded:
-            tokens = sum(shard["tokens"] for shard in each.excluded)
-            say(f"\nEXCLUDED from {each.folder}: {plural(len(each.excluded), 'shard')}, {tokens:,} tokens.")
-        for shard in each.excluded:
-            say(f"  {shard['shard']}, {shard['tokens']:,} tokens, {shard['time'][:10]}: {shard['reason']}")
 
 
 def _inspect_mixture(path: Path, *, json: bool) -> None:
@@ -194,14 +192,13 @@ def _inspect_mixture(path: Path, *, json: bool) -> None:
         row = [source.name, source.folder, f"{source.documents:,}", f"{source.tokens:,}", str(source.epochs or "–")]
         rows.append([*row, *(f"{shares[number]:.1%}" for shares in found.shares)])
     say(table(head, rows))
-    _say_excluded(found.sources)
     for stage in found.stages:
         if stage.row_tokens is not None:
             say(f"From {stage.from_tokens:,} tokens on: rows of {stage.row_tokens:,} tokens.")
     say(f"\nRows as text: longctx data sample {path} --seq-len N")
 
 
-def verify(folder: _ShardFolder, *, all: bool = False, json: Json = False) -> int:
+def verify(folder: _ShardFolder, *, json: Json = False) -> int:
     """Read every byte of a shard folder, or of a mixture's, and name what is damaged.
 
     Hashes, sizes, offsets, ids, the tokenizer and what belongs together are checked, of the validation split too.
@@ -209,9 +206,7 @@ def verify(folder: _ShardFolder, *, all: bool = False, json: Json = False) -> in
 
     Args:
         folder: Shard folder, or its URL (s3://, gs://), of which every shard is fetched anew; or a mixture's file.
-        all: Read excluded shards too, which are otherwise named and passed over.
     """
-    from data_pipeline.inspect import excluded_from
     from data_pipeline.inspect import verify as find_problems
     from data_pipeline.mixture.file import Mixture, is_mixture
     from data_pipeline.shards.copies import has_folder
@@ -226,31 +221,39 @@ def verify(folder: _ShardFolder, *, all: bool = False, json: Json = False) -> in
             # Raises the error that says what a shard folder is: this one is not damaged, it is none.
             Manifest.load(place)
     with progress(f"reading {folder}"):
-        problems = interruptible(lambda: find_problems(folder, every_shard=all))
-    excluded = excluded_from(folders)
+        problems = interruptible(lambda: find_problems(folder))
     if json:
-        listed = {str(found.folder): found.records() for found in excluded}
-        say_json({"folder": folder, "problems": problems, "excluded": listed})
+        say_json({"folder": folder, "problems": problems})
     elif problems:
         say(f"{folder} is damaged:\n" + "\n".join(indent(problem, "  ") for problem in problems))
     else:
         manifests = [Manifest.load(place) for place in folders]
         shards, tokens = sum(len(m.shards) for m in manifests), sum(m.tokens for m in manifests)
-        if not all:
-            shards -= sum(len(found.shards) for found in excluded if found.folder in folders)
-            tokens -= sum(found.tokens for found in excluded if found.folder in folders)
         say(f"{folder} is whole: {plural(shards, 'shard')}, {tokens:,} tokens.")
-    if not json:
-        for found in excluded:
-            say("\n".join(excluded_lines(str(found.folder), found)))
-        if excluded and not all:
-            say("None of these was read (--all reads them).")
     if problems:
         return FAILED
     return DONE
 
 
 # --------------------------------------------------------------------------------------------------- what they print
+
+
+def _leave_out(folder: str, shards: tuple[str, ...], *, json: bool) -> None:
+    """Leave shards out of a folder, and print what that means."""
+    from data_pipeline.prepare.without import leave_out
+
+    found = leave_out(folder, shards)
+    if json:
+        counts = {"documents": found.documents, "tokens": found.tokens}
+        say_json({"folder": folder, "shards": found.shards, **counts, "manifest_hash": found.manifest.hash})
+        return
+    say(
+        f"{folder}: {', '.join(found.shards)} left out, {found.tokens:,} tokens of "
+        f"{plural(found.documents, 'document')}. {plural(len(found.manifest.shards), 'shard')} with "
+        f"{found.manifest.tokens:,} tokens stay.\nThe state of a checkpoint's loader belongs to the manifest before: a "
+        "run that has read this folder cannot be resumed on it. A new one starts from its weights with "
+        f"--run.start_from CHECKPOINT.\nCheck the others: {command('data', 'verify', folder)}"
+    )
 
 
 def _build_json(report: BuildReport) -> dict[str, Any]:

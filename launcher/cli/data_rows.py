@@ -12,7 +12,6 @@ import tyro
 from tyro.conf import Positional, arg
 
 from launcher.cli.console import Json, progress, say, say_json, table
-from launcher.cli.data_exclude import excluded_lines
 from launcher.wording import plural
 from longctx.errors import ConfigError
 
@@ -70,7 +69,7 @@ def plan(
     data, micro_batches = run_config.data, run_config.micro_batches(world.ranks)
     open_folder = partial(ShardSet.open, verify=False, cache=data.cache)
     order_of = {"seed": run_config.run.seed, "packing": run_config.packing}
-    folders, order = open_order(data.train, data.seq_len, open_folder=open_folder, **order_of)
+    _, order = open_order(data.train, data.seq_len, open_folder=open_folder, **order_of)
     cost = partial(training_flops, run_config.model.config())
     lockstep = in_lockstep(run_config)
     with progress(f"planning {data.train}"):
@@ -82,17 +81,13 @@ def plan(
 
         write_atomically(output, packing_picture(found).encode())
     if json:
-        excluded = {str(shards.folder): shards.exclusions.records() for shards in folders if shards.excluded}
-        say_json(dataclasses.asdict(found) | {"excluded": excluded})
+        say_json(dataclasses.asdict(found))
         return
     each = sum(micro_batches.sizes)
     say(
         f"{run_config.data.train}: rows of {run_config.data.seq_len:,} tokens on "
         f"{plural(micro_batches.data_degree, 'data rank')}, {plural(each, 'row')} a step on each\n"
     )
-    for shards in folders:
-        if shards.excluded:
-            say("\n".join(excluded_lines(str(shards.folder), shards.exclusions)) + "\n")
     say(table(["", ""], _lines(found, run_config.train.steps, lockstep=lockstep)))
     say("\n" + table(["tokens of a piece", "share of tokens"], _lengths(found)))
     if isinstance(order, MixedOrder):

@@ -24,7 +24,6 @@ from launcher.cli import (
     checkpoint,
     convert,
     data,
-    data_exclude,
     data_pack,
     data_rows,
     doctor,
@@ -66,13 +65,15 @@ class Verb:
 VERBS = {
     "tokenizer train": Verb(tokenizer.train, ("--source stdlib --vocab-size 4096 --output runs/tokenizer.model",)),
     "tokenizer show": Verb(tokenizer.show, ('runs/tokenizer.model --text "def main("',)),
-    "data build": Verb(data.build, ("--source stdlib --tokenizer runs/tokenizer.model --output runs/data",)),
+    "data build": Verb(
+        data.build,
+        (
+            "--source stdlib --tokenizer runs/tokenizer.model --output runs/data",
+            "--without 00007.arrow --output runs/data",
+        ),
+    ),
     "data inspect": Verb(data.inspect, ("runs/data --seq-len 4096 --row 0",)),
     "data verify": Verb(data.verify, ("runs/data",)),
-    "data exclude": Verb(
-        data_exclude.exclude,
-        ('runs/data 00007.arrow --reason "bad blocks on disk 3"', "runs/data", "runs/data 00007.arrow --undo"),
-    ),
     "data pack": Verb(data_pack.pack, ("runs/data --output s3://bucket/data",)),
     "data plan": Verb(
         data_rows.plan, ("--config quickstart", "--config run.toml --ranks 64 --output rows.svg"), takes_settings=True

@@ -133,9 +133,6 @@ class DataSection:
     verify: Literal["read", "start", "off"] = "read"
     """When shards are checked against their checksums: read checks what is read, as it is read; start reads all before
     the first step as well, each once unless its size, times or inode change, divided among ranks; off none."""
-    changed_exclusions: Literal["refuse", "go_on", "next_block"] = "refuse"
-    """What a resumed run does where `data exclude` was used since its checkpoint: refuse; go_on packs what is left of
-    the block under way anew, no other document lost or repeated; next_block leaves that out and needs no lengths."""
 
 
 @dataclass(frozen=True, kw_only=True)

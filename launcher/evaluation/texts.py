@@ -64,7 +64,7 @@ def _documents(options: Options, subject: Subject, folder: Location) -> Iterator
     if (folder / MANIFEST_FILE).is_file():
         shards = open_verified(folder)
         _check_tokenizer(options, subject, shards)
-        for number in shards.exclusions.document_numbers():
+        for number in range(shards.num_documents):
             shards.check_files([number])
             yield shards.name(number), shards.document(number)
         return

@@ -124,7 +124,7 @@ class Lines:
         """Whether the record gets a line: validations and resumes always do, as do the first and the last step."""
         step = record["step"]
         # These have lines of their own.
-        if record.get("event") in ("plan", "plan_checked", "exclusions", "stop"):
+        if record.get("event") in ("plan", "plan_checked", "stop"):
             return False
         # The record of a step that could not be taken has no tokens: it says why the run ends.
         if record["kind"] != "train" or record.get("tokens") is None:

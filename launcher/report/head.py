@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from statistics import median
-from typing import Any
 
 from launcher.metrics.console import short_number
 from launcher.metrics.expert_load import DEAD_AFTER_STEPS
@@ -194,7 +193,6 @@ def remarks(run: Run) -> list[str]:
     if run.resumed_steps:
         steps = ", ".join(f"{step:,}" for step in run.resumed_steps)
         found.append(f"Resumed at step {steps}; dotted green lines mark it.")
-    found += _exclusions(run)
     if run.num_discarded:
         rows = plural(run.num_discarded, "row")
         found.append(f"{rows} of steps that were run again are in {DISCARDED_FILE} and are not shown.")
@@ -209,25 +207,4 @@ def remarks(run: Run) -> list[str]:
     if len(run.train) > figures.MAX_POINTS:
         size = math.ceil(len(run.train) / figures.MAX_POINTS)
         found.append(f"Each point of a curve is the mean of {size} steps.")
-    return found
-
-
-def _exclusions(run: Run) -> list[str]:
-    """What the run left out of its data, and from which step on; each list once, however often the run was started."""
-    found: list[str] = []
-    last: list[dict[str, Any]] = []
-    for record in run.of_kind("event"):
-        if record["event"] != "exclusions" or record.get("folders", []) == last:
-            continue
-        last = record.get("folders", [])
-        shards = [f"{shard['shard']} of {folder['folder']}" for folder in last for shard in folder["shards"]]
-        tokens = sum(shard["tokens"] for folder in last for shard in folder["shards"])
-        reasons = dict.fromkeys(shard["reason"] for folder in last for shard in folder["shards"])
-        line = f"From step {record['step']:,} on no shard is excluded any more."
-        if shards:
-            line = (
-                f"From step {record['step']:,} on without {plural(len(shards), 'shard')} ({short_number(tokens)} "
-                f"tokens): {', '.join(shards)}. Why: {'; '.join(reasons)}."
-            )
-        found.append(line)
     return found

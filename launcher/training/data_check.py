@@ -6,7 +6,6 @@ import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from data_pipeline.shards.exclusions import EXCLUSIONS_FILE
 from data_pipeline.shards.reader import ShardSet
 from data_pipeline.shards.verify import FolderCheck, Verify, deal
 from longctx.errors import DataError
@@ -36,8 +35,8 @@ class CheckedData:
 class _View:
     """What a rank sees; small, because every rank gets those of all."""
 
-    data: tuple[tuple[str, str], ...]
-    """The hash of each folder's manifest, and of its list of exclusions."""
+    data: tuple[str, ...]
+    """The hash of each folder's manifest."""
     copy: str
     """Equal on ranks that see the same files and have the same ones left to read."""
     has_pending: bool
@@ -48,7 +47,7 @@ def check_data(folders: Sequence[ShardSet], verify: Verify) -> CheckedData:
 
     DataError on every rank when a file is damaged on any, and when ranks see different data under one path.
     """
-    checks = on_every_rank(lambda: [FolderCheck(shards.folder, shards.exclusions, verify) for shards in folders])
+    checks = on_every_rank(lambda: [FolderCheck(shards.folder, shards.manifest, verify) for shards in folders])
     views: list[_View] = gather_objects(_view(checks))
     rank = own_rank()
     _check_same(folders, views)
@@ -73,7 +72,7 @@ def check_data(folders: Sequence[ShardSet], verify: Verify) -> CheckedData:
 
 def _view(checks: Sequence[FolderCheck]) -> _View:
     return _View(
-        data=tuple((check.manifest_hash, check.exclusions_hash) for check in checks),
+        data=tuple(check.manifest_hash for check in checks),
         copy=" ".join(check.view for check in checks),
         has_pending=any(check.pending for check in checks),
     )
@@ -92,16 +91,9 @@ def _check_same(folders: Sequence[ShardSet], views: Sequence[_View]) -> None:
         names = [str(shards.folder) for shards in folders]
         differing = [n for n, (mine, first) in enumerate(zip(view.data, views[0].data, strict=True)) if mine != first]
         number = differing[0]
-        (first_hash, first_list), (hash, own_list) = views[0].data[number], view.data[number]
-        if hash == first_hash:
-            raise DataError(
-                f"{names[number]} has other excluded shards on rank 0 than on rank {rank}: the hash of "
-                f"{EXCLUSIONS_FILE} is {first_list or 'none'} and {own_list or 'none'}.\nCopy that file, and the "
-                ".lengths beside it, from one host to the others; where there is none, remove them."
-            )
         raise DataError(
-            f"{names[number]} is not the same data on every rank: its manifest's hash is {first_hash} on "
-            f"rank 0 and {hash} on rank {rank}.\nCopy the folder of one host to the others."
+            f"{names[number]} is not the same data on every rank: its manifest's hash is {views[0].data[number]} on "
+            f"rank 0 and {view.data[number]} on rank {rank}.\nCopy the folder of one host to the others."
         )
 
 

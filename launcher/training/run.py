@@ -16,7 +16,6 @@ from data_pipeline.rows.batches import Share
 from launcher.checkpoint.saver import Saver, run_saver
 from launcher.cluster.stopping import Stop
 from launcher.config.resolved import ResolvedConfig
-from launcher.metrics.record import Record
 from launcher.training.expert_record import expert_layers
 from launcher.training.feed import StepData, StepFeed
 from launcher.training.history import NO_HISTORY, History
@@ -85,8 +84,6 @@ class Run:
     """What every checkpoint holds of the tokenizer, by name; read by rank 0 alone."""
     expected: Expected
     """What the plan says of a step."""
-    exclusions: Record | None
-    """What the run leaves out of its data, as an event; None where nothing is and nothing was."""
     stop: Stop
     """What asks this rank to end the run."""
 

@@ -7,7 +7,6 @@ import shutil
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +35,6 @@ from launcher.plan.world import World
 from launcher.run_folder import LOGS, hold_folder, prepare_folder, start_logging
 from launcher.training.data_check import check_data
 from launcher.training.data_fetch import fetch_data
-from launcher.training.exclusions import exclusion_event, exclusion_lines
 from launcher.training.history import History
 from launcher.training.machine import device_of_ranks, machine_of_ranks
 from launcher.training.model import build_causal_lm, build_layout
@@ -106,8 +104,7 @@ def build_run(asked: RunConfig, device: torch.device, stop: Stop | None = None) 
     for choice in choices:
         say_choice(choice)
     # The others wait: rank 0 alone needs a first block of rows now.
-    excluded = exclusion_lines(_all_folders(loader, validation))
-    expected = on_rank_0(lambda: _say_start(config, model, device, origin, loader, mesh=mesh, excluded=excluded))
+    expected = on_rank_0(lambda: _say_start(config, model, device, origin, loader, mesh=mesh))
     origin = converted(origin, folder)
 
     begin("building the model")
@@ -141,7 +138,6 @@ def build_run(asked: RunConfig, device: torch.device, stop: Stop | None = None) 
         progress=progress,
         tokenizer_files=tokenizer_files,
         expected=expected,
-        exclusions=exclusion_event(_all_folders(loader, validation), origin),
         stop=stop or Stop(),
     )
 
@@ -173,7 +169,6 @@ def _say_start(
     loader: Loader,
     *,
     mesh: Mesh,
-    excluded: list[str],
 ) -> Expected:
     """Log what the run is, what it may not have meant, and what it will take; ConfigError where it has less memory."""
     start = Start(
@@ -188,7 +183,6 @@ def _say_start(
         packing=loader.pack_report(),
         forecast=loader.forecast(max(0, config.last_step - origin.step)),
         degrees=first_degrees(config, mesh, loader),
-        excluded=excluded,
     )
     for line in summary(start):
         log.info("%s", line)
@@ -300,7 +294,7 @@ def _check_data(config: ResolvedConfig, loader: Loader, validation: ValidationLo
 def _take_order(origin: Origin, loader: Loader, data: DataSection) -> None:
     """Let the loader go on where the checkpoint's stood; DataError where it cannot."""
     if origin.order is not None:
-        loader.load_state_dict(origin.order, when_changed=data.changed_exclusions)
+        loader.load_state_dict(origin.order)
 
 
 def _all_folders(loader: Loader, validation: ValidationLoader | None) -> list[ShardSet]:
@@ -349,13 +343,12 @@ def leaves_remainders(folders: Sequence[ShardSet], seq_len: int) -> bool:
 
 
 def _leaves_remainders(shards: ShardSet, seq_len: int) -> bool:
-    # Of all shards: to exclude one in mid-run must not change the layout.
     if sum(entry.tokens for entry in shards.manifest.shards) % seq_len:
         return True
     longest = [2 ** (int(power.removeprefix("2^")) + 1) - 1 for power in shards.manifest.length_histogram]
     if min(longest, default=seq_len) < seq_len:
         return True
-    first = shards.lengths_of(np.fromiter(islice(shards.exclusions.document_numbers(), _LOOKED_AT), np.int64))
+    first = shards.lengths_of(np.arange(min(shards.num_documents, _LOOKED_AT)))
     return bool((first % seq_len).any())
 
 

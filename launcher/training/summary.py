@@ -41,8 +41,6 @@ class Start:
     """What the run takes of each source of a mixture; None of one folder."""
     degrees: list[Degrees] = field(default_factory=list)
     """How the micro-batches of the first step lie on their ranks; none where the degree is fixed."""
-    excluded: list[str] = field(default_factory=list)
-    """A line for each shard that the run leaves out."""
 
     @property
     def num_steps(self) -> int:
@@ -237,7 +235,6 @@ def _short(count: int) -> str:
 def warnings(start: Start) -> list[str]:
     """What a run may not have meant, one line each."""
     found = [
-        *start.excluded,
         _tight_memory(start),
         _beyond_positions(start),
         _constant_gates(start),
@@ -360,7 +357,7 @@ def _changed_tokens(start: Start, before: int, now: int) -> str:
 
 _WATCHED = ("data", "train", "parallel", "zero")
 _FREE = (
-    *("data.train", "data.validation", "data.cache", "data.changed_exclusions", "zero.nvme_path"),
+    *("data.train", "data.validation", "data.cache", "zero.nvme_path"),
     *("train.stop_after", "train.record_routing", "train.replay_routing"),
 )
 """Keys that may differ without another course of training: where files are, and where this process ends."""

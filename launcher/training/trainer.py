@@ -70,7 +70,8 @@ class Trainer:
         with closing(run.feed), records as writer:
             if run.origin == "resumed":
                 writer.write({"kind": "event", "event": "resume", "step": self.progress.step})
-            for record in filter(None, (run.expected.record(self.progress.step), run.exclusions)):
+            record = run.expected.record(self.progress.step)
+            if record is not None:
                 writer.write(record)
             # The first point of the curve: what the weights can do before this run changes them.
             if config.validation.rows and (run.origin == "started" or self.progress.validation_due):

@@ -14,7 +14,7 @@ from data_pipeline.prepare.duplicates.report import DUPLICATES_FILE
 from data_pipeline.prepare.left_out import LEFT_OUT_FILE, LeftOutFile
 from data_pipeline.prepare.parts.record import SPLITS, PartRecord
 from data_pipeline.prepare.parts.staging import Staging, move_shard
-from data_pipeline.shards.manifest import Manifest, ShardEntry
+from data_pipeline.shards.manifest import Manifest, ShardEntry, sorted_histogram
 from longctx.tokenizer.contract import Tokenizer
 
 
@@ -99,6 +99,6 @@ def _sums(records: list[PartRecord], split: str) -> dict[str, Any]:
         "documents": sum(part.documents for part in parts),
         "tokens": sum(part.tokens for part in parts),
         "text_bytes": sum(part.text_bytes for part in parts),
-        "length_histogram": dict(sorted(lengths.items(), key=lambda item: int(item[0].removeprefix("2^")))),
+        "length_histogram": sorted_histogram(lengths),
         "inexact_documents": sum(part.inexact for part in parts),
     }

@@ -21,7 +21,7 @@ from data_pipeline.inspect import verify
 from data_pipeline.loader import build_loader
 from data_pipeline.shards.manifest import Manifest, hash_json
 from data_pipeline.shards.reader import ShardSet
-from data_pipeline.shards.sums import BLOCK_BYTES, Blocks, damaged_ranges, sum_blocks
+from data_pipeline.shards.sums import ADVICE, BLOCK_BYTES, Blocks, damaged_ranges, sum_blocks
 from data_pipeline.shards.verify import FolderCheck, open_verified
 from data_pipeline.shards.writer import EncodedDocument, ShardWriter
 from longctx.errors import DataError
@@ -126,10 +126,9 @@ class TestNothingMoreIsTouched:
         # There is no way to take such a hook away.
         sys.addaudithook(watch)
         shards = ShardSet.open(copied)
-        check = FolderCheck(copied, shards.exclusions, "read")
+        check = FolderCheck(copied, shards.manifest, "read")
         loader = build_loader(shards, seq_len=64, rows_per_step=1)
-        # The list of exclusions is asked for, and is not there.
-        assert (opened, mapped(copied), check.pending) == (["manifest.json", "exclusions.json"], 0, [])
+        assert (opened, mapped(copied), check.pending) == (["manifest.json"], 0, [])
         # The first plan then needs lengths of all shards of so small a corpus, and sums to check them by.
         next(loader)
         is_on = False
@@ -216,7 +215,7 @@ class TestNothingMoreIsTouched:
         begin = at // 65_536 * 65_536
         assert verify(shards.folder) == [
             f"{path} is damaged: bytes {begin:,} to {begin + 65_536:,} do not have the checksum that 00000.sums lists. "
-            "Copy the shard again or build the folder again."
+            + ADVICE
         ]
 
 

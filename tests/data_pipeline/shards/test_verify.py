@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 
-from data_pipeline.shards.exclusions import Exclusions
 from data_pipeline.shards.manifest import Manifest
 from data_pipeline.shards.reader import ShardSet
 from data_pipeline.shards.stamps import (
@@ -36,7 +35,7 @@ def settled(damaged: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> P
 
 
 def check(folder: Path, verify: str = "start") -> FolderCheck:
-    return FolderCheck(folder, Exclusions(Manifest.load(folder)), verify)  # type: ignore[arg-type]
+    return FolderCheck(folder, Manifest.load(folder), verify)  # type: ignore[arg-type]
 
 
 def pending(folder: Path, verify: str = "start") -> list[str]:

@@ -129,7 +129,6 @@ def test_in_a_shard_folder_and_its_cache(shards: Path, tmp_path: Path, payload, 
     (stamps,) = (cache_folder() / "shards").iterdir()
     payload(stamps, kind)
     open_verified(folder, whole=True)
-    payload(folder / "exclusions.json", kind)
     payload(folder / "00000.npy", kind)
     assert verify_shards(folder)
 

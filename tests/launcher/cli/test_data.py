@@ -8,6 +8,8 @@ import shutil
 import sys
 from pathlib import Path
 
+import pytest
+
 from data_pipeline import inspect
 from data_pipeline.prepare.joining import Join
 from data_pipeline.prepare.parts import deal, order
@@ -42,6 +44,39 @@ def test_build_json_is_all_of_stdout(capsys, world, tmp_path):
     assert found["training"]["documents"] + (found["validation"] or {"documents": 0})["documents"] == 22
     assert found["training"]["bytes_per_token"] > 1
     assert "'nope/*' matches no file" in err
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--without", "1"], "'1' is no shard of"),
+        (["--without", "00001.arrow", "--source", "stdlib"], "takes no option but --output"),
+        (["--without", "00001.arrow", "--overwrite"], "takes no option but --output"),
+        (["--tokenizer", "runs/tokenizer.model"], "--source is missing"),
+        (["--source", "stdlib"], "--tokenizer is missing"),
+    ],
+)
+def test_build_without_what_it_needs_is_refused(capsys, world, words, said):
+    before = (world / "data/manifest.json").read_bytes()
+    given = [word.replace("runs/", f"{world}/") for word in words]
+    code, out, err = call(capsys, "data", "build", "--output", world / "data", *given)
+    assert (code, out) == (2, ""), err
+    assert said in err
+    assert (world / "data/manifest.json").read_bytes() == before
+
+
+def test_build_without_shards_says_what_is_left_out(capsys, world, tmp_path):
+    folder = shutil.copytree(world / "data", tmp_path / "d")
+    manifest = json.loads((folder / "manifest.json").read_text())
+    entry = manifest["shards"][1]
+    flip_a_byte(folder / entry["file"])
+    assert call(capsys, "data", "verify", folder)[0] == 1
+    code, out, err = call(capsys, "data", "build", "--without", entry["file"], "--output", folder)
+    assert code == 0, err
+    assert f"{entry['file']} left out, {entry['tokens']:,} tokens of {entry['documents']} document" in out
+    code, out, _ = call(capsys, "data", "verify", folder)
+    assert code == 0, out
+    assert f"{manifest['tokens'] - entry['tokens']:,} tokens." in out
 
 
 def test_build_names_what_it_left_out(capsys, world, tmp_path):

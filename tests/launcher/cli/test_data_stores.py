@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 
-from data_pipeline.shards.exclusions import lengths_file
 from tests.data_pipeline.stores.conftest import fill, server, store  # noqa: F401  (fixtures)
 from tests.data_pipeline.stores.s3_server import Store
 from tests.launcher.cli.calls import call
@@ -42,7 +41,7 @@ def test_the_verbs_take_urls(capsys, world: Path, store: Store):  # noqa: F811
     assert code == 0
 
 
-def test_a_shard_of_a_store_is_excluded_for_every_host_that_reads_it(capsys, monkeypatch, world: Path, store: Store):  # noqa: F811
+def test_a_shard_of_a_store_is_left_out_for_every_host(capsys, monkeypatch, world: Path, store: Store):  # noqa: F811
     fill(store, world / "data", "corpora/data")
     plan = ["data", "plan", "--data.train", "s3://corpora/data", "--data.seq_len", 256, "--train.tokens_per_step", 512]
     plan += ["--run.hostfile", "none", "--json"]
@@ -55,21 +54,21 @@ def test_a_shard_of_a_store_is_excluded_for_every_host_that_reads_it(capsys, mon
     every = tokens()
     whole = store.under("corpora/data")
     entry = json.loads(whole["manifest.json"])["shards"][1]
-    code, out, err = call(capsys, "data", "exclude", "s3://corpora/data", entry["file"], "--reason", "a bad scrape")
+    without = ["data", "build", "--output", "s3://corpora/data", "--without"]
+    del store.objects[f"corpora/data/{entry['file']}"]
+    code, out, err = call(capsys, *without, entry["file"], "--json")
     assert code == 0, err
-    assert entry["file"] in out
-    beside = store.under("corpora/data").keys() - whole.keys()
-    assert beside == {"exclusions.json", lengths_file(entry["file"])}
+    assert (json.loads(out)["shards"], json.loads(out)["tokens"]) == ([entry["file"]], entry["tokens"])
+    changed = {name for name, content in store.under("corpora/data").items() if whole[name] != content}
+    assert changed == {"manifest.json"}
     # Another host has a cache of its own.
     monkeypatch.setenv("LONGCTX_CACHE", str(world / "another"))
     assert tokens() == every - entry["tokens"]
-    code, _, err = call(capsys, "data", "exclude", "s3://corpora/data", "00099.arrow", "--reason", "a bad scrape")
+    code, out, _ = call(capsys, "data", "verify", "s3://corpora/data")
+    assert code == 0, out
+    code, _, err = call(capsys, *without, "00099.arrow")
     assert code == 2
     assert "Did you mean" in err
-    code, _, err = call(capsys, "data", "exclude", "s3://corpora/data", entry["file"], "--undo")
-    assert code == 0, err
-    assert store.under("corpora/data") == whole
-    assert tokens() == every
 
 
 def test_pack(capsys, world: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

@@ -1,0 +1,105 @@
+"""Leave shards out of a folder that is built: its manifest is written anew, and no shard is read for it but offsets.
+
+The manifest that results is one of other data: its hash differs, documents have other numbers and blocks other rows.
+"""
+
+from __future__ import annotations
+
+import reprlib
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from difflib import get_close_matches
+from pathlib import Path
+
+import numpy as np
+
+from data_pipeline.shards.copies import open_folder
+from data_pipeline.shards.manifest import MANIFEST_FILE, WITHOUT, Manifest, length_histogram, sorted_histogram
+from data_pipeline.shards.packing import PACKED_FILE
+from data_pipeline.shards.reader import MAX_MAPPED, ShardSet
+from data_pipeline.stores.client import write_object
+from data_pipeline.stores.urls import Location, ObjectPath
+from longctx.errors import ConfigError, DataError
+from longctx.files import write_atomically
+
+
+@dataclass(frozen=True, kw_only=True)
+class LeftOutShards:
+    """The result of ``leave_out``."""
+
+    shards: tuple[str, ...]
+    """Names of the shards that were left out, in the order of the manifest before."""
+    documents: int
+    """Documents of these shards."""
+    tokens: int
+    """Tokens of these shards."""
+    manifest: Manifest
+    """The manifest that was written."""
+
+
+def leave_out(folder: str | Path | ObjectPath, shards: Sequence[str]) -> LeftOutShards:
+    """Write the manifest of a shard folder anew, without these shards. No other file is changed or removed.
+
+    Documents are counted by length anew, from the offsets of the shards that stay. The text's bytes shrink with the
+    tokens, because no shard records its own. What was counted over the whole source (skipped, inexact, duplicates)
+    stays.
+
+    ConfigError for a name that the manifest does not list, and if no document would be left; DataError if another shard
+    is missing or cut short, and for a packed folder.
+    """
+    found, manifest, copy = open_folder(folder)
+    place: Location = found
+    if copy is not None:
+        place = copy.origin
+    if (place / PACKED_FILE).is_file():
+        raise DataError(
+            f"{place} is packed, and its list of packed shards belongs to its manifest. Leave the shards out of the "
+            "folder that it was packed from, and pack that again (`longctx data pack`)."
+        )
+    _check_names(shards, [entry.file for entry in manifest.shards], place)
+    kept = replace(
+        manifest,
+        shards=[entry for entry in manifest.shards if entry.file not in shards],
+        options={**manifest.options, WITHOUT: sorted({*manifest.options.get(WITHOUT, []), *shards})},
+    )
+    left_out = [entry for entry in manifest.shards if entry.file in shards]
+    if not kept.shards:
+        raise ConfigError(f"without {', '.join(shards)} no document of {place} would be left. Build the folder again.")
+    opened = ShardSet(found, kept, verify=True, max_mapped=MAX_MAPPED, copy=copy)
+    kept = replace(
+        kept,
+        documents=opened.num_documents,
+        tokens=opened.num_tokens,
+        text_bytes=round(manifest.text_bytes * opened.num_tokens / max(manifest.tokens, 1)),
+        length_histogram=_histogram(opened),
+    )
+    if isinstance(place, ObjectPath):
+        write_object(place / MANIFEST_FILE, kept.content())
+    else:
+        write_atomically(place / MANIFEST_FILE, kept.content())
+    return LeftOutShards(
+        shards=tuple(entry.file for entry in left_out),
+        documents=sum(entry.documents for entry in left_out),
+        tokens=sum(entry.tokens for entry in left_out),
+        manifest=kept,
+    )
+
+
+def _check_names(shards: Sequence[str], known: Sequence[str], place: Location) -> None:
+    for shard in shards:
+        if shard in known:
+            continue
+        # A path, or a number, is easily given for a name.
+        nearest = get_close_matches(Path(shard).name, known, n=1, cutoff=0)
+        raise ConfigError(f"{reprlib.repr(shard)} is no shard of {place}. Did you mean {', '.join(nearest)}?")
+
+
+def _histogram(shards: ShardSet) -> dict[str, int]:
+    """Count all documents by length. One shard after the other: the lengths of a large corpus would fill the memory."""
+    counts: Counter[str] = Counter()
+    first = 0
+    for entry in shards.manifest.shards:
+        counts.update(length_histogram(shards.lengths_of(np.arange(first, first + entry.documents))))
+        first += entry.documents
+    return sorted_histogram(counts)
