@@ -130,7 +130,7 @@ def test_in_a_shard_folder_and_its_cache(shards: Path, tmp_path: Path, payload, 
     payload(stamps, kind)
     open_verified(folder, whole=True)
     payload(folder / "00000.npy", kind)
-    assert verify_shards(folder)
+    verify_shards(folder)
 
 
 @pytest.mark.slow

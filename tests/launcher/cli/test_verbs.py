@@ -72,6 +72,7 @@ class TestHelp:
             "crew": Workers(),
             "exact": False,
             "overwrite": False,
+            "without": (),
             "json": True,
         }
 
@@ -138,7 +139,8 @@ class TestWrongUsage:
             (["train"], "tokenizer train"),
             (["data"], "data build, data inspect, data verify"),
             (["data", "inspect", "x", "--seq", "64"], "--seq-len"),
-            (["data", "build", "--source", "stdlib"], "--tokenizer TOKENIZER, --output DIR"),
+            (["tokenizer", "train", "--source", "stdlib"], "--vocab-size INT, --output F.model"),
+            (["data", "build", "--source", "stdlib"], "--output DIR"),
             (["convert", "--to", "gguf", "a", "b"], "'hf'"),
             (["convert", "--to", "hf", "a", "b", "--dtype", "int8"], "'float32', 'bfloat16', 'float16'"),
             (["convert", "--to", "hf", "a", "b", "--verify", "most"], "'auto', 'tensors', 'logits', 'none'"),
