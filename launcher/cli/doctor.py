@@ -36,7 +36,7 @@ def doctor(
 
     A line a finding: ok, warn or fail, the value, and what to do. The exit code is 1 when anything fails.
     With --hostfile every host is asked over ssh, which must need no password, and compared with this machine.
-    Then links are measured between all pairs of hosts, or between ranks of this machine.
+    Then it looks at the network: which hosts and ports are unreachable, and which interfaces gloo and NCCL take.
 
     Args:
         hostfile: The run's hostfile.
@@ -45,7 +45,7 @@ def doctor(
         local: Check this machine alone, as doctor does on each host.
         world_size: Ranks of the run; by default those of the hostfile.
         probe: Name of a file that doctor wrote in --folder on another machine, to be read here.
-        links: Look at the network and measure links.
+        links: Look at the network.
     """
     if local and hostfile is not None:
         raise ConfigError("--local checks this machine alone; --hostfile asks others. Leave one of them out.")
@@ -66,7 +66,7 @@ def doctor(
     network = None
     # doctor on each host leaves links to the one that asked it.
     if not local:
-        network = _network(slots, here, hosts, port=master_port, wanted=links)
+        network = _network(hostfile, slots, here, hosts, port=master_port, wanted=links)
     return _say(here, hosts, network, json)
 
 
@@ -91,18 +91,20 @@ def _hosts(slots: dict[str, int], here: Machine, options: Options) -> list[Host]
     return hosts
 
 
-def _network(slots: dict[str, int], here: Machine, hosts: list[Host], *, port: int, wanted: bool) -> Network:
-    """What is found of the network between the hosts that answer; of one machine between its ranks."""
+def _network(
+    hostfile: Path | None, slots: dict[str, int], here: Machine, hosts: list[Host], *, port: int, wanted: bool
+) -> Network:
+    """What is found of the network between the hosts that answer; of one machine between its GPUs."""
     from launcher.doctor.network.check import Network, check_hosts, check_this_machine
     from launcher.doctor.network.findings import skipped
 
     if not wanted:
         return Network(findings=[skipped("--no-links")])
-    if len(slots) > 1:
-        with progress("measuring links between hosts"):
-            return check_hosts(hosts, port=port)
-    with progress("measuring links between ranks"):
-        return check_this_machine(max([*slots.values(), len(here.facts.gpus)]))
+    if hostfile is not None and len(slots) > 1:
+        with progress("looking at the network between hosts"):
+            return check_hosts(hosts, port=port, hostfile=hostfile, num_ranks=sum(slots.values()))
+    with progress("looking at the network"):
+        return check_this_machine(len(here.facts.gpus))
 
 
 def _say(here: Machine, hosts: list[Host], network: Network | None, as_json: bool) -> int:

@@ -8,8 +8,6 @@ from typing import Literal
 from launcher.cli.console import Json, command, note, say, say_json
 from longctx.errors import ConfigError
 
-_LARGEST_PORT = 65535
-
 
 def measure(
     *,
@@ -18,8 +16,6 @@ def measure(
     ranks: int = 0,
     device: Literal["auto", "cpu", "cuda"] = "auto",
     cpu_time: bool = False,
-    hostfile: Path | None = None,
-    master_port: int = 29500,
     json: Json = False,
 ) -> None:
     """Measure how fast this machine is, in about a minute, and write a profile for `plan --device measured`.
@@ -36,19 +32,14 @@ def measure(
         device: auto takes GPUs where there are any.
         cpu_time: Count the CPU seconds of each process in place of time that passes: for a machine that other programs
             use as well. Ranks that share a core then count as often as they share it.
-        hostfile: Hosts whose links are measured as well, over ssh, as `doctor` does. What a machine does is measured
-            here alone, on as many processes as a host has slots.
-        master_port: With --hostfile, the port at which ranks on hosts meet.
     """
-    if not 0 < master_port <= _LARGEST_PORT:
-        raise ConfigError(f"--master-port {master_port} is no port: 1 to {_LARGEST_PORT}.")
     if output.exists() and not overwrite:
         raise ConfigError(f"--output {output} exists. Name another file, or replace it with --overwrite.")
     if not output.parent.is_dir():
         raise ConfigError(f"--output {output}: there is no folder {output.parent}. Make it, or name another one.")
     from launcher.measure.run import MeasureOptions, measure_machine, save_profile
 
-    options = MeasureOptions(ranks=ranks, device=device, cpu_time=cpu_time, hostfile=hostfile, port=master_port)
+    options = MeasureOptions(ranks=ranks, device=device, cpu_time=cpu_time)
     text, hardware = measure_machine(options, output.parent, lambda title: note(f"measuring {title} …"))
     save_profile(text, output)
     if json:

@@ -64,6 +64,14 @@ def finding_from_json(value: Any) -> Finding:
     )
 
 
+def first_line(error: Exception) -> str:
+    """Return the first line of an error, because libraries add a stack; its class if it says nothing."""
+    for line in str(error).splitlines():
+        if line.strip():
+            return line.strip()
+    return type(error).__name__
+
+
 def printable(text: str) -> str:
     """One line of ``text`` without control characters, cut where it is very long."""
     # A terminal obeys escape sequences, and a line break would look like a finding of ours.

@@ -12,7 +12,6 @@ from launcher.measure.figures import Figure
 from launcher.measure.sizes import Sizes
 from parallel.comm.communicator import Communicator, Pending
 from parallel.comm.groups import world_group
-from parallel.comm.links.measure import measure_links as links_of_pairs
 from parallel.comm.world import num_ranks, own_rank
 
 
@@ -21,8 +20,6 @@ def measure_links(clock: Clock, sizes: Sizes) -> Iterator[Figure]:
     if num_ranks() == 1:
         yield from _of_one_rank(clock, sizes)
         return
-    # First, a pair at a time: a link that does not work is named, where a ring would only wait.
-    pairs = links_of_pairs(device=clock.device)
     axes = {"bytes": sizes.message_bytes}
     hops = Figure("node_bandwidth", axes, "hops of a ring, all ranks at once")
     exchanges = Figure("exchange_bandwidth", axes, "all-to-all of all ranks")
@@ -37,8 +34,8 @@ def measure_links(clock: Clock, sizes: Sizes) -> Iterator[Figure]:
         exchanges.add(None, leaving / clock.together(lambda: _all_to_all(sent, received)))  # noqa: B023
     yield hops
     yield exchanges
-    slowest = min(link.bytes_per_second for link in pairs)
-    yield Figure.of("network_bandwidth", slowest, "this machine's slowest link stands for a network")
+    largest = sizes.message_bytes[-1] / of_hops[-1]
+    yield Figure.of("network_bandwidth", largest, "the largest hop within this machine stands for a network")
     # What the smallest message takes beyond its bytes, at the rate of the largest one.
     smallest = max(of_hops[0] - sizes.message_bytes[0] * of_hops[-1] / sizes.message_bytes[-1], 1e-7)
     yield Figure.of("message_seconds", smallest, "the smallest hop")

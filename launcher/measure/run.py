@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import Any
 
 from launcher.measure.figures import Figure, profile_text
-from launcher.measure.hosts import measure_network, slots_of
 from launcher.plan.hardware import Hardware, from_values
 from longctx import errors
 from longctx.errors import ClusterError, ConfigError
@@ -38,27 +37,15 @@ class MeasureOptions:
     """"auto", "cpu" or "cuda"."""
     cpu_time: bool = False
     """Count what ranks compute, and not what other programs take from them."""
-    hostfile: Path | None = None
-    """Hosts whose links are measured too; None measures this machine alone."""
-    port: int = 29500
-    """At which ranks on hosts meet."""
     sizes: str = ""
     """A name of ``sizes.BY_NAME``; empty is that of the device."""
 
 
 def measure_machine(options: MeasureOptions, folder: Path, progress: Callable[[str], None]) -> tuple[str, Hardware]:
     """The text of a profile of this machine, and the profile. Disks are measured in ``folder``."""
-    slots = {}
-    if options.hostfile is not None:
-        slots = slots_of(options.hostfile)
-    ranks = _num_ranks(options, slots)
+    ranks = _num_ranks(options)
     with tempfile.TemporaryDirectory() as place:
         figures = _figures(options, ranks, folder, Path(place), progress)
-    # After this machine's own figures: a run's ranks would compute, and not measure links, at the same time.
-    if slots:
-        progress("links between hosts")
-        network = measure_network(slots, device_type=_device_type(options), port=options.port)
-        figures = [network if figure.name == network.name else figure for figure in figures]
     text = profile_text(_name(options, ranks), _device_type(options), figures, _when(options, ranks), _NOTES)
     # Read as ``plan`` will: a profile that it would refuse is never written.
     return text, from_values(tomllib.loads(text), "measured")
@@ -75,8 +62,8 @@ def save_profile(text: str, path: Path) -> None:
     write_atomically(path, text.encode(), ConfigError)
 
 
-def _num_ranks(options: MeasureOptions, slots: dict[str, int]) -> int:
-    """Processes to start, those of a host where ``slots`` name some; ConfigError where there cannot be so many."""
+def _num_ranks(options: MeasureOptions) -> int:
+    """Return how many processes to start; ConfigError if there cannot be so many."""
     import torch
 
     gpus = 0
@@ -89,7 +76,7 @@ def _num_ranks(options: MeasureOptions, slots: dict[str, int]) -> int:
         )
     if not 0 <= options.ranks <= _MOST_RANKS:
         raise ConfigError(f"--ranks {options.ranks} must be 1 to {_MOST_RANKS}, or 0 for one each GPU.")
-    ranks = options.ranks or max(slots.values(), default=max(1, gpus))
+    ranks = options.ranks or max(1, gpus)
     if 0 < gpus < ranks and os.environ.get("DS_ACCELERATOR") != "cpu":
         raise ConfigError(
             f"--device {options.device}: {ranks} ranks need as many GPUs, and this machine has {gpus}, which ranks on "

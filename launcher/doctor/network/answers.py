@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ipaddress
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -12,7 +11,6 @@ from launcher.doctor.finding import printable
 from launcher.doctor.network.interfaces import Adapter, Interface
 from launcher.doctor.network.nccl import NcclNetwork
 from longctx.errors import ClusterError
-from parallel.comm.links.rates import LinkFailure, LinkRate
 
 _LARGEST_PORT = 65535
 
@@ -64,32 +62,6 @@ def problems_from_json(value: Mapping[str, Any]) -> list[str]:
     return [printable(str(line)) for line in _list(value, "problems")]
 
 
-def links_from_json(value: Any, world_size: int) -> list[LinkRate | LinkFailure]:
-    """Links between ranks below ``world_size``. ClusterError where it is anything else."""
-    if not isinstance(value, list):
-        raise ClusterError("it tells of no links")
-    return [_link(item, world_size) for item in value]
-
-
-def ranks_from_json(value: Mapping[str, Any], name: str, world_size: int) -> list[int]:
-    """Ranks below ``world_size``. ClusterError where it is anything else."""
-    ranks = _list(value, name)
-    if not all(_is_rank(rank, world_size) for rank in ranks):
-        raise ClusterError(f"its {name} are no ranks")
-    return ranks
-
-
-def links_to_json(links: Sequence[LinkRate | LinkFailure]) -> list[list[Any]]:
-    """The same as plain values."""
-    told: list[list[Any]] = []
-    for link in links:
-        if isinstance(link, LinkFailure):
-            told.append([link.first, link.second, link.problem])
-        else:
-            told.append([link.first, link.second, link.bytes_per_second, link.latency_seconds])
-    return told
-
-
 def nccl_from_json(value: Any) -> NcclNetwork:
     """NCCL's network. ClusterError where it is anything else."""
     if not isinstance(value, dict):
@@ -100,27 +72,6 @@ def nccl_from_json(value: Any) -> NcclNetwork:
         meets_at=text_from_json(value, "meets_at"),
         was_asked=value.get("was_asked") is True,
     )
-
-
-def _link(item: Any, world_size: int) -> LinkRate | LinkFailure:
-    if (
-        not isinstance(item, list)
-        or len(item) not in (3, 4)
-        or not all(_is_rank(rank, world_size) for rank in item[:2])
-    ):
-        raise ClusterError("a link between ranks that there are not")
-    first, second = item[:2]
-    # The third is then the reason why there is no speed.
-    if len(item) == 3:
-        return LinkFailure(first, second, printable(str(item[2])))
-    # JSON as Python reads it knows NaN and infinity, with which no median can be taken.
-    if not all(isinstance(x, int | float) and not isinstance(x, bool) and 0 < x < math.inf for x in item[2:]):
-        raise ClusterError("a link whose speed is no number")
-    return LinkRate(first, second, float(item[2]), float(item[3]))
-
-
-def _is_rank(value: Any, world_size: int) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < world_size
 
 
 def _interface(item: Any) -> Interface:

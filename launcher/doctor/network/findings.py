@@ -1,4 +1,4 @@
-"""Findings of a survey of the network: what is blocked, slow, or other than one would want, and what to do."""
+"""Findings of a survey of the network: what is blocked, or other than one would want, and what to do."""
 
 from __future__ import annotations
 
@@ -14,36 +14,47 @@ from launcher.doctor.network.interface_findings import (
     findings_of_variables,
     nccl_of,
 )
-from launcher.doctor.network.link_findings import findings_of_links
-from launcher.doctor.network.survey import NCCL, Link, Port, Survey
+from launcher.doctor.network.survey import Port, Survey
 from launcher.doctor.network.words import names_of
-from parallel.comm.links.rates import LinkFailure
 
 _OPEN = "open TCP between the hosts, the port at which ranks meet and all of net.ipv4.ip_local_port_range"
 
 
 def skipped(why: str) -> Finding:
-    """The finding that links were not looked at."""
-    return Finding(check="links", verdict="ok", value=f"not measured: {why}")
+    """Return the finding that the network was not looked at."""
+    return Finding(check="network", verdict="ok", value=f"not looked at: {why}")
 
 
 def findings_of_hosts(survey: Survey, environment: Mapping[str, str] = os.environ) -> list[Finding]:
     """What is found of the network between the hosts of a hostfile; ``environment`` is that of this machine."""
-    # What explains the others stands first: a host that is not there, a wrong interface, a blocked port, a link.
+    # What explains the others stands first: a host that is not there, a wrong interface, a blocked port, NCCL.
     findings = _silent(survey) + findings_of_variables(survey, environment)
     findings += finding_of_gloo(survey) + finding_of_nccl(survey)
-    return findings + _ports(survey) + findings_of_links(survey)
+    return findings + _ports(survey) + _nccl_problem(survey)
 
 
 def findings_of_machine(survey: Survey) -> list[Finding]:
-    """What is found of the links between ranks of this machine, and of the network that NCCL takes from it."""
-    # By gloo processes of one machine share its cores: which pair is slower is chance.
-    links = findings_of_links(survey, compared=(NCCL,))
-    return _silent(survey) + finding_of_nccl_here(survey) + _blocked(survey) + links
+    """What is found of the network that NCCL takes from this machine, and of NCCL between its GPUs."""
+    return _silent(survey) + finding_of_nccl_here(survey) + _blocked(survey) + _nccl_problem(survey)
+
+
+def finding_of_rates(survey: Survey, launcher: str = "") -> Finding:
+    """Return the finding that rates are not measured, with the command that does.
+
+    ``launcher`` begins the command if there is a rank a process; without it one process has all GPUs of this machine.
+    """
+    num_gpus = max((network.num_gpus for network in survey.networks.values()), default=0)
+    # A hop of the ring is what sendrecv_perf does: every rank sends to the next one, all at once.
+    value = f"not measured. nccl-tests do: {launcher}./build/sendrecv_perf -b 1M -e 1G -f 4 -g {num_gpus}"
+    if launcher:
+        value = f"not measured. nccl-tests (make MPI=1) do: {launcher}./build/sendrecv_perf -b 1M -e 1G -f 4 -g 1"
+    if not num_gpus:
+        value = "not measured. Without GPUs iperf3 does: `iperf3 -s` on one host, `iperf3 -c HOST -P 4` on another"
+    return Finding(check="rates", verdict="ok", value=value)
 
 
 def survey_to_json(survey: Survey) -> dict[str, Any]:
-    """All pairs and all hosts, as plain values."""
+    """All hosts and all ports that are blocked, as plain values."""
     return {
         "meeting_place": survey.meeting_place,
         "interfaces": {name: network.interface for name, network in survey.networks.items()},
@@ -55,18 +66,15 @@ def survey_to_json(survey: Survey) -> dict[str, Any]:
             {"from": port.source, "to": port.target, "port": port.number, "problem": port.problem}
             for port in survey.blocked
         ],
-        "pairs": [_link_to_json(link) for link in survey.links],
     }
 
 
-def _link_to_json(link: Link) -> dict[str, Any]:
-    told: dict[str, Any] = {"backend": link.backend, "first": link.first, "second": link.second}
-    if isinstance(link.found, LinkFailure):
-        return told | {"problem": link.found.problem}
-    return told | {
-        "bytes_per_second": link.found.bytes_per_second,
-        "latency_seconds": link.found.latency_seconds,
-    }
+def _nccl_problem(survey: Survey) -> list[Finding]:
+    """A failure if NCCL did not start between GPUs."""
+    if not survey.nccl_problem:
+        return []
+    advice = "See the other findings first; then NCCL_DEBUG=INFO in .deepspeed_env says more"
+    return [Finding(check="NCCL", verdict="fail", value=survey.nccl_problem, advice=advice)]
 
 
 def _silent(survey: Survey) -> list[Finding]:
@@ -75,7 +83,7 @@ def _silent(survey: Survey) -> list[Finding]:
     # Hosts in one trouble share a line; dict.fromkeys keeps the order in which the troubles came.
     for why in dict.fromkeys(survey.silent.values()):
         names = names_of([name for name, said in survey.silent.items() if said == why])
-        advice = f"Nothing is known of the links of {names}: see its other findings, then try again"
+        advice = f"Nothing is known of the network of {names}: see its other findings, then try again"
         findings.append(Finding(check="network", verdict="fail", value=f"{names}: {why}", advice=advice))
     return findings
 

@@ -1,4 +1,4 @@
-"""A tiny call of NCCL on a GPU, for what NCCL then says of the network, and the links between GPUs.
+"""A tiny call of NCCL on a GPU, for what NCCL then says of the network.
 
 NCCL may hang where a port is blocked, and nothing ends such a call. So it is made in a thread that nobody has to wait
 for; the process ends without it.
@@ -9,7 +9,6 @@ from __future__ import annotations
 import os
 import tempfile
 import threading
-from collections.abc import Sequence
 from dataclasses import asdict
 from datetime import timedelta
 from pathlib import Path
@@ -18,13 +17,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from launcher.doctor.network.answers import links_to_json
+from launcher.doctor.finding import first_line
 from launcher.doctor.network.nccl import parse_log
 from parallel.comm.groups import warm, world_group
-from parallel.comm.links.measure import LinkMeasurement, NcclRoom
-from parallel.comm.links.rates import LinkFailure, LinkLimits, LinkRate
-from parallel.comm.links.rounds import Round
-from parallel.comm.links.wire import first_line
 
 START_SECONDS = 60.0
 """For NCCL to load, and for its ranks to find each other."""
@@ -33,41 +28,32 @@ START_SECONDS = 60.0
 class NcclCall:
     """NCCL on one GPU of this process, once."""
 
-    def __init__(self, store: dist.Store, rank: int, world_size: int, gpu: int, limits: LinkLimits) -> None:
+    def __init__(self, store: dist.Store, rank: int, world_size: int, gpu: int) -> None:
         """``store`` is shared by ``world_size`` ranks, of which each has a GPU of its own, here number ``gpu``."""
-        self._store, self._rank, self._world_size, self._limits = store, rank, world_size, limits
+        self._store, self._rank, self._world_size = store, rank, world_size
         self._device = torch.device("cuda", gpu)
-        self._links: list[LinkRate | LinkFailure] = []
         self._problem = ""
-        self._has_started = threading.Event()
 
-    def run(self, rounds: Sequence[Round]) -> dict[str, Any]:
-        """NCCL's network, links and what went wrong, as plain values."""
+    def run(self) -> dict[str, Any]:
+        """NCCL's network and what went wrong, as plain values."""
         with tempfile.TemporaryDirectory() as folder:
             log = Path(folder) / "nccl"
             # Read by NCCL when it is first used. What the user has it say goes to the same file, and is not needed.
             os.environ.update(NCCL_DEBUG="INFO", NCCL_DEBUG_SUBSYS="INIT,NET", NCCL_DEBUG_FILE=str(log))
-            thread = threading.Thread(target=self._work, args=(rounds,), name="nccl", daemon=True)
+            thread = threading.Thread(target=self._work, name="nccl", daemon=True)
             thread.start()
-            self._wait(thread, num_rounds=len(rounds))
+            thread.join(START_SECONDS)
+            if thread.is_alive():
+                self._problem = f"NCCL hangs: its ranks do not find each other within {START_SECONDS:.0f} s"
             network = None
             if log.exists():
                 network = parse_log(log.read_text(errors="replace"))
-        told = {"problem": self._problem, "links": links_to_json(self._links), "network": None}
+        told = {"problem": self._problem, "network": None}
         if network is not None:
             told["network"] = asdict(network)
         return told
 
-    def _wait(self, thread: threading.Thread, *, num_rounds: int) -> None:
-        """Return when all is done, or when it takes too long; that is then the problem."""
-        if not self._has_started.wait(START_SECONDS):
-            self._problem = f"NCCL hangs: its ranks do not find each other within {START_SECONDS:.0f} s"
-            return
-        thread.join(self._limits.timeout_seconds * (3 + num_rounds))
-        if thread.is_alive():
-            self._problem = "NCCL hangs while links are measured"
-
-    def _work(self, rounds: Sequence[Round]) -> None:
+    def _work(self) -> None:
         try:
             # A thread has a current device of its own.
             torch.cuda.set_device(self._device)
@@ -81,12 +67,6 @@ class NcclCall:
             warm(world_group())
             # The sum is only queued so far: NCCL may still be looking for its ranks.
             torch.cuda.synchronize(self._device)
-            self._has_started.set()
-            if rounds:
-                measuring = LinkMeasurement(self._store, self._rank, self._world_size, self._limits)
-                room = NcclRoom(world_group(), self._device, range(self._world_size))
-                self._links = measuring.run(rounds, nccl=room)
         except Exception as error:
             # Also faults of libraries: what they say is all that there is to tell.
             self._problem = first_line(error)
-        self._has_started.set()

@@ -35,7 +35,7 @@ class Panel:
         # A host that did not answer once is not waited for again.
         names = [name for name in orders if name not in self.silent]
         answers: dict[str, T] = {}
-        # All at once, however many there are: ranks that measure wait for one another.
+        # All at once, however many there are: ranks of NCCL wait for one another.
         with ThreadPoolExecutor(max_workers=max(1, len(names))) as pool:
             for name, answer in zip(names, pool.map(ask, names), strict=True):
                 if isinstance(answer, ClusterError):

@@ -109,9 +109,9 @@ def _answer(line: str) -> dict[str, Any]:
         raise ClusterError("an answer that is none") from error
     if not isinstance(value, dict):
         raise ClusterError("an answer that is none")
-    # Beside links it is one finding among others, and no reason to drop the answer.
+    # Beside NCCL's network it is one finding among others, and no reason to drop the answer.
     problem = value.get("problem")
-    if isinstance(problem, str) and problem and "links" not in value:
+    if isinstance(problem, str) and problem and "network" not in value:
         raise ClusterError(printable(problem))
     return value
 

@@ -13,7 +13,7 @@ from longctx.errors import ClusterError
 
 MOST_HOSTS = 128
 """Connections over ssh at the same time."""
-FEWEST_RANKS, MOST_RANKS = 2, 8
+MOST_RANKS = 8
 """On one machine."""
 _WORKER = ("-m", "launcher.doctor.network.worker")
 
@@ -33,9 +33,9 @@ def survey_hosts(hosts: Sequence[str], *, port: int) -> Survey:
     return _survey({host: ssh_command(host, line) for host in chosen}, port=port, over_ssh=True)
 
 
-def survey_this_machine(num_ranks: int) -> Survey:
-    """The links between processes of this machine, one for each rank of a run, but two at least and eight at most."""
-    count = min(max(num_ranks, FEWEST_RANKS), MOST_RANKS)
+def survey_this_machine(num_gpus: int) -> Survey:
+    """The network as processes of this machine see it, one for each GPU, but one at least and eight at most."""
+    count = min(max(num_gpus, 1), MOST_RANKS)
     command = [sys.executable]
     command += _WORKER
     # Ranks of one machine meet at its loopback interface, at a port that is free.

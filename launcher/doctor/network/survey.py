@@ -1,8 +1,8 @@
-"""Look at the network between hosts: who reaches whom, and how fast. A worker a host; this process asks them all.
+"""Look at the network between hosts: who reaches whom, and by what. A worker a host; this process asks them all.
 
 The order of things: the first host listens where ranks would meet; every host listens where gloo would; every host
-tries the ports of all others; those that reach the meeting place meet, and measure the links between pairs of them that
-reach each other. What one host cannot do keeps no other host from being measured, and everything ends in time.
+tries the ports of all others; those that reach the meeting place meet, and start NCCL if they have GPUs. What one host
+cannot do keeps no other host from being asked, and everything ends in time.
 """
 
 from __future__ import annotations
@@ -13,27 +13,20 @@ from typing import Any
 
 from launcher.doctor.network.answers import (
     HostNetwork,
-    links_from_json,
     nccl_from_json,
     network_from_json,
     place_from_json,
     problems_from_json,
-    ranks_from_json,
     text_from_json,
 )
 from launcher.doctor.network.nccl import NcclNetwork
-from launcher.doctor.network.panel import Order, Panel
+from launcher.doctor.network.panel import Panel
 from launcher.doctor.network.ports import SECONDS as PORT_SECONDS
 from launcher.doctor.network.ports import new_word
 from launcher.doctor.network.session import Session
-from parallel.comm.links.rates import LinkFailure, LinkRate
-from parallel.comm.links.rounds import Round, rounds_of
 
-GLOO, NCCL = "gloo", "NCCL"
 START_SECONDS = 120.0
 """How long the first answer may take: Python and PyTorch start there, perhaps from a slow shared disk."""
-PAIR_SECONDS = 10.0
-"""For all that two hosts send each other when their link is measured."""
 _LOOK_SECONDS = 20.0
 _MEET_SECONDS = 30.0
 _NCCL_SECONDS = 90.0
@@ -54,17 +47,6 @@ class Port:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Link:
-    """A link between two hosts, by gloo or NCCL."""
-
-    backend: str
-    first: str
-    second: str
-    found: LinkRate | LinkFailure
-    """Its ranks are those of the measurement."""
-
-
-@dataclass(frozen=True, kw_only=True)
 class Survey:
     """What is known of the network between hosts, which are named as in the hostfile."""
 
@@ -77,11 +59,8 @@ class Survey:
     """Of the hosts that took no part to the end, why."""
     meeting_place: tuple[str, int] | None = None
     blocked: Sequence[Port] = ()
-    links: Sequence[Link] = ()
-    num_pairs: int = 0
-    """Of the hosts that met. There are fewer ``links`` where a sample was measured."""
-    problems: Mapping[str, str] = field(default_factory=dict)
-    """By backend, what kept links from being measured."""
+    nccl_problem: str = ""
+    """What kept NCCL from starting, and on which host; "" if nothing did, or nobody asked it."""
 
 
 def survey(sessions: Sequence[Session], *, port: int, over_ssh: bool) -> Survey:
@@ -95,7 +74,6 @@ def survey(sessions: Sequence[Session], *, port: int, over_ssh: bool) -> Survey:
         surveyor.look_around(place)
         surveyor.try_ports(place)
         members = surveyor.meet(place)
-        surveyor.measure(members)
         surveyor.ask_nccl(members)
     return surveyor.result(place)
 
@@ -109,9 +87,7 @@ class _Surveyor:
         self._networks: dict[str, HostNetwork] = {}
         self._nccl: dict[str, NcclNetwork] = {}
         self._blocked: list[Port] = []
-        self._links: list[Link] = []
-        self._problems: dict[str, str] = {}
-        self._num_pairs = 0
+        self._nccl_problem = ""
 
     def result(self, place: tuple[str, int] | None) -> Survey:
         """What was noted."""
@@ -122,9 +98,7 @@ class _Surveyor:
             silent=self._panel.silent,
             meeting_place=place,
             blocked=self._blocked,
-            links=self._links,
-            num_pairs=self._num_pairs,
-            problems=self._problems,
+            nccl_problem=self._nccl_problem,
         )
 
     def find_meeting_place(self, port: int, *, over_ssh: bool) -> tuple[str, int] | None:
@@ -191,31 +165,8 @@ class _Surveyor:
         met += self._panel.ask(others, _MEET_SECONDS, bool)
         return met
 
-    def measure(self, members: Sequence[str]) -> None:
-        """The links between pairs that reach each other, by gloo."""
-        self._num_pairs = len(members) * (len(members) - 1) // 2
-        apart = {frozenset((port.source, port.target)) for port in self._blocked}
-        # A pair that is blocked in one direction is left out: either rank of a pair may be the one that connects.
-        rounds = [
-            tuple(pair for pair in pairs if frozenset(members[rank] for rank in pair) not in apart)
-            for pairs in rounds_of(range(len(members)))
-        ]
-        rounds = [pairs for pairs in rounds if pairs]
-        if not rounds:
-            return
-        orders = {name: _measuring(rank, members, rounds, "gloo") for rank, name in enumerate(members)}
-        # The others notice one that has stopped after three pairs' time, and tell.
-        seconds = PAIR_SECONDS * (len(rounds) + 5)
-        told = self._panel.ask(orders, seconds, lambda value: _gloo_answer(value, len(members)))
-        # All that measured tell the same, so that the first one's word is enough.
-        self._note_links(GLOO, members, [links for links, _ in told.values() if links])
-        for name in (members[rank] for _, missing in told.values() for rank in missing):
-            self._panel.silent.setdefault(name, "it stopped while links were measured")
-        if not any(links for links, _ in told.values()):
-            self._problems[GLOO] = "not measured, because of a host that stopped"
-
     def ask_nccl(self, members: Sequence[str]) -> None:
-        """What NCCL takes and how fast its links are, where hosts have GPUs."""
+        """Start NCCL on all hosts with GPUs together, and note which network it takes."""
         gpus = _gpus(self._networks, [name for name in members if name not in self._panel.silent])
         names = list(gpus)
         if not names:
@@ -223,31 +174,18 @@ class _Surveyor:
         is_apart = any({port.source, port.target} <= set(names) for port in self._blocked)
         if is_apart:
             # It would wait for them for ever.
-            self._problems[NCCL] = "not measured: hosts do not reach each other"
-        rounds = rounds_of(range(len(names)))
+            self._nccl_problem = "not started together: hosts do not reach each other"
         orders = {}
         for rank, name in enumerate(names):
-            orders[name] = {**_measuring(rank, names, rounds, "nccl"), "gpu": gpus[name]}
+            orders[name] = {"do": "nccl", "rank": rank, "world_size": len(names), "gpu": gpus[name]}
             # Each alone still says which network it would take.
             if is_apart:
-                orders[name] |= {"rank": 0, "world_size": 1, "rounds": []}
-        seconds = _NCCL_SECONDS + PAIR_SECONDS * (len(rounds) + 4)
-        told = self._panel.ask(orders, seconds, lambda value: _nccl_answer(value, len(names)))
-        for name, (network, _, problem) in told.items():
+                orders[name] |= {"rank": 0, "world_size": 1}
+        for name, (network, problem) in self._panel.ask(orders, _NCCL_SECONDS, _nccl_answer).items():
             if network is not None:
                 self._nccl[name] = network
-            if problem:
-                self._problems.setdefault(NCCL, f"{name}: {problem}")
-        self._note_links(NCCL, names, [links for _, links, _ in told.values() if links])
-
-    def _note_links(
-        self, backend: str, members: Sequence[str], told: Sequence[Sequence[LinkRate | LinkFailure]]
-    ) -> None:
-        """Note the links of one answer: all hosts that measured tell the same."""
-        for found in next(iter(told), []):
-            self._links.append(
-                Link(backend=backend, first=members[found.first], second=members[found.second], found=found)
-            )
+            if problem and not self._nccl_problem:
+                self._nccl_problem = f"{name}: {problem}"
 
 
 def _gpus(networks: Mapping[str, HostNetwork], members: Sequence[str]) -> dict[str, int]:
@@ -264,27 +202,9 @@ def _gpus(networks: Mapping[str, HostNetwork], members: Sequence[str]) -> dict[s
     return gpus
 
 
-def _measuring(rank: int, members: Sequence[str], rounds: Sequence[Round], backend: str) -> Order:
-    """The order to measure links."""
-    return {
-        "do": backend,
-        "rank": rank,
-        "world_size": len(members),
-        "rounds": rounds,
-        "timeout_seconds": PAIR_SECONDS,
-    }
-
-
-def _gloo_answer(value: dict[str, Any], world_size: int) -> tuple[list[LinkRate | LinkFailure], list[int]]:
-    """The links, and the ranks that the others waited for in vain."""
-    return links_from_json(value.get("links"), world_size), ranks_from_json(value, "missing", world_size)
-
-
-def _nccl_answer(
-    value: dict[str, Any], world_size: int
-) -> tuple[NcclNetwork | None, list[LinkRate | LinkFailure], str]:
-    """NCCL's network, the links, and what went wrong."""
+def _nccl_answer(value: dict[str, Any]) -> tuple[NcclNetwork | None, str]:
+    """NCCL's network, and what went wrong."""
     network = None
     if value.get("network") is not None:
         network = nccl_from_json(value["network"])
-    return network, links_from_json(value.get("links"), world_size), text_from_json(value, "problem")
+    return network, text_from_json(value, "problem")

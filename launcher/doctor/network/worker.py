@@ -22,16 +22,13 @@ from typing import Any, TextIO
 import torch
 import torch.distributed as dist
 
-from launcher.doctor.network.answers import links_to_json
+from launcher.doctor.finding import first_line
 from launcher.doctor.network.interfaces import gloo_choice, read_adapters, read_interfaces
 from launcher.doctor.network.nccl import would_take
 from launcher.doctor.network.nccl_call import NcclCall
 from launcher.doctor.network.ports import Listener, try_ports
 from launcher.doctor.network.session import MARK
 from longctx.errors import ClusterError, LongCtxError
-from parallel.comm.links.measure import LinkMeasurement, RanksMissingError
-from parallel.comm.links.rates import LinkLimits
-from parallel.comm.links.wire import first_line
 from parallel.runtime.interface import INTERFACE_VARIABLE
 
 _STORE_SECONDS = 20.0
@@ -53,7 +50,6 @@ class Worker:
             "listen": self._listen,
             "connect": self._connect,
             "meet": self._meet,
-            "gloo": self._gloo,
             "nccl": self._nccl,
         }
 
@@ -74,7 +70,7 @@ class Worker:
         try:
             self._meeting_place = Listener("", order["port"], order["word"])
         except OSError:
-            # What is wrong with the port is a finding of its own; links can be measured all the same.
+            # What is wrong with the port is a finding of its own; hosts can meet at another one all the same.
             self._meeting_place = Listener("", 0, order["word"])
         return {"address": address, "port": self._meeting_place.port}
 
@@ -118,31 +114,15 @@ class Worker:
         )
         return {}
 
-    def _gloo(self, order: dict[str, Any]) -> dict[str, Any]:
-        """Measure links over gloo."""
-        assert self._store is not None
-        limits = LinkLimits(timeout_seconds=order["timeout_seconds"])
-        store = dist.PrefixStore("gloo", self._store)
-        measuring = LinkMeasurement(store, order["rank"], order["world_size"], limits)
-        try:
-            return {"links": links_to_json(measuring.run(_rounds(order))), "missing": []}
-        except RanksMissingError as error:
-            return {"links": [], "missing": error.ranks}
-
     def _nccl(self, order: dict[str, Any]) -> dict[str, Any]:
-        """Ask NCCL for its network, and measure links over it where there are several ranks."""
+        """Start NCCL, together with the other ranks if there are any, and ask it for its network."""
         store = self._store
         if order["world_size"] == 1:
             # The others do not take part.
             store = dist.HashStore()
         assert store is not None
-        limits = LinkLimits(timeout_seconds=order["timeout_seconds"], largest_bytes=2**28)
-        call = NcclCall(dist.PrefixStore("nccl", store), order["rank"], order["world_size"], order["gpu"], limits)
-        return call.run(_rounds(order))
-
-
-def _rounds(order: dict[str, Any]) -> list[tuple[tuple[int, int], ...]]:
-    return [tuple((first, second) for first, second in pairs) for pairs in order["rounds"]]
+        call = NcclCall(dist.PrefixStore("nccl", store), order["rank"], order["world_size"], order["gpu"])
+        return call.run()
 
 
 def _first_own_address() -> str:

@@ -1,6 +1,6 @@
 """Hosts on one machine with networks of their own: Linux network namespaces at one switch, each with an ssh server.
 
-Links between them can be slowed and cut, as those between real machines are by accident.
+Links between them can be cut, as those between real machines are by accident.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ def why_no_namespaces() -> str | None:
     """Why no such hosts can be made here; None when they can."""
     if reason := missing_programs():
         return reason
-    if os.geteuid() != 0 or shutil.which("ip") is None or shutil.which("tc") is None:
-        return "needs root, ip and tc: apt-get install iproute2"
+    if os.geteuid() != 0 or shutil.which("ip") is None:
+        return "needs root and ip: apt-get install iproute2"
     name = f"longctx-{os.getpid()}"
     made = subprocess.run(["ip", "netns", "add", name], capture_output=True, text=True, check=False)
     if made.returncode != 0:
@@ -59,11 +59,6 @@ class Namespaces:
     def on(self, host: str, *words: str) -> list[str]:
         """The words that run a command on a host."""
         return ["ip", "netns", "exec", self._namespace(host), *words]
-
-    def slow(self, host: str, rate: str) -> None:
-        """Let no more than ``rate`` (as tc writes it) leave a host."""
-        shape = ("tbf", "rate", rate, "burst", "64kb", "latency", "50ms")
-        run(*self.on(host, "tc", "qdisc", "add", "dev", "eth0", "root", *shape))
 
     def cut(self, first: str, second: str) -> None:
         """Lose every packet between two hosts, as a firewall that drops them: they are sent to nobody's address."""

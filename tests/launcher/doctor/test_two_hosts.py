@@ -46,15 +46,12 @@ def test_two_hosts_are_asked_over_ssh(tmp_path):
     # Both hosts are this machine, and gloo takes its loopback.
     assert told["links"]["interfaces"] == dict.fromkeys(HOSTS, "lo")
     assert told["links"]["blocked"] == []
-    (pair,) = [pair for pair in told["links"]["pairs"] if pair["backend"] == "gloo"]
-    assert (pair["first"], pair["second"]) == HOSTS
-    assert pair["bytes_per_second"] > 0 < pair["latency_seconds"]
     checks = {finding["check"]: finding["verdict"] for finding in told["links"]["findings"]}
-    assert {checks[check] for check in ("gloo interface", "NCCL network", "ports", "links")} == {"ok"}
+    assert {checks[check] for check in ("gloo interface", "NCCL network", "ports", "rates")} == {"ok"}
     assert locked_out.returncode == 1, "ssh would ask for a password"
     for host in json.loads(locked_out.stdout)["hosts"].values():
         (finding,) = host["findings"]
         assert (finding["check"], finding["verdict"]) == ("ssh", "fail")
         assert "Permission denied" in finding["value"]
     (skipped,) = json.loads(locked_out.stdout)["links"]["findings"]
-    assert skipped["value"] == f"not measured: {HOSTS[0]}, where ranks would meet, does not answer"
+    assert skipped["value"] == f"not looked at: {HOSTS[0]}, where ranks would meet, does not answer"

@@ -218,8 +218,6 @@ def test_a_gpu_is_waited_for_before_and_after(monkeypatch):
     [
         (("--ranks", "-1"), "must be 1 to"),
         (("--ranks", "5000"), "must be 1 to"),
-        (("--hostfile", "one"), "names one host, localhost"),
-        (("--master-port", "0"), "--master-port 0 is no port"),
         (("--output", "there.toml"), "there.toml exists"),
         (("--output", "nowhere/there.toml"), "there is no folder nowhere"),
     ],
@@ -227,7 +225,6 @@ def test_a_gpu_is_waited_for_before_and_after(monkeypatch):
 def test_what_it_cannot_measure_is_refused(arguments, message, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     Path("there.toml").touch()
-    Path("one").write_text("localhost slots=2\n")
     code, _, said = call(capsys, "measure", *arguments, "--device", "cpu")
     assert code == 2
     assert message in said

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, replace
 from typing import Any
 
@@ -10,9 +10,8 @@ from launcher.doctor.network.answers import HostNetwork
 from launcher.doctor.network.interfaces import Adapter, Interface
 from launcher.doctor.network.nccl import NcclNetwork
 from launcher.doctor.network.session import Session
-from launcher.doctor.network.survey import Link, Survey
+from launcher.doctor.network.survey import Survey
 from longctx.errors import ClusterError
-from parallel.comm.links.rates import LinkRate
 
 ETH = Interface(name="eth0", addresses=("10.0.0.1",), megabits=25_000, mtu=9000)
 SOCKETS = NcclNetwork(transport="Socket", devices=("eth0",), meets_at="eth0")
@@ -42,16 +41,8 @@ def survey_of(*networks: HostNetwork, **changes: Any) -> Survey:
         hosts=names,
         networks=dict(zip(names, networks, strict=True)),
         meeting_place=("10.0.0.1", 29500),
-        num_pairs=len(names) * (len(names) - 1) // 2,
     )
     return replace(usual, **changes)
-
-
-def link(first: int, second: int, bytes_per_second: float = 1e9, latency: float = 5e-5, backend: str = "gloo") -> Link:
-    """A link between the hosts of these ranks."""
-    names = [chr(ord("a") + rank) for rank in (first, second)]
-    rate = LinkRate(first, second, bytes_per_second, latency)
-    return Link(backend=backend, first=names[0], second=names[1], found=rate)
 
 
 class Host(Session):
@@ -85,17 +76,9 @@ class Host(Session):
     def _meet(self, order: dict[str, Any]) -> dict[str, Any]:
         return {}
 
-    def _gloo(self, order: dict[str, Any]) -> dict[str, Any]:
-        return {"links": measured(order["rounds"]), "missing": []}
-
     def _nccl(self, order: dict[str, Any]) -> dict[str, Any]:
         said = asdict(NcclNetwork(transport="IB", devices=("mlx5_0:1/IB",), meets_at="eth0", was_asked=True))
-        return {"problem": "", "links": measured(order["rounds"]), "network": {**said, "devices": ["mlx5_0:1/IB"]}}
-
-
-def measured(rounds: Sequence[Sequence[Sequence[int]]]) -> list[list[Any]]:
-    """Every pair of the rounds, alike."""
-    return [[first, second, 1e9, 5e-5] for pairs in rounds for first, second in pairs]
+        return {"problem": "", "network": {**said, "devices": ["mlx5_0:1/IB"]}}
 
 
 def network_to_json(value: HostNetwork) -> dict[str, Any]:

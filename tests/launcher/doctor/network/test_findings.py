@@ -3,19 +3,25 @@
 from __future__ import annotations
 
 from itertools import combinations
+from pathlib import Path
 
 import pytest
 
-from launcher.doctor.finding import Finding, worst
+from launcher.doctor.finding import Finding
 from launcher.doctor.hosts import Host
 from launcher.doctor.network.check import Network, check_hosts
-from launcher.doctor.network.findings import findings_of_hosts, findings_of_machine, skipped, survey_to_json
+from launcher.doctor.network.findings import (
+    finding_of_rates,
+    findings_of_hosts,
+    findings_of_machine,
+    skipped,
+    survey_to_json,
+)
 from launcher.doctor.network.interfaces import Interface
 from launcher.doctor.network.nccl import NcclNetwork
-from launcher.doctor.network.survey import Link, Port, Survey
+from launcher.doctor.network.survey import Port, Survey
 from launcher.doctor.remote import NoAnswer
-from parallel.comm.links.rates import LinkFailure
-from tests.launcher.doctor.network.samples import ETH, HCA, link, network, survey_of
+from tests.launcher.doctor.network.samples import ETH, HCA, network, survey_of
 
 INFINIBAND = NcclNetwork(transport="IB", devices=("mlx5_0:1/IB",), meets_at="eth0")
 LO = Interface(name="lo", addresses=("127.0.0.1",), mtu=65536)
@@ -46,14 +52,12 @@ def only(survey: Survey, check: str, environment: dict[str, str] | None = None) 
 
 
 def test_all_is_well():
-    links = [link(0, 1, 1.1e9), link(0, 2, 1.2e9, 6e-5), link(1, 2, 1.0e9)]
-    survey = survey_of(network(1), network(2), network(3), links=links)
+    survey = survey_of(network(1), network(2), network(3))
     assert troubles(survey) == []
     said = {finding.check: finding.value for finding in findings_of_hosts(survey, {})}
     assert said["gloo interface"] == "eth0 (25 Gbit/s, MTU 9000) on all 3 hosts (the way to 10.0.0.1)"
     assert said["NCCL network"].startswith("TCP sockets over eth0 on all 3 hosts (by its rules")
     assert said["ports"] == "every host reaches 10.0.0.1:29500, and a free port of every other"
-    assert said["links"] == "3 pairs by gloo: 1 to 1.2 GB/s each way while both send, latency 0.05 to 0.06 ms"
 
 
 class TestInterfaces:
@@ -138,9 +142,10 @@ class TestNccl:
     def test_without_gpus_it_is_nobody_s_trouble(self):
         assert troubles(survey_of(network(1, nccl=NONE), network(2))) == []
 
-    def test_links_that_nccl_could_not_measure(self):
-        survey = survey_of(network(1), network(2), links=[link(0, 1)], problems={"NCCL": "a: NCCL hangs"})
-        assert troubles(survey) == [("links", "fail")]
+    def test_nccl_that_does_not_start(self):
+        survey = survey_of(network(1), network(2), nccl_problem="a: NCCL hangs")
+        assert troubles(survey) == [("NCCL", "fail")]
+        assert [finding.check for finding in findings_of_machine(survey)] == ["NCCL network", "NCCL"]
 
 
 class TestPorts:
@@ -188,63 +193,17 @@ class TestPorts:
         assert "and 186 more" in finding.value
 
 
-class TestLinks:
-    def test_a_slow_host_is_named_with_its_ratio(self):
-        links = [link(first, second, 1e8 if second == 3 else 1e9) for first, second in combinations(range(4), 2)]
-        survey = survey_of(*(network(n) for n in range(1, 5)), links=links)
-        assert troubles(survey) == [("slow link", "warn")]
-        value = only(survey, "slow link").value
-        assert value == "d and every other by gloo: 0.1 GB/s, 10.0 times less than usual here (1 GB/s)"
-
-    def test_a_slow_and_late_link_is_one_line(self):
-        links = [link(0, 1), link(0, 2, 1e8, 5e-3), link(1, 2)]
-        survey = survey_of(*(network(n) for n in range(1, 4)), links=links)
-        value = only(survey, "slow link").value
-        assert value.startswith("a and c by gloo: latency 5 ms, 100.0 times more than usual here (0.05 ms); 0.1 GB/s")
-
-    def test_each_backend_has_its_own_line_and_its_own_usual(self):
-        links = [link(0, 1), link(0, 1, 4e10, 1e-5, backend="NCCL")]
-        survey = survey_of(network(1), network(2), links=links)
-        assert troubles(survey) == []
-        values = [finding.value for finding in findings_of_hosts(survey, {}) if finding.check == "links"]
-        assert [value.partition(":")[0] for value in values] == ["1 pair by gloo", "1 pair by NCCL"]
-        assert "40 GB/s" in values[1]
-
-    def test_one_that_does_not_work(self):
-        failure = LinkFailure(0, 1, "messages of 8 bytes pass, one of 262144 bytes does not within 10 s for all")
-        broken = Link(backend="gloo", first="a", second="b", found=failure)
-        survey = survey_of(network(1), network(2), links=[broken])
-        assert troubles(survey) == [("links", "fail")]
-        finding = only(survey, "links")
-        assert finding.value.startswith("a and b by gloo: messages of 8 bytes pass")
-        assert "MTU" in finding.advice
-
-    def test_a_sample_says_so(self):
-        survey = survey_of(network(1), network(2), network(3), links=[link(0, 1)], num_pairs=3)
-        assert only(survey, "links").value.startswith("1 of 3 pairs by gloo")
-
-    def test_hosts_that_are_silent(self):
-        survey = survey_of(network(1), silent={"b": "it ended: killed", "c": "it ended: killed"})
-        finding = only(survey, "network")
-        assert finding.verdict == "fail"
-        assert finding.value == "b, c: it ended: killed"
-        assert not [each for each in findings_of_hosts(survey, {}) if each.check == "ports"], "not all were asked"
-
-    def test_cores_that_ranks_share_are_no_slow_link(self):
-        links = [link(first, second, 1e8 if second == 3 else 1e9) for first, second in combinations(range(4), 2)]
-        survey = survey_of(*(network(n) for n in range(1, 5)), links=links)
-        assert worst(findings_of_machine(survey)) == "ok"
-        assert [finding.check for finding in findings_of_machine(survey)] == ["NCCL network", "links"]
+def test_hosts_that_are_silent():
+    survey = survey_of(network(1), silent={"b": "it ended: killed", "c": "it ended: killed"})
+    finding = only(survey, "network")
+    assert finding.verdict == "fail"
+    assert finding.value == "b, c: it ended: killed"
+    assert not [each for each in findings_of_hosts(survey, {}) if each.check == "ports"], "not all were asked"
 
 
-def test_json_has_every_pair():
-    failure = Link(backend="gloo", first="a", second="c", found=LinkFailure(0, 2, "lost"))
-    survey = survey_of(network(1), network(2), network(3), links=[link(0, 1), failure], blocked=[port("b", "c")])
+def test_json_has_every_host_and_blocked_port():
+    survey = survey_of(network(1), network(2), network(3), blocked=[port("b", "c")])
     told = survey_to_json(survey)
-    assert told["pairs"] == [
-        {"backend": "gloo", "first": "a", "second": "b", "bytes_per_second": 1e9, "latency_seconds": 5e-5},
-        {"backend": "gloo", "first": "a", "second": "c", "problem": "lost"},
-    ]
     assert told["blocked"] == [{"from": "b", "to": "c", "port": 29500, "problem": "no answer within 3 s"}]
     assert told["interfaces"] == {"a": "eth0", "b": "eth0", "c": "eth0"}
     assert told["nccl"]["a"] == {"network": "TCP sockets over eth0", "was_asked": False}
@@ -252,8 +211,16 @@ def test_json_has_every_pair():
     assert ETH in survey.networks["a"].interfaces
 
 
-def test_links_that_are_not_looked_at():
-    assert skipped("--no-links").value == "not measured: --no-links"
+def test_a_network_that_is_not_looked_at():
+    assert skipped("--no-links").value == "not looked at: --no-links"
     silent = NoAnswer(why="ssh failed", advice="keys")
-    (finding,) = check_hosts([Host(name="a", answer=silent, findings=[])], port=29500).findings
-    assert finding.value == "not measured: a, where ranks would meet, does not answer"
+    hosts = [Host(name="a", answer=silent, findings=[])]
+    (finding,) = check_hosts(hosts, port=29500, hostfile=Path("h"), num_ranks=8).findings
+    assert finding.value == "not looked at: a, where ranks would meet, does not answer"
+
+
+def test_the_command_that_measures_rates():
+    gpus = survey_of(network(1, num_gpus=8), network(2, num_gpus=8))
+    assert "-np 16 ./build/sendrecv_perf" in finding_of_rates(gpus, "mpirun --hostfile h -np 16 ").value
+    assert finding_of_rates(gpus).value.endswith("./build/sendrecv_perf -b 1M -e 1G -f 4 -g 8")
+    assert "iperf3 -c HOST" in finding_of_rates(survey_of(network(1), network(2)), "mpirun ").value

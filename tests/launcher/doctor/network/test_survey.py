@@ -1,8 +1,7 @@
-"""Who is asked what: a host that fails keeps no other from being measured. Workers are stand-ins."""
+"""Who is asked what: a host that fails keeps no other from being asked. Workers are stand-ins."""
 
 from __future__ import annotations
 
-from itertools import combinations
 from typing import Any
 
 import psutil
@@ -11,16 +10,11 @@ import pytest
 from launcher.doctor.network import survey as survey_module
 from launcher.doctor.network.start import survey_this_machine
 from launcher.doctor.network.survey import Survey, survey
-from parallel.comm.links.rates import LinkFailure, LinkRate
-from tests.launcher.doctor.network.samples import Host, measured, network, network_to_json, stops
+from tests.launcher.doctor.network.samples import Host, network, network_to_json, stops
 
 
 def surveyed(*hosts: Host, port: int = 29500) -> Survey:
     return survey(hosts, port=port, over_ssh=True)
-
-
-def named_pairs(found: Survey, backend: str = "gloo") -> list[tuple[str, str]]:
-    return [(link.first, link.second) for link in found.links if link.backend == backend]
 
 
 def with_gpus(number: int, num_gpus: int, machine: str) -> Any:
@@ -31,8 +25,7 @@ def with_gpus(number: int, num_gpus: int, machine: str) -> Any:
 def test_all_is_well():
     hosts = [Host(name, number) for number, name in enumerate("abcd", 1)]
     found = surveyed(*hosts)
-    assert sorted(named_pairs(found)) == list(combinations("abcd", 2))
-    assert (found.silent, found.blocked, found.problems, found.num_pairs) == ({}, [], {}, 6)
+    assert (found.silent, found.blocked, found.nccl_problem) == ({}, [], "")
     assert found.meeting_place == ("10.0.0.1", 29500)
     # The first host alone leads, in front of the others.
     assert [len(host.orders("lead")) for host in hosts] == [1, 0, 0, 0]
@@ -46,89 +39,37 @@ def test_all_is_well():
     assert len(words) == 1
 
 
-def test_a_pair_that_is_blocked_is_not_measured_and_all_others_are():
+def test_a_pair_that_is_blocked():
     # b does not reach c, the third of its ports.
     blocked = Host("b", 2, connect=lambda order: {"problems": ["", "", "no answer within 3 s"]})
     found = surveyed(Host("a", 1), blocked, Host("c", 3))
     (port,) = found.blocked
     assert (port.source, port.target, port.number, port.is_meeting_place) == ("b", "c", 40003, False)
-    assert sorted(named_pairs(found)) == [("a", "b"), ("a", "c")]
-    assert found.num_pairs == 3
 
 
 def test_a_host_that_does_not_reach_the_meeting_place():
     locked_out = Host("b", 2, connect=lambda order: {"problems": ["connection refused", "", ""]})
-    found = surveyed(Host("a", 1), locked_out, Host("c", 3))
+    other = Host("c", 3)
+    found = surveyed(Host("a", 1), locked_out, other)
     assert [(port.source, port.is_meeting_place) for port in found.blocked] == [("b", True)]
     assert not locked_out.orders("meet")
-    assert named_pairs(found) == [("a", "c")]
-
-
-def test_two_hosts_that_do_not_reach_each_other():
-    blocked = Host("b", 2, connect=lambda order: {"problems": ["", "no answer within 3 s"]})
-    found = surveyed(Host("a", 1), blocked)
-    assert (found.links, found.num_pairs) == ([], 1)
-    assert len(found.blocked) == 1
+    assert other.orders("meet")
 
 
 @pytest.mark.parametrize("phase", ["listen", "connect", "meet"])
 def test_a_host_that_stops_is_left_out(phase):
-    found = surveyed(Host("a", 1), Host("b", 2, **{phase: stops("it ended: killed")}), Host("c", 3))
+    other = Host("c", 3)
+    found = surveyed(Host("a", 1), Host("b", 2, **{phase: stops("it ended: killed")}), other)
     assert found.silent == {"b": "it ended: killed"}
-    assert named_pairs(found) == [("a", "c")]
+    assert other.orders("meet")
 
 
 @pytest.mark.parametrize("phase", ["lead", "listen", "connect", "meet"])
-def test_without_the_first_host_nothing_is_measured(phase):
+def test_without_the_first_host_nobody_meets(phase):
     others = [Host("b", 2), Host("c", 3)]
     found = surveyed(Host("a", 1, **{phase: stops("it ended: killed")}), *others)
     assert found.silent == {"a": "it ended: killed"}
-    assert found.links == []
-    assert not any(host.orders("gloo") for host in others)
-
-
-def test_a_host_that_stops_while_links_are_measured_is_named():
-    def waited(order: dict[str, Any]) -> dict[str, Any]:
-        return {"links": [], "missing": [1]}
-
-    hosts = [Host("a", 1, gloo=waited), Host("b", 2, gloo=stops("it ended: killed")), Host("c", 3, gloo=waited)]
-    found = surveyed(*hosts)
-    assert found.silent == {"b": "it ended: killed"}
-    assert list(found.problems) == ["gloo"]
-    # The one that hangs says nothing of itself.
-    found = surveyed(Host("a", 1, gloo=waited), Host("b", 2, gloo=waited))
-    assert found.silent == {"b": "it stopped while links were measured"}
-
-
-def test_links_that_fail_are_kept_beside_those_that_do_not():
-    told = [[0, 1, 1e9, 5e-5], [0, 2, "no message of 8 bytes passes"], [1, 2, 2e9, 6e-5]]
-    hosts = [
-        Host(name, number, gloo=lambda order: {"links": told, "missing": []}) for number, name in enumerate("abc", 1)
-    ]
-    found = surveyed(*hosts)
-    assert [link.found for link in found.links] == [
-        LinkRate(0, 1, 1e9, 5e-5),
-        LinkFailure(0, 2, "no message of 8 bytes passes"),
-        LinkRate(1, 2, 2e9, 6e-5),
-    ]
-
-
-@pytest.mark.parametrize(
-    "answer",
-    [
-        {},
-        {"links": 1, "missing": []},
-        {"links": [[0, 9, 1.0, 1.0]], "missing": []},
-        {"links": [[0, 1, float("nan"), 1.0]], "missing": []},
-        {"links": [[0, 1, True, 1.0]], "missing": []},
-        {"links": [[0, 1]], "missing": []},
-        {"links": [], "missing": [-1]},
-    ],
-)
-def test_measurements_that_are_none(answer):
-    found = surveyed(Host("a", 1, gloo=lambda order: answer), Host("b", 2, gloo=lambda order: answer))
-    assert set(found.silent) == {"a", "b"}
-    assert found.links == []
+    assert not any(host.orders("meet") for host in others)
 
 
 @pytest.mark.parametrize(
@@ -151,7 +92,6 @@ def test_networks_that_are_none(changes):
     lying = Host("b", 2, listen=lambda order: {**network_to_json(network(2)), **changes})
     found = surveyed(Host("a", 1), lying, Host("c", 3))
     assert set(found.silent) == {"b"}
-    assert named_pairs(found) == [("a", "c")]
 
 
 def test_what_is_shown_is_printable():
@@ -165,30 +105,28 @@ def test_ports_that_were_not_all_tried():
     lazy = Host("b", 2, connect=lambda order: {"problems": [""]})
     found = surveyed(Host("a", 1), lazy, Host("c", 3))
     assert list(found.silent) == ["b"]
-    assert named_pairs(found) == [("a", "c")]
 
 
 class TestNccl:
-    def test_hosts_with_gpus_measure_it_too(self):
+    def test_hosts_with_gpus_start_it_together(self):
         hosts = [Host(name, n, listen=with_gpus(n, 8, f"machine {n}")) for n, name in enumerate("abc", 1)]
         found = surveyed(*hosts)
-        assert sorted(named_pairs(found, "NCCL")) == list(combinations("abc", 2))
         assert [host.orders("nccl")[0]["gpu"] for host in hosts] == [0, 0, 0]
         assert [host.orders("nccl")[0]["rank"] for host in hosts] == [0, 1, 2]
+        assert {host.orders("nccl")[0]["world_size"] for host in hosts} == {3}
         assert {name: said.was_asked for name, said in found.nccl.items()} == {"a": True, "b": True, "c": True}
 
     def test_two_names_of_one_machine_take_two_gpus(self):
         hosts = [Host(name, n, listen=with_gpus(n, 2, "one machine")) for n, name in enumerate("abc", 1)]
-        found = surveyed(*hosts)
+        surveyed(*hosts)
         assert [host.orders("nccl")[0]["gpu"] for host in hosts[:2]] == [0, 1]
         assert not hosts[2].orders("nccl"), "there is no third GPU"
-        assert named_pairs(found, "NCCL") == [("a", "b")]
 
     def test_a_lone_gpu_is_asked_for_its_network(self):
         hosts = [Host("a", 1), Host("b", 2, listen=with_gpus(2, 1, "machine 2"))]
         found = surveyed(*hosts)
         (order,) = hosts[1].orders("nccl")
-        assert (order["rank"], order["world_size"], order["rounds"]) == (0, 1, [])
+        assert (order["rank"], order["world_size"]) == (0, 1)
         assert list(found.nccl) == ["b"]
         assert not hosts[0].orders("nccl")
 
@@ -203,52 +141,36 @@ class TestNccl:
         found = surveyed(*hosts)
         assert [host.orders("nccl")[0]["world_size"] for host in hosts] == [1, 1]
         assert list(found.nccl) == ["a", "b"]
-        assert "do not reach each other" in found.problems["NCCL"]
+        assert "do not reach each other" in found.nccl_problem
 
     def test_what_went_wrong_is_told_with_the_host(self):
         def hangs(order: dict[str, Any]) -> dict[str, Any]:
-            return {"problem": "NCCL hangs", "links": [], "network": None}
+            return {"problem": "NCCL hangs", "network": None}
 
         hosts = [Host(name, n, listen=with_gpus(n, 1, f"machine {n}"), nccl=hangs) for n, name in enumerate("ab", 1)]
         found = surveyed(*hosts)
-        assert found.problems == {"NCCL": "a: NCCL hangs"}
-        assert named_pairs(found) == [("a", "b")], "gloo's links are kept"
-
-
-def test_a_large_cluster_is_a_sample():
-    hosts = [Host(f"node-{number:03}", number) for number in range(1, 41)]
-    found = surveyed(*hosts)
-    (order,) = hosts[0].orders("gloo")
-    assert len(order["rounds"]) == 16
-    assert len(found.links) == len(measured(order["rounds"])) == 16 * 20
-    assert found.num_pairs == 40 * 39 // 2
+        assert found.nccl_problem == "a: NCCL hangs"
 
 
 @pytest.mark.slow
-def test_ranks_of_this_machine_for_real():
-    found = survey_this_machine(1)
-    assert (found.silent, found.blocked, found.problems) == ({}, [], {})
-    assert named_pairs(found) == [("rank 0", "rank 1")], "two at least"
+def test_this_machine_for_real():
+    found = survey_this_machine(2)
+    assert (found.silent, found.blocked) == ({}, [])
+    assert list(found.networks) == ["rank 0", "rank 1"]
     assert {each.interface for each in found.networks.values()} == {"lo"}
-    for link in found.links:
-        assert isinstance(link.found, LinkRate)
-        # A rate of no machine: between a floppy and a GPU's memory.
-        assert 1e5 < link.found.bytes_per_second < 1e13
 
 
 @pytest.mark.slow
-def test_a_worker_that_hangs_while_links_are_measured_for_real(monkeypatch):
-    measure = survey_module._Surveyor.measure
+def test_a_worker_that_hangs_for_real(monkeypatch):
+    look_around = survey_module._Surveyor.look_around
 
-    def stop_one(self, members):
+    def stop_one(self, place):
+        look_around(self, place)
         workers = [each for each in psutil.Process().children() if "network.worker" in " ".join(each.cmdline())]
         workers[-1].suspend()
-        measure(self, members)
 
-    monkeypatch.setattr(survey_module._Surveyor, "measure", stop_one)
-    monkeypatch.setattr(survey_module, "PAIR_SECONDS", 3.0)
+    monkeypatch.setattr(survey_module._Surveyor, "look_around", stop_one)
+    monkeypatch.setattr(survey_module, "_LOOK_SECONDS", 2.0)
     found = survey_this_machine(2)
-    assert found.silent == {"rank 1": "no answer within 18 s"}
-    # The pair fails in its own time, and the other rank says who did not come.
-    assert (found.links, list(found.problems)) == ([], ["gloo"])
+    assert found.silent == {"rank 1": "no answer within 8 s"}
     assert not [each for each in psutil.Process().children() if "network.worker" in " ".join(each.cmdline())]
