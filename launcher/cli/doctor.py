@@ -64,7 +64,7 @@ def doctor(
         here = examine(_for_this_machine(options, slots))
     hosts = _hosts(slots, here, options)
     network = None
-    # doctor on each host leaves links to the one that asked it.
+    # doctor on each host leaves the network to the one that asked it.
     if not local:
         network = _network(hostfile, slots, here, hosts, port=master_port, wanted=links)
     return _say(here, hosts, network, json)
