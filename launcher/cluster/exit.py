@@ -9,6 +9,7 @@ from __future__ import annotations
 import errno
 import logging
 import sys
+import threading
 import time
 import traceback
 from collections.abc import Callable
@@ -45,6 +46,9 @@ _DISK_GONE = (errno.EROFS, errno.ESTALE, errno.ENOTCONN, errno.ENODEV, errno.ENX
 HEAD_START_SECONDS = 10.0
 """How long a silent rank waits for rank 0 to report: the launcher ends all ranks as soon as one has failed."""
 
+BACKGROUND = "longctx-background "
+"""How the names of daemon threads begin whose libraries may wait for them, without a limit, when Python exits."""
+
 _HEARD_SECONDS = 3.0
 """How long a rank that lost contact with another one waits to hear why."""
 
@@ -79,7 +83,8 @@ def run_script(
     code = run_to_exit_code(action, interrupted=interrupted)
     if code == DONE:
         stop_watch()
-        sys.exit(DONE)
+        if not any(thread.name.startswith(BACKGROUND) for thread in threading.enumerate()):
+            sys.exit(DONE)
     # Not sys.exit: leaving the process group, and a GPU that computes, may wait for ever for other ranks.
     member = watching()
     if member is not None:

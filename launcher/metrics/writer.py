@@ -1,4 +1,4 @@
-"""The writers of a run's records: ``metrics.jsonl``, TensorBoard, the console."""
+"""The writers of a run's records: ``metrics.jsonl``, the console, trackers."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import logging
 import os
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -19,79 +19,45 @@ from launcher.metrics.expert_history import shortened
 from launcher.metrics.goodput.live import RunTime
 from launcher.metrics.live import LiveLine, is_watched
 from launcher.metrics.record import METRICS_FILE, Record, check_record, encode, settle
-from launcher.metrics.tensorboard import check_tensorboard, first_new_step, open_tensorboard, scalars
-from launcher.metrics.trackers.feed import TrackerFeed
+from launcher.metrics.trackers.thread import Trackers
 from parallel.runtime.watch.spans import begin
 
 log = logging.getLogger(__name__)
 
 
 class MetricsWriter:
-    """Appends records to a run folder's ``metrics.jsonl`` (flushed line by line) and to its TensorBoard folder.
+    """Appends records to a run folder's ``metrics.jsonl``, flushed line by line.
 
     One writer a run, on rank 0. Opening sets aside a torn last line, so a new record never joins it.
     """
 
-    def __init__(self, folder: Path | str, *, tensorboard: bool = True) -> None:
-        if tensorboard:
-            check_tensorboard()
+    def __init__(self, folder: Path | str) -> None:
         folder = Path(folder)
         folder.mkdir(parents=True, exist_ok=True)
         settle(folder, last_step=None)
-        self._folder, self._draws = folder, tensorboard
-        self._tensorboard: Any = None
-        # Now, because the records of this process are no history.
-        self._first_new_step = first_new_step(folder)
-        self._file = (folder / METRICS_FILE).open("a", encoding="utf-8")
+        self._path = folder / METRICS_FILE
+        self._file = self._path.open("a", encoding="utf-8")
 
-    def write(self, record: Mapping[str, Any]) -> None:
-        """Append one record and draw it; ``time`` is added where it is missing. ValueError when a required key is."""
-        self.draw(self.append(record))
+    def write(self, record: Mapping[str, Any]) -> Record:
+        """Append one record and return it as written; ``time`` is added if it is missing.
 
-    def append(self, record: Mapping[str, Any]) -> Record:
-        """Append one record to the file, and flush it; returns the record as it was written. OSError: it cannot be."""
+        ValueError: a required key is missing. OSError: the disk refuses the line.
+        """
         if "time" not in record:
             record = {**record, "time": timestamp()}
         check_record(record)
         record = shortened(record)
         # The system takes writes to a file that was removed, and nobody would ever read them.
         if os.fstat(self._file.fileno()).st_nlink == 0:
-            raise OSError(errno.ESTALE, "somebody has removed the run's metrics", str(self._folder / METRICS_FILE))
+            raise OSError(errno.ESTALE, "somebody has removed the run's metrics", str(self._path))
         self._file.write(encode(record) + "\n")
-        # Line by line: a killed run loses no step that it has taken. TensorBoard's curves can be drawn again.
+        # Line by line: a killed run loses no step that it has taken.
         self._file.flush()
         return record
 
-    def draw(self, record: Mapping[str, Any]) -> None:
-        """Add a record to TensorBoard's curves; where the disk refuses, a warning, and none from then on."""
-        if not self._draws:
-            return
-        try:
-            self._draw(record)
-        except OSError as error:
-            self._draws = False
-            log.warning("TensorBoard's curves end before step %d: %s. Records go on.", record["step"], error)
-
-    def _draw(self, record: Mapping[str, Any]) -> None:
-        # Opened with the first record: importing TensorBoard takes a while, for which the first step need not wait.
-        if self._tensorboard is None:
-            self._tensorboard = open_tensorboard(self._folder, self._first_new_step)
-        for tag, value in scalars(record):
-            self._tensorboard.add_scalar(tag, value, record["step"])
-        if record["kind"] != "train":
-            self._tensorboard.flush()
-
     def close(self) -> None:
-        """Close both; safe to call twice."""
+        """Close the file; safe to call twice."""
         self._file.close()
-        if self._tensorboard is not None:
-            try:
-                self._tensorboard.close()
-            except OSError as error:
-                # Once: what ended the curves before has been said.
-                if self._draws:
-                    log.warning("TensorBoard's last curves are lost: %s. %s has them.", error, METRICS_FILE)
-            self._tensorboard = None
 
     def __enter__(self) -> MetricsWriter:
         return self
@@ -133,10 +99,10 @@ class Lines:
 
 
 class RecordWriter:
-    """Writes records to the run folder, the log and the console on rank 0; does nothing on the others."""
+    """Writes records to the run folder, the log, the console and trackers on rank 0; does nothing on the others."""
 
-    def __init__(self, folder: Path, lines: Lines, *, is_rank_0: bool, trackers: Sequence[TrackerFeed] = ()) -> None:
-        self._lines, self._trackers = lines, trackers
+    def __init__(self, folder: Path, lines: Lines, *, is_rank_0: bool, trackers: Trackers | None = None) -> None:
+        self._lines, self._trackers = lines, trackers or Trackers()
         self._pace = Pace(lines.first_step, time.monotonic())
         self._writer = None
         self._time = None
@@ -150,17 +116,13 @@ class RecordWriter:
         if self._writer is None or self._time is None:
             return
         record = {**record, **self._time.see(record)}
-        written = self._writer.append(record)
+        written = self._writer.write(record)
         left = self._pace.seconds_left(record["step"], self._lines.last_step, time.monotonic())
         if self._lines.is_due(record):
             log.info("%s", console_line(record, self._lines.total_steps, seconds_left=left))
         if record["kind"] == "train":
             self._live.update(record, seconds_left=left)
-        for tracker in self._trackers:
-            tracker.send(written)
-        # An event has no curve, and TensorBoard is not imported before the first step.
-        if record["kind"] != "event":
-            self._writer.draw(written)
+        self._trackers.send(written)
 
     def doing(self, what: str) -> None:
         """Say on the living line what happens between two steps, such as "saving", and to the watch."""
@@ -179,7 +141,6 @@ class RecordWriter:
         if self._time is not None:
             if told := self._time.end(failed=kind is not None):
                 log.info("%s", told)
-            for tracker in self._trackers:
-                tracker.close(self._time.how)
+            self._trackers.close(self._time.how)
         if self._writer is not None:
             self._writer.close()

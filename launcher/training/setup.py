@@ -27,9 +27,8 @@ from launcher.config.resolved import AUTO, ResolvedConfig
 from launcher.config.sections import DataSection, RunConfig
 from launcher.config.side_by_side import padded_documents
 from launcher.config.zero import zero_options
-from launcher.metrics.tensorboard import check_tensorboard
 from launcher.metrics.throughput import training_flops
-from launcher.metrics.trackers.feed import check_trackers
+from launcher.metrics.trackers.thread import check_trackers
 from launcher.plan.memory import check_memory, free_bytes, memory_of_rank
 from launcher.plan.world import World
 from launcher.run_folder import LOGS, hold_folder, prepare_folder, start_logging
@@ -86,7 +85,6 @@ def build_run(asked: RunConfig, device: torch.device, stop: Stop | None = None) 
     start_logging(folder, mesh.rank)
     log.info("Every rank's log: %s/rank_N.log", folder / LOGS)
     on_every_rank(lambda: check_swap_folders(config, model, mesh.world_size, mesh.ranks_per_node))
-    on_every_rank(check_tensorboard)
     on_rank_0(lambda: check_trackers(config.run.trackers))
     if config.zero.offload != "none":
         on_every_rank(compile_cpu_adam)

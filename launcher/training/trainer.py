@@ -13,7 +13,7 @@ from typing import Any
 from launcher.checkpoint.folder import remove_leftovers, set_aside_newer
 from launcher.checkpoint.retention import VALIDATION_LOSS
 from launcher.metrics.record import DISCARDED_FILE, METRICS_FILE, Record, missing_steps, truncate_after
-from launcher.metrics.trackers.feed import TrackerFeed, open_trackers
+from launcher.metrics.trackers.thread import Trackers, open_trackers
 from launcher.metrics.writer import Lines, RecordWriter
 from launcher.run_folder import write_config_and_environment
 from launcher.training.hooks.plan import PlanWatch, checked_line
@@ -66,7 +66,9 @@ class Trainer:
             last_step=last,
             every=config.run.log_every,
         )
-        records = RecordWriter(run.folder, lines, is_rank_0=run.is_rank_0, trackers=_open_trackers(run))
+        records = RecordWriter(
+            run.folder, lines, is_rank_0=run.is_rank_0, trackers=_open_trackers(run, self.progress.step)
+        )
         with closing(run.feed), records as writer:
             if run.origin == "resumed":
                 writer.write({"kind": "event", "event": "resume", "step": self.progress.step})
@@ -177,12 +179,21 @@ class Trainer:
         self._stopping.saved(run.saver.seconds)
 
 
-def _open_trackers(run: Run) -> list[TrackerFeed]:
-    """Those of the config, on rank 0."""
+def _open_trackers(run: Run, step: int) -> Trackers:
+    """Open the trackers of a run that goes on from ``step``, on rank 0."""
     config = run.config
     if not run.is_rank_0:
-        return []
-    return open_trackers(config.run.trackers, run.folder, config.run.tracker_project, dataclasses.asdict(config))
+        return Trackers()
+    first_step = 0
+    if run.origin == "resumed":
+        first_step = step + 1
+    return open_trackers(
+        config.run.trackers,
+        run.folder,
+        project=config.run.tracker_project,
+        config=dataclasses.asdict(config),
+        first_step=first_step,
+    )
 
 
 def _training_state(run: Run, progress: Progress, validation_losses: Mapping[int, float]) -> dict[str, Any]:

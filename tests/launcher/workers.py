@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import io
 import os
 import resource
@@ -17,12 +16,11 @@ import torch
 import launcher.checkpoint.save
 import launcher.checkpoint.saver
 import launcher.cluster.exit
-import launcher.metrics.writer
+import launcher.metrics.trackers.thread
 import launcher.report.page
 import launcher.training.trainer
 from launcher.cluster.exit import run_to_exit_code
 from launcher.metrics.record import Record, read_metrics, without_timing
-from launcher.metrics.writer import MetricsWriter
 from launcher.training.hook import Step
 from launcher.training.run import Run
 from launcher.training.setup import build_run
@@ -234,4 +232,4 @@ def rows(folder: Path) -> list[Record]:
 def leave_out_pictures() -> None:
     """Write no report and no TensorBoard events: they take longer than all steps of a tiny run."""
     launcher.report.page.write_report = lambda folder: folder / "report.html"
-    launcher.metrics.writer.MetricsWriter = functools.partial(MetricsWriter, tensorboard=False)
+    launcher.metrics.trackers.thread.ALWAYS = ()

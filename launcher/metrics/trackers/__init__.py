@@ -1,5 +1,4 @@
-"""Experiment trackers besides TensorBoard: W&B, trackio and MLflow, each in a process of its own.
+"""Experiment trackers: TensorBoard, W&B, trackio and MLflow, each in a thread of rank 0's process.
 
-``feed.py`` is the trainer's side: a thread and a bounded queue. ``process.py`` is the tracker's side: it reads lines
-from the trainer and hands them to one of the adaptors ``to_wandb.py``, ``to_trackio.py`` and ``to_mlflow.py``.
+``tracker.py`` has the protocol, ``thread.py`` the bounded queue and the thread, ``to_NAME.py`` one adapter each.
 """

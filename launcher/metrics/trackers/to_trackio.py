@@ -2,37 +2,44 @@
 
 from __future__ import annotations
 
+import logging
 import secrets
+import sys
 from collections.abc import Mapping
+from typing import Any
 
 import trackio  # pyright: ignore[reportMissingImports]
 
-from launcher.metrics.trackers.start import Start
+from launcher.metrics.trackers.tracker import TrackedRun, without_secrets
 
-NAME = "trackio"
-
-
-def open_tracker(start: Start) -> TrackioRun:
-    """Go on with the run's trackio run, or make one."""
-    # There a run is its name, and two folders may have one name.
-    name = str(start.remembered(NAME).get("name") or f"{start.name}-{secrets.token_hex(4)}")
-    start.remember(NAME, {"name": name, "project": start.project})
-    trackio.init(project=start.project, name=name, config=dict(start.config), resume="allow", embed=False)
-    return TrackioRun()
+log = logging.getLogger(__name__)
 
 
-class TrackioRun:
-    """Writes to the process's one run of trackio."""
+class TrackioTracker:
+    """The process's one run of trackio."""
 
-    def metrics(self, step: int, values: Mapping[str, float], seconds: float) -> None:
+    def __init__(self, run: TrackedRun) -> None:
+        # Trackio prints, and has no option against it: its modules get a ``print`` that writes to the run's log.
+        for name in [name for name in sys.modules if name.split(".")[0] == "trackio"]:
+            vars(sys.modules[name])["print"] = _print
+        # A run is identified by its name, and two folders may have the same name.
+        name = str(run.remembered("trackio").get("name") or f"{run.name}-{secrets.token_hex(4)}")
+        run.remember("trackio", {"name": name, "project": run.project})
+        trackio.init(project=run.project, name=name, config=dict(run.config), resume="allow", embed=False)
+
+    def log(self, step: int, values: Mapping[str, float], seconds: float) -> None:
         """Log a point of each curve."""
         trackio.log(dict(values), step=step)
 
     def text(self, step: int, name: str, text: str) -> None:
-        """Log a text as it is."""
-        # Of Markdown, a block of code: the model's own marks are no marks.
+        """Log a text as a block of code, because trackio reads Markdown."""
         trackio.log({name: trackio.Markdown(f"````text\n{text}\n````")}, step=step)
 
-    def finish(self, how: str) -> None:
+    def close(self, how: str) -> None:
         """Wait until all is stored, or sent."""
         trackio.finish()
+
+
+def _print(*words: Any, **_: Any) -> None:
+    if text := without_secrets(" ".join(map(str, words))).strip():
+        log.info("Tracker trackio: %s", text)

@@ -11,69 +11,48 @@ from typing import Any
 
 import wandb  # pyright: ignore[reportMissingImports]
 
-from launcher.metrics.trackers.start import Start
+from launcher.metrics.trackers.tracker import TrackedRun
 
 log = logging.getLogger(__name__)
 
-NAME = "wandb"
-_INIT_SECONDS = 60
 
+class WandbTracker:
+    """One run of W&B; it is kept offline if no key is set or nobody answers."""
 
-def open_tracker(start: Start) -> WandbRun:
-    """Go on with the run's W&B run, or make one; offline where no key is set or nobody answers."""
-    known = start.remembered(NAME)
-    run_id = str(known.get("id") or secrets.token_hex(4))
-    began = known.get("began")
-    if not isinstance(began, int | float):
-        began = time.time()
-    # Before anything is sent: an attempt that is killed now must find it.
-    start.remember(NAME, {"id": run_id, "project": start.project, "began": began})
-    options: dict[str, Any] = {
-        "project": start.project,
-        "name": start.name,
-        "id": run_id,
-        "resume": "allow",
-        "dir": str(start.folder),
-        "config": dict(start.config),
-        # The run's own log is in its folder; this process has nothing to show.
-        "settings": wandb.Settings(console="off", init_timeout=_INIT_SECONDS),
-    }
-    try:
-        run = wandb.init(**options)
-    except Exception as error:
-        # Who has chosen a mode gets that, or nothing.
-        if os.environ.get("WANDB_MODE"):
-            raise
-        what = type(error).__name__
-        log.warning("No W&B online (%s): the run is kept in its folder. Send it later by `wandb sync`.", what)
-        run = wandb.init(**options, mode="offline")
-    run.define_metric("step")
-    run.define_metric("*", step_metric="step")
-    return WandbRun(run, began)
+    def __init__(self, run: TrackedRun) -> None:
+        known = run.remembered("wandb")
+        self._row, self._began = 0, float(known.get("began") or time.time())
+        run_id = str(known.get("id") or secrets.token_hex(4))
+        # Before anything is sent: the next attempt finds it also after a kill.
+        run.remember("wandb", {"id": run_id, "project": run.project, "began": self._began})
+        # Silent, so that it asks nobody for a key; metadata would have the command line, and with it secrets.
+        settings = wandb.Settings(console="off", silent=True, x_disable_meta=True, init_timeout=60)
+        wandb.setup(settings)
+        options: dict[str, Any] = {"project": run.project, "name": run.name, "id": run_id, "resume": "allow"}
+        options |= {"dir": str(run.folder), "config": dict(run.config), "settings": settings}
+        try:
+            self._run = wandb.init(**options)
+        except Exception as error:
+            # A mode that the user has chosen is kept.
+            if os.environ.get("WANDB_MODE"):
+                raise
+            log.warning("No W&B online (%s): the run is kept in its folder for `wandb sync`.", type(error).__name__)
+            self._run = wandb.init(**options, mode="offline")
+        log.info("Tracker wandb: run %s in %s", run_id, self._run.url or self._run.dir)
+        self._run.define_metric("step")
+        self._run.define_metric("*", step_metric="step")
 
-
-class WandbRun:
-    """Writes to one run of W&B, whose first attempt began at this time, in seconds since 1970."""
-
-    def __init__(self, run: Any, began: float) -> None:
-        self._run, self._began, self._row = run, began, 0
-
-    def metrics(self, step: int, values: Mapping[str, float], seconds: float) -> None:
+    def log(self, step: int, values: Mapping[str, Any], seconds: float) -> None:
         """Log one row of its history."""
-        # W&B refuses rows whose number goes back. Steps do, where a resumed run takes them again, and each attempt
-        # that was kept offline would count from 0: milliseconds of the run never do.
+        # W&B refuses rows whose number decreases. A resumed run repeats steps, and each offline attempt would count
+        # from 0, but milliseconds since the first attempt always increase.
         self._row = max(self._row + 1, round(1000 * (time.time() - self._began)))
         self._run.log({"step": step, **values}, step=self._row)
 
     def text(self, step: int, name: str, text: str) -> None:
-        """Log a table of one cell: W&B keeps each step's."""
-        table = wandb.Table(columns=["step", "text"], data=[[step, text]])
-        self._row += 1
-        self._run.log({"step": step, name: table}, step=self._row)
+        """Log a table of one cell, because W&B keeps the table of each step."""
+        self.log(step, {name: wandb.Table(columns=["step", "text"], data=[[step, text]])}, 0.0)
 
-    def finish(self, how: str) -> None:
-        """Upload what is left; W&B shows a run that has not come to its end as failed."""
-        exit_code = 1
-        if how in ("done", "stopped"):
-            exit_code = 0
-        self._run.finish(exit_code=exit_code)
+    def close(self, how: str) -> None:
+        """Upload what is left; W&B shows a run with exit code 1 as failed."""
+        self._run.finish(exit_code=0 if how in ("done", "stopped") else 1)

@@ -11,7 +11,6 @@ import pytest
 from launcher.checkpoint import find_resume
 from launcher.config.load import load_run_config
 from launcher.metrics.record import DISCARDED_FILE, METRICS_FILE, read_metrics
-from launcher.metrics.tensorboard import first_new_step
 from launcher.training.stopping import going_on
 from longctx.checkpoint_format import CHECKPOINTS, MANIFEST, list_checkpoints
 from longctx.errors import CheckpointError
@@ -159,9 +158,3 @@ def test_the_line_to_go_on_with_is_the_same_line():
     words = ["deepspeed", "launcher/pretrain.py", "--run.resume", "auto", "--run.seed", "3"]
     assert going_on(words) == " ".join(words)
     assert going_on([*words[:3], "no", *words[4:]]).endswith("--run.seed 3 --run.resume latest")
-
-
-def test_curves_of_a_start_that_was_set_aside_are_hidden(tmp_path):
-    assert first_new_step(tmp_path) is None
-    (tmp_path / METRICS_FILE).touch()
-    assert first_new_step(tmp_path) == 0

@@ -153,7 +153,7 @@ def test_a_full_disk(scene: Scene, part: str):
             (disk.folder / "filler").unlink()
             if part in ("logs", "tensorboard"):
                 assert outcome.codes == [0, 0], outcome.text
-                words = {"logs": "Lines are missing", "tensorboard": "TensorBoard's curves end"}[part]
+                words = {"logs": "Lines are missing", "tensorboard": "Tracker tensorboard has failed"}[part]
                 seen, recovered = scene.seen(outcome.text, words), scene.went_on()
             else:
                 assert outcome.codes == [1, 1], outcome.text

@@ -11,7 +11,7 @@ import pytest
 
 from launcher.metrics.live import is_watched
 from launcher.metrics.record import read_metrics
-from launcher.metrics.writer import Lines, MetricsWriter, RecordWriter
+from launcher.metrics.writer import Lines, RecordWriter
 from launcher.run_folder import LOGS, start_logging
 from tests.launcher.metrics.test_metrics import train
 
@@ -41,7 +41,6 @@ def record_three_steps(folder: Path, stream: io.StringIO, monkeypatch, *, is_ran
     """What a run of three steps writes to the console; its log is in ``folder``."""
     monkeypatch.setattr(sys, "stdout", stream)
     monkeypatch.setenv("TERM", "xterm")
-    monkeypatch.setattr("launcher.metrics.writer.MetricsWriter", lambda f: MetricsWriter(f, tensorboard=False))
     (folder / LOGS).mkdir()
     start_logging(folder, 0 if is_rank_0 else 1)
     with RecordWriter(folder, LINES, is_rank_0=is_rank_0) as writer:
@@ -63,7 +62,7 @@ def test_a_terminal_sees_it_below_the_log_and_no_file_has_it(tmp_path, monkeypat
     text = (tmp_path / LOGS / "rank_0.log").read_text()
     assert text.count("\n") == 3, "the first step's line, where the time went, and what came after"
     assert "\x1b" not in text
-    assert "saving" not in text
+    assert "saving a checkpoint" not in text
     assert [record["step"] for record in read_metrics(tmp_path)] == [1, 2, 3], "every step, whatever log_every is"
 
 

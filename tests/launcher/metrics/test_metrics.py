@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import base64
-import importlib.util
 import json
 import math
 import zlib
@@ -26,9 +25,8 @@ from launcher.metrics.expert_load import (
 from launcher.metrics.record import missing_steps, read_metrics, truncate_after, without_timing
 from launcher.metrics.writer import Lines, MetricsWriter
 from launcher.wording import short_duration
-from longctx.errors import ConfigError, DataError
+from longctx.errors import DataError
 from tests.bounded import refusal
-from tests.launcher.faults.disk import small_disk
 
 TRAIN = {
     "kind": "train",
@@ -69,7 +67,7 @@ def train(step: int, **changes: object) -> dict:
 
 
 def write_all(folder: Path, records: list[dict]) -> None:
-    with MetricsWriter(folder, tensorboard=False) as writer:
+    with MetricsWriter(folder) as writer:
         for record in records:
             writer.write(record)
 
@@ -89,14 +87,14 @@ def test_what_is_written_is_read_back(tmp_path: Path) -> None:
 
 
 def test_each_line_is_on_disk_when_write_returns(tmp_path: Path) -> None:
-    with MetricsWriter(tmp_path, tensorboard=False) as writer:
+    with MetricsWriter(tmp_path) as writer:
         writer.write(TRAIN)
         assert read_metrics(tmp_path) == [TRAIN]
 
 
 def test_a_file_that_was_removed_takes_no_more(tmp_path: Path) -> None:
     """The system would take every line, and nobody could read one."""
-    with MetricsWriter(tmp_path, tensorboard=False) as writer:
+    with MetricsWriter(tmp_path) as writer:
         writer.write(train(1))
         (tmp_path / "metrics.jsonl").unlink()
         with pytest.raises(OSError, match="somebody has removed the run's metrics"):
@@ -128,7 +126,7 @@ def test_non_finite_numbers_survive_strict_json(tmp_path: Path) -> None:
     [{"kind": "training", "step": 1}, {"kind": "train", "step": 1}, train(1.5), {"kind": "event", "step": 1}],  # type: ignore[arg-type]
 )
 def test_writer_refuses_a_record_no_reader_would_take(tmp_path: Path, record: dict) -> None:
-    with MetricsWriter(tmp_path, tensorboard=False) as writer, pytest.raises(ValueError, match=r"kind|lacks|step"):
+    with MetricsWriter(tmp_path) as writer, pytest.raises(ValueError, match=r"kind|lacks|step"):
         writer.write(record)
     assert read_metrics(tmp_path) == []
 
@@ -351,40 +349,12 @@ def test_which_steps_get_a_line() -> None:
     assert lines.is_due(broken), "it says why the run ends"
 
 
-def test_tensorboard_shows_the_same_numbers_and_hides_what_came_again(tmp_path: Path) -> None:
-    with MetricsWriter(tmp_path) as writer:
-        for step in (1, 2, 3):
-            writer.write(train(step, loss=float(step)))
-        writer.write({**VALIDATION, "step": 3})
-    truncate_after(tmp_path, 2)
-    with MetricsWriter(tmp_path) as writer:
-        writer.write(train(3, loss=33.0))
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-
-    curves = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
-    assert [(point.step, point.value) for point in curves.Scalars("train/loss")] == [(1, 1.0), (2, 2.0), (3, 33.0)]
-    assert curves.Scalars("expert_max_over_mean/layer_3")[0].value == pytest.approx(1.3)
-    assert curves.Scalars("router_entropy/layer_1")[0].value == pytest.approx(1.2)
-    assert "expert_max_over_mean/layer_0" not in curves.Tags()["scalars"]
-    assert "train/mfu" not in curves.Tags()["scalars"]
-
-
-def test_missing_tensorboard_is_said_before_anything_is_written(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(ConfigError, match="pip install tensorboard"):
-        MetricsWriter(tmp_path / "run")
-    assert not (tmp_path / "run").exists()
-    MetricsWriter(tmp_path / "run", tensorboard=False).close()
-
-
 def test_ten_thousand_steps_of_a_large_model_stay_under_50_mb(tmp_path):
     """48 layers of 128 experts: 435 MB if every step had all its counts."""
     rng = np.random.default_rng(0)
     size = 0
     steps = [*range(1, 3), *range(1001, 1065)]  # 64 steps between two records with all counts
-    with MetricsWriter(tmp_path, tensorboard=False) as writer:
+    with MetricsWriter(tmp_path) as writer:
         for step in steps:
             loads_LE = rng.multinomial(2_097_152, [1 / 128] * 128, size=48)
             loads_LE[:, rng.choice(128, 5)] = 0
@@ -441,15 +411,3 @@ def test_a_folder_that_goes_on_from_another_one_begins_there(tmp_path):
     resumed = {"kind": "event", "event": "resume", "step": 6, "time": TRAIN["time"]}
     write_all(tmp_path, [resumed, train(7), train(9)])
     assert missing_steps(tmp_path, 9) == [range(8, 9)]
-
-
-def test_a_full_disk_ends_tensorboards_curves_and_no_run(tmp_path, caplog, capfd):
-    with small_disk(tmp_path / "tensorboard", "8k"):
-        with MetricsWriter(tmp_path) as writer:
-            for step in range(1, 400):
-                writer.write(train(step))
-        assert [record["step"] for record in read_metrics(tmp_path)] == list(range(1, 400))
-    said = [record.message for record in caplog.records if record.levelname == "WARNING"]
-    assert len(said) == 1
-    assert "No space left on device" in said[0]
-    assert "Traceback" not in capfd.readouterr().err

@@ -78,7 +78,7 @@ def make_run(folder: Path, records: list[dict], *, environment: object = ENVIRON
     (folder / "config.toml").write_text(CONFIG)
     if environment is not None:
         (folder / "environment.json").write_text(json.dumps(environment))
-    with MetricsWriter(folder, tensorboard=False) as writer:
+    with MetricsWriter(folder) as writer:
         for record in records:
             writer.write(record)
     return folder

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import logging
 import os
 import sqlite3
 import subprocess
@@ -16,8 +17,8 @@ from pathlib import Path
 
 import pytest
 
-from launcher.metrics.trackers import feed
-from launcher.metrics.trackers.feed import PACKAGES, check_trackers, open_trackers
+from launcher.metrics.trackers import thread
+from launcher.metrics.trackers.thread import PACKAGES, check_trackers, open_trackers
 from tests.launcher.metrics.test_metrics import VALIDATION, train
 from tests.launcher.workers import run
 from tests.launcher.workers import train as train_run
@@ -36,8 +37,9 @@ def _offline(monkeypatch, tmp_path):
             monkeypatch.delenv(name)
     monkeypatch.setenv("TRACKIO_DIR", str(tmp_path / "trackio"))
     monkeypatch.setenv("WANDB_MODE", "offline")
+    monkeypatch.setattr(thread, "ALWAYS", ())
     # On a busy machine an import alone may take longer than a run waits for.
-    monkeypatch.setattr(feed, "DONE_SECONDS", 120.0)
+    monkeypatch.setattr(thread, "DONE_SECONDS", 120.0)
 
 
 def need(name: str) -> None:
@@ -121,31 +123,34 @@ READERS: dict[str, Callable[[Path], tuple[Points, dict, str]]] = {
 
 
 @pytest.mark.parametrize("name", READERS)
-def test_a_resumed_run_goes_on_in_the_trackers_run(name, tmp_path):
+def test_a_resumed_run_goes_on_in_the_trackers_run(name, tmp_path, caplog, capfd, monkeypatch):
     need(name)
     folder = tmp_path / "run"
-    (folder / "logs").mkdir(parents=True)
+    folder.mkdir()
+    monkeypatch.setattr(sys, "argv", ["pretrain.py", "--data.train", "s3://me:never-told@host/x"])
     # The second attempt goes on from step 1, with another rate: MLflow never changes a parameter.
     for rate, steps, time in ((0.5, (1, 2), "2025-01-01T00:00:00+00:00"), (0.25, (2, 3), "2025-01-02T00:00:00+00:00")):
-        (tracker,) = open_trackers([name], folder, "mine", {"train": {"lr": rate}, "run": {"seed": 3}})
+        config = {"train": {"lr": rate}, "run": {"seed": 3}}
+        trackers = open_trackers([name], folder, project="mine", config=config, first_step=steps[0])
         for step in steps:
-            tracker.send(train(step, loss=float(step), time=time))
-        tracker.send({**VALIDATION, "step": steps[-1], "sample": {"prompt": "Once", "text": " upon"}})
-        tracker.close("done")
-        assert tracker._process is not None
-        assert tracker._process.wait(60) == 0, (folder / "logs" / f"tracker_{name}.log").read_text()
+            trackers.send(train(step, loss=float(step), time=time))
+        trackers.send({**VALIDATION, "step": steps[-1], "sample": {"prompt": "Once", "text": " upon"}})
+        trackers.close("done")
+    assert not [record for record in caplog.records if record.levelno >= logging.WARNING]
+    assert capfd.readouterr() == ("", ""), "the console belongs to the run"
     points, config, texts = READERS[name](folder)
     assert points == [(1, 1.0), (2, 2.0), (2, 2.0), (3, 3.0)]
     assert str(config["run.seed"]) == "3"
     if name == "mlflow":
         assert (config["train.lr"], config["resumed.train.lr"]) == ("0.5", "0.25")
     assert texts
+    assert not [path for path in tmp_path.rglob("*") if path.is_file() and b"never-told" in path.read_bytes()]
 
 
 def train_tracked(shards: Path, output: Path, changed: dict) -> None:
     """A run in a worker, which was forked before the test had an environment of its own."""
     os.environ |= {"TRACKIO_DIR": str(output.parent / "trackio"), "WANDB_MODE": "offline"}
-    feed.DONE_SECONDS = 120.0
+    thread.DONE_SECONDS = 120.0
     train_run(shards, output, changed)
 
 

@@ -1,4 +1,4 @@
-"""What a tracker is told of a run, and what it can do: the contract between the process and its adaptors."""
+"""The ``Tracker`` protocol, and what an adapter knows of the run that it shows."""
 
 from __future__ import annotations
 
@@ -20,34 +20,36 @@ _LEAST_SECRET = 6
 
 
 class Tracker(Protocol):
-    """One run of a tracker, open for writing."""
+    """One run of a tracker, open for writing. All calls come from one thread; an exception ends the tracker."""
 
-    def metrics(self, step: int, values: Mapping[str, float], seconds: float) -> None:
+    def log(self, step: int, values: Mapping[str, float], seconds: float) -> None:
         """Add a point to each of these curves; ``seconds`` since 1970."""
         ...
 
     def text(self, step: int, name: str, text: str) -> None:
-        """Add a text, such as a sample of what the model writes."""
+        """Add a text, such as a sample of the model's output."""
         ...
 
-    def finish(self, how: str) -> None:
-        """Send what is left. ``how`` is done, stopped or failed."""
+    def close(self, how: str) -> None:
+        """Send what is left. ``how`` is done, stopped, launcher (it is gone) or failed."""
         ...
 
 
 @dataclass(frozen=True, kw_only=True)
-class Start:
-    """A run, as its tracker is to show it."""
+class TrackedRun:
+    """A run as an adapter opens it."""
 
     folder: Path
-    """The run's folder: what stays on this machine goes there."""
+    """The run's folder, which also holds the files of a tracker without a server."""
     project: str
     name: str
     config: Mapping[str, str | int | float | bool]
-    """The run's settings by dotted key."""
+    """Settings by dotted key, without secrets."""
+    first_step: int
+    """The first step that this attempt records; an earlier attempt may have recorded it and later ones."""
 
     def remembered(self, tracker: str) -> dict[str, Any]:
-        """What an earlier attempt of the run has kept for this tracker; empty before the first one."""
+        """Return what an earlier attempt of the run stored for this tracker; empty for the first one."""
         try:
             found = read_json(self._memory(tracker))
         except (OSError, ValueError):
@@ -57,7 +59,7 @@ class Start:
         return found
 
     def remember(self, tracker: str, values: Mapping[str, Any]) -> None:
-        """Keep values for the next attempt, so that it goes on with the same run of the tracker."""
+        """Store values for the next attempt, so that it continues the same run of the tracker."""
         path = self._memory(tracker)
         path.parent.mkdir(parents=True, exist_ok=True)
         write_atomically(path, (json.dumps(values) + "\n").encode())
@@ -67,7 +69,7 @@ class Start:
 
 
 def without_secrets(text: str) -> str:
-    """The text without values of the environment's keys, tokens and passwords, and without users of URLs."""
+    """Return the text without values of the environment's keys, tokens and passwords, and without users of URLs."""
     for name, value in os.environ.items():
         if _SECRET.search(name) and len(value) >= _LEAST_SECRET:
             text = text.replace(value, "***")

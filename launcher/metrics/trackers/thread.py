@@ -1,0 +1,213 @@
+"""Hand the records of a run to its trackers without waiting for them.
+
+Each tracker has a bounded queue and a thread, so one that hangs delays neither a step nor another tracker. A full queue
+drops records and counts them; an exception ends that tracker. ``metrics.jsonl`` has every record in any case.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import logging
+import os
+import queue
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from datetime import datetime
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from launcher.cluster.exit import BACKGROUND
+from launcher.metrics.curves import curves
+from launcher.metrics.record import Record
+from launcher.metrics.trackers.tracker import TrackedRun, Tracker, without_secrets
+from longctx.errors import ConfigError
+
+log = logging.getLogger(__name__)
+
+ALWAYS = ("tensorboard",)
+"""Trackers of every run, besides those of ``run.trackers``."""
+PACKAGES: dict[str, tuple[str, ...]] = {
+    "wandb": ("wandb",),
+    "trackio": ("trackio",),
+    "mlflow": ("mlflow", "sqlalchemy", "alembic"),
+}
+"""What each optional tracker imports. Without a server MLflow stores runs in a database, which takes the other two."""
+QUEUE_CALLS = 1000
+"""Most calls that wait for one tracker."""
+DONE_SECONDS, STOP_SECONDS = 20.0, 2.0
+"""How long the end of a run waits for all trackers together; a launcher may soon kill a run that stops or fails."""
+
+Call = Callable[[Tracker], None]
+
+
+def check_trackers(names: Sequence[str]) -> None:
+    """Raise ConfigError if a tracker is not installed or named twice. Only rank 0 needs them."""
+    if doubled := {name for name in names if list(names).count(name) > 1}:
+        raise ConfigError(f"run.trackers names {' and '.join(sorted(doubled))} twice. Name each tracker once.")
+    for name in names:
+        needed = PACKAGES[name]
+        if name == "mlflow" and os.environ.get("MLFLOW_TRACKING_URI"):
+            needed = needed[:1]
+        missing = [package for package in needed if importlib.util.find_spec(package) is None]
+        if missing:
+            raise ConfigError(
+                f"run.trackers names {name}, but {' and '.join(missing)} is not installed where rank 0 runs.\n"
+                f"Try `pip install -e '.[{name}]'`, or leave it out: metrics.jsonl and TensorBoard have the "
+                "same numbers."
+            )
+
+
+def open_trackers(
+    names: Sequence[str], folder: Path, *, project: str, config: Mapping[str, Any], first_step: int
+) -> Trackers:
+    """Start the threads of ``ALWAYS`` and ``names`` for the run in ``folder``; ``config`` may be nested."""
+    run = TrackedRun(
+        folder=folder,
+        project=project,
+        name=folder.resolve().name,
+        config={key: _plain(value) for key, value in _flat(config)},
+        first_step=first_step,
+    )
+    return Trackers([TrackerThread(name, partial(open_tracker, name, run)) for name in (*ALWAYS, *names)])
+
+
+def open_tracker(name: str, run: TrackedRun) -> Tracker:
+    """Import the adapter of this name and open the run with it."""
+    if name == "tensorboard":
+        from launcher.metrics.trackers.to_tensorboard import TensorBoardTracker
+
+        return TensorBoardTracker(run)
+    if name == "wandb":
+        from launcher.metrics.trackers.to_wandb import WandbTracker
+
+        return WandbTracker(run)
+    if name == "trackio":
+        from launcher.metrics.trackers.to_trackio import TrackioTracker
+
+        return TrackioTracker(run)
+    from launcher.metrics.trackers.to_mlflow import MlflowTracker
+
+    return MlflowTracker(run)
+
+
+class Trackers:
+    """The trackers of one run; none on ranks other than 0."""
+
+    def __init__(self, threads: Sequence[TrackerThread] = ()) -> None:
+        self._threads = threads
+        for thread in threads:
+            thread.start()
+
+    def send(self, record: Record) -> None:
+        """Queue the curves of a record, and its sample text, for every tracker. Return at once."""
+        step, values, sample = record["step"], curves(record), record.get("sample")
+        if values:
+            seconds = datetime.fromisoformat(record["time"]).timestamp()
+            self._put(lambda tracker: tracker.log(step, values, seconds))
+        if sample:
+            text = without_secrets(sample["prompt"] + sample["text"])
+            self._put(lambda tracker: tracker.text(step, "sample", text))
+
+    def close(self, how: str) -> None:
+        """Close all trackers, and wait for them a limited time; ``how`` the run ended."""
+        deadline = time.monotonic() + (DONE_SECONDS if how == "done" else STOP_SECONDS)
+        for thread in self._threads:
+            thread.finish(how)
+        for thread in self._threads:
+            thread.wait(deadline)
+
+    def _put(self, call: Call) -> None:
+        for thread in self._threads:
+            thread.put(call)
+
+
+class TrackerThread(threading.Thread):
+    """Opens a tracker for the first call in its queue, then makes the calls in their order."""
+
+    def __init__(self, tracker: str, open_it: Callable[[], Tracker]) -> None:
+        # A daemon: the process ends also if the tracker hangs.
+        super().__init__(name=f"{BACKGROUND}{tracker}", daemon=True)
+        self.num_dropped = 0
+        self._title, self._open = tracker, open_it
+        self._tracker: Tracker | None = None
+        self._has_failed, self._how = False, "failed"
+        self._calls: queue.Queue[Call | None] = queue.Queue(QUEUE_CALLS)
+        self._is_ending = threading.Event()
+
+    def put(self, call: Call) -> None:
+        """Queue a call; drop it if the queue is full."""
+        try:
+            self._calls.put_nowait(call)
+        except queue.Full:
+            self.num_dropped += 1
+            if self.num_dropped == 1:
+                log.warning(
+                    "Tracker %s hangs or is slower than the run: records are dropped there (said once). metrics.jsonl "
+                    "has them all.",
+                    self._title,
+                )
+
+    def finish(self, how: str) -> None:
+        """Let the thread end once its queue is empty."""
+        self._how = how
+        self._is_ending.set()
+        # None wakes a thread that waits for a call.
+        with suppress(queue.Full):
+            self._calls.put_nowait(None)
+
+    def wait(self, deadline: float) -> None:
+        """Wait for the end of the thread until the deadline, and say what the tracker lacks."""
+        self.join(max(0.0, deadline - time.monotonic()))
+        if self.is_alive():
+            log.warning("Tracker %s has not taken all records in time; metrics.jsonl has them.", self._title)
+        elif self.num_dropped and not self._has_failed:
+            log.warning("Tracker %s lacks %d records, which were dropped.", self._title, self.num_dropped)
+
+    def run(self) -> None:
+        """Make the calls until the run has ended and the queue is empty, then close the tracker."""
+        while not (self._is_ending.is_set() and self._calls.empty()):
+            call = self._calls.get()
+            if call is not None:
+                self._call(call)
+        if self._tracker is not None:
+            self._call(lambda tracker: tracker.close(self._how))
+
+    def _call(self, call: Call) -> None:
+        """Make one call; after an error the tracker is closed and further calls are dropped."""
+        if self._has_failed:
+            return
+        try:
+            if self._tracker is None:
+                self._tracker = self._open()
+            call(self._tracker)
+        except Exception as error:
+            self._has_failed = True
+            log.warning(
+                "Tracker %s has failed: %s. The run goes on without it; metrics.jsonl has every record.",
+                self._title,
+                without_secrets(f"{type(error).__name__}: {error}"),
+            )
+            if self._tracker is not None:
+                with suppress(Exception):
+                    self._tracker.close("failed")
+
+
+def _flat(config: Mapping[str, Any], prefix: str = "") -> list[tuple[str, Any]]:
+    """Return settings by dotted key."""
+    found: list[tuple[str, Any]] = []
+    for key, value in config.items():
+        if isinstance(value, Mapping):
+            found += _flat(value, f"{prefix}{key}.")
+        else:
+            found.append((f"{prefix}{key}", value))
+    return found
+
+
+def _plain(value: Any) -> str | int | float | bool:
+    """Return a setting as every tracker takes it."""
+    if isinstance(value, bool | int | float):
+        return value
+    return without_secrets(str(value))

@@ -1,0 +1,47 @@
+"""TensorBoard: the only file that imports it. Event files are in the run folder."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Mapping
+
+from torch.utils.tensorboard import SummaryWriter
+
+from launcher.metrics.trackers.tracker import TrackedRun
+
+TENSORBOARD_FOLDER = "tensorboard"
+
+
+class TensorBoardTracker:
+    """One run of TensorBoard; it hides what earlier attempts drew from ``first_step`` on."""
+
+    def __init__(self, run: TrackedRun) -> None:
+        if not isinstance(threading.excepthook, _WithoutTensorBoard):
+            threading.excepthook = _WithoutTensorBoard(threading.excepthook)
+        folder = run.folder / TENSORBOARD_FOLDER
+        self._writer = SummaryWriter(str(folder), purge_step=run.first_step, flush_secs=30)
+
+    def log(self, step: int, values: Mapping[str, float], seconds: float) -> None:
+        """Add a point to each curve."""
+        for tag, value in values.items():
+            self._writer.add_scalar(tag, value, step, walltime=seconds)
+
+    def text(self, step: int, name: str, text: str) -> None:
+        """Add a text as a block of code, because TensorBoard reads Markdown."""
+        self._writer.add_text(name, f"````text\n{text}\n````", step)
+
+    def close(self, how: str) -> None:
+        """Flush the event file."""
+        self._writer.close()
+
+
+class _WithoutTensorBoard:
+    """A thread hook that leaves out the traceback of TensorBoard's own thread: the writer's next call raises it."""
+
+    def __init__(self, others: Callable[[threading.ExceptHookArgs], object]) -> None:
+        self._others = others
+
+    def __call__(self, args: threading.ExceptHookArgs, /) -> None:
+        if isinstance(args.exc_value, OSError) and type(args.thread).__module__.startswith("tensorboard."):
+            return
+        self._others(args)

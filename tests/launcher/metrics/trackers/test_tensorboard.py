@@ -1,0 +1,45 @@
+"""TensorBoard's curves of a run, of its later attempts, and on a disk that is full."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from launcher.metrics.trackers.thread import Trackers, open_trackers
+from tests.launcher.faults.disk import small_disk
+from tests.launcher.metrics.test_metrics import VALIDATION, train
+
+
+def curves_of(folder: Path, first_step: int) -> Trackers:
+    return open_trackers((), folder, project="", config={}, first_step=first_step)
+
+
+def test_an_attempt_hides_what_comes_again(tmp_path: Path) -> None:
+    for first_step, steps, loss in ((0, (1, 2, 3), 1.0), (3, (3, 4), 11.0)):
+        trackers = curves_of(tmp_path, first_step)
+        for step in steps:
+            trackers.send(train(step, loss=loss * step))
+        trackers.send({**VALIDATION, "sample": {"prompt": "Once", "text": " upon"}})
+        trackers.close("done")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    found = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
+    points = [(point.step, point.value) for point in found.Scalars("train/loss")]
+    assert points == [(1, 1.0), (2, 2.0), (3, 33.0), (4, 44.0)]
+    assert found.Scalars("expert_max_over_mean/layer_3")[0].value == pytest.approx(1.3)
+    assert found.Scalars("router_entropy/layer_1")[0].value == pytest.approx(1.2)
+    assert {"expert_max_over_mean/layer_0", "train/mfu"}.isdisjoint(found.Tags()["scalars"])
+    assert b"Once upon" in found.Tensors("sample/text_summary")[0].tensor_proto.string_val[0]
+
+
+def test_a_full_disk_ends_the_curves_and_no_run(tmp_path, caplog, capfd):
+    with small_disk(tmp_path / "tensorboard", "8k"):
+        trackers = curves_of(tmp_path, 0)
+        for step in range(1, 400):
+            trackers.send(train(step))
+        trackers.close("done")
+    (said,) = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    assert "Tracker tensorboard has failed: OSError" in said
+    assert "No space left on device" in said
+    assert "Traceback" not in capfd.readouterr().err

@@ -1,0 +1,209 @@
+"""A tracker never stops or delays training: whatever it does, the run goes on."""
+
+from __future__ import annotations
+
+import logging
+import math
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator, Mapping
+
+import pytest
+
+from launcher.metrics.trackers import thread
+from launcher.metrics.trackers.thread import (
+    PACKAGES,
+    QUEUE_CALLS,
+    Trackers,
+    TrackerThread,
+    check_trackers,
+    open_trackers,
+)
+from launcher.metrics.trackers.tracker import TrackedRun, without_secrets
+from longctx.errors import ConfigError
+from tests.helpers import REPOSITORY
+from tests.launcher.metrics.test_metrics import TRAIN, VALIDATION, train
+
+
+class Remembers:
+    """A tracker that remembers its calls, and may refuse or hold up one of them."""
+
+    def __init__(self, at: str = "", act: Callable[[], object] = lambda: None) -> None:
+        self.calls: list[tuple] = []
+        self._at, self._act = at, act
+
+    def log(self, step: int, values: Mapping[str, float], seconds: float) -> None:
+        self._take("log", step, values, seconds)
+
+    def text(self, step: int, name: str, text: str) -> None:
+        self._take("text", step, name, text)
+
+    def close(self, how: str) -> None:
+        self._take("close", how)
+
+    def _take(self, *call: object) -> None:
+        self.calls.append(call)
+        if call[0] == self._at:
+            self._act()
+
+
+def fail() -> None:
+    raise OSError("no space at https://me:word@host")
+
+
+@pytest.fixture
+def gate(monkeypatch) -> Iterator[threading.Event]:
+    """What a tracker that hangs waits for; the end of a run hardly waits for such a tracker."""
+    monkeypatch.setattr(thread, "DONE_SECONDS", 0.1)
+    opened = threading.Event()
+    yield opened
+    opened.set()
+
+
+def warnings(caplog) -> list[str]:
+    return [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
+
+
+@pytest.mark.parametrize("how", ["done", "stopped", "launcher", "failed"])
+def test_a_tracker_gets_curves_texts_and_the_end(how, caplog):
+    tracker = Remembers()
+    trackers = Trackers([TrackerThread("x", lambda: tracker)])
+    trackers.send({"kind": "event", "event": "resume", "step": 1, "time": TRAIN["time"]})
+    trackers.send(train(1, loss=math.inf))
+    trackers.send({**VALIDATION, "sample": {"prompt": "Once", "text": " upon"}})
+    trackers.close(how)
+    step, validation, sample, end = tracker.calls
+    assert (step[0], step[1], step[3]) == ("log", 1, 1735689600.0)
+    assert (step[2]["train/loss"], step[2]["train/lr"]) == (math.inf, TRAIN["lr"])
+    assert validation[2]["validation/loss"] == VALIDATION["loss"]
+    assert sample == ("text", 12, "sample", "Once upon")
+    assert end == ("close", how)
+    assert not caplog.records
+
+
+def test_a_tracker_that_hangs_drops_records_and_delays_no_other_one(gate, caplog):
+    hangs, other = Remembers("log", gate.wait), Remembers()
+    hanging = TrackerThread("hangs", lambda: hangs)
+    # The other one has to keep up with this test.
+    trackers = [Trackers([hanging]), Trackers([TrackerThread("other", lambda: other)])]
+    for step in range(QUEUE_CALLS + 12):
+        trackers[0].send(train(step))
+        if step < 10:
+            trackers[1].send(train(step))
+    for one in trackers:
+        one.close("done")
+    assert hanging.num_dropped in (11, 12), "one may be in its hands, the others are in the queue"
+    assert [call[0] for call in other.calls] == ["log"] * 10 + ["close"]
+    dropped, late = warnings(caplog)
+    assert "records are dropped there" in dropped
+    assert "hangs has not taken all records in time" in late
+    # It was slow, after all.
+    gate.set()
+    hanging.join(60)
+    hanging.wait(0.0)
+    assert f"lacks {hanging.num_dropped} records" in warnings(caplog)[-1]
+    assert len(hangs.calls) == QUEUE_CALLS + 12 - hanging.num_dropped + 1
+
+
+@pytest.mark.parametrize("at", ["log", "text", "close"])
+def test_a_tracker_that_fails_is_closed_and_named_once(at, caplog):
+    tracker = Remembers(at, fail)
+    trackers = Trackers([TrackerThread("x", lambda: tracker)])
+    for step in range(1, 20):
+        trackers.send({**train(step), "sample": {"prompt": "", "text": "x"}})
+    trackers.close("done")
+    assert warnings(caplog) == [
+        "Tracker x has failed: OSError: no space at https://***@host. The run goes on without it; "
+        "metrics.jsonl has every record."
+    ]
+    assert tracker.calls[-1] == ("close", "failed")
+
+
+def test_a_tracker_that_cannot_be_opened_is_named_and_takes_no_room(caplog):
+    def refuse() -> Remembers:
+        raise ModuleNotFoundError("No module named 'x'")
+
+    one = TrackerThread("x", refuse)
+    trackers = Trackers([one])
+    for step in range(2 * QUEUE_CALLS):
+        trackers.send(train(step))
+    trackers.close("failed")
+    assert caplog.text.count("Tracker x has failed: ModuleNotFoundError: No module named 'x'") == 1
+    assert not one.is_alive()
+
+
+def test_a_done_process_does_not_wait_for_a_tracker_that_hangs():
+    """Libraries wait for their own work when Python exits; this one for ever."""
+    script = """
+import atexit, threading
+from launcher.cluster.exit import run_script
+from launcher.metrics.trackers import thread
+from tests.launcher.metrics.test_metrics import train
+from tests.launcher.metrics.trackers.test_thread import Remembers
+
+thread.DONE_SECONDS = 0.1
+def main():
+    never = threading.Event()
+    atexit.register(never.wait)
+    trackers = thread.Trackers([thread.TrackerThread("x", lambda: Remembers("log", never.wait))])
+    trackers.send(train(1))
+    trackers.close("done")
+run_script(main)
+"""
+    done = subprocess.run([sys.executable, "-c", script], cwd=REPOSITORY, timeout=60, check=False)
+    assert done.returncode == 0
+
+
+def test_an_attempt_remembers_what_the_next_one_needs(tmp_path):
+    tracked = TrackedRun(folder=tmp_path, project="p", name="a", config={}, first_step=0)
+    assert tracked.remembered("wandb") == {}
+    tracked.remember("wandb", {"id": "x"})
+    assert tracked.remembered("wandb") == {"id": "x"}
+    (tmp_path / "trackers" / "wandb.json").write_text("[")
+    assert tracked.remembered("wandb") == {}
+
+
+def test_secrets_are_left_out(monkeypatch):
+    monkeypatch.setenv("WANDB_API_KEY", "0123456789abcdef")
+    monkeypatch.setenv("SOME_TOKEN", "true")
+    text = "key 0123456789abcdef true at https://me:word@host:5000/x and s3://bucket/a@b"
+    assert without_secrets(text) == "key *** true at https://***@host:5000/x and s3://bucket/a@b"
+
+
+def test_settings_become_parameters(tmp_path, monkeypatch):
+    opened: list[tuple[str, TrackedRun]] = []
+    monkeypatch.setattr(thread, "open_tracker", lambda *call: opened.append(call) or Remembers())
+    config = {"run": {"trackers": ("wandb",), "seed": 3}, "data": {"train": "s3://u:p@h/x", "balance": True}}
+    trackers = open_trackers(["wandb"], tmp_path, project="mine", config=config, first_step=7)
+    trackers.send(train(7))
+    trackers.close("done")
+    assert sorted(name for name, _ in opened) == ["tensorboard", "wandb"]
+    assert opened[0][1] == TrackedRun(
+        folder=tmp_path,
+        project="mine",
+        name=tmp_path.name,
+        config={"run.trackers": "('wandb',)", "run.seed": 3, "data.train": "s3://***@h/x", "data.balance": True},
+        first_step=7,
+    )
+
+
+@pytest.mark.parametrize("name", PACKAGES)
+def test_a_tracker_that_is_not_installed_is_refused_with_what_to_install(name, monkeypatch):
+    monkeypatch.setattr("importlib.util.find_spec", lambda package: None)
+    with pytest.raises(ConfigError, match=rf"pip install -e '.\[{name}\]'"):
+        check_trackers([name])
+    check_trackers([])
+
+
+def test_mlflow_with_a_server_needs_no_database(monkeypatch):
+    monkeypatch.setattr("importlib.util.find_spec", lambda package: package == "mlflow" or None)
+    with pytest.raises(ConfigError, match="but sqlalchemy and alembic is not installed"):
+        check_trackers(["mlflow"])
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://localhost:5000")
+    check_trackers(["mlflow"])
+
+
+def test_a_tracker_named_twice_is_refused():
+    with pytest.raises(ConfigError, match="names trackio twice"):
+        check_trackers(["trackio", "trackio"])
