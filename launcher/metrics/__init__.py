@@ -1,4 +1,4 @@
-"""One record a step: metrics.jsonl is the truth; console and TensorBoard read the same record."""
+"""One record a step: metrics.jsonl is the truth; console and trackers read the same record."""
 
 from launcher.metrics.console import console_line
 from launcher.metrics.record import (

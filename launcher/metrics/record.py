@@ -1,4 +1,4 @@
-"""The record of a run: ``metrics.jsonl``, and the console line and TensorBoard curves made from the same records.
+"""The record of a run: ``metrics.jsonl``, and the console line and trackers' curves made from the same records.
 
 Rank 0 alone writes. A record is a plain dict of one of three kinds, which its ``kind`` names: ``train`` (one a step,
 made by ``launcher/training/step.py``), ``validation`` and ``event`` (a resume). ``docs/run-folder.md`` defines every
