@@ -28,7 +28,6 @@ def plan(
     *,
     config: Annotated[str | None, arg(metavar="F.toml")] = None,
     ranks: int = 0,
-    output: Annotated[Path | None, arg(metavar="F.svg")] = None,
     json: Json = False,
     settings: Annotated[tuple[str, ...], tyro.conf.Suppress] = (),
 ) -> None:
@@ -42,7 +41,6 @@ def plan(
     Args:
         config: The run's file, or a recipe's name.
         ranks: Ranks of the run; those of run.hostfile where it names a file, else as few as the degrees allow.
-        output: File for a picture of the two.
     """
     if ranks < 0:
         raise ConfigError(f"--ranks {ranks} must be at least 1, or 0 as if it were left out.")
@@ -74,12 +72,6 @@ def plan(
     lockstep = in_lockstep(run_config)
     with progress(f"planning {data.train}"):
         found = survey(order, data.seq_len, micro_batches, cost, documents=PLANNED_DOCUMENTS, lockstep=lockstep)
-    # Before the table, which names it.
-    if output is not None:
-        from launcher.report.packing import packing_picture
-        from longctx.files import write_atomically
-
-        write_atomically(output, packing_picture(found).encode())
     if json:
         say_json(dataclasses.asdict(found))
         return
@@ -93,8 +85,6 @@ def plan(
     if isinstance(order, MixedOrder):
         rows = run_config.train.steps * run_config.rows_per_step
         say("\n" + table(["source", "tokens of the run", "passes"], _sources(order.forecast(order.start(), rows))))
-    if output is not None:
-        say(f"\nPicture: {output}")
 
 
 def sample(

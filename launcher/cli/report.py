@@ -20,7 +20,7 @@ def report(
     """Write a run's report.html, or several runs or evaluations side by side.
 
     One self-contained page holds a run folder's numbers and curves. It can be made while the run goes on.
-    Of several runs the page compares figures, curves, sample texts and configs.
+    Of several runs the page compares key figures, losses and configs.
     Of several evaluations it compares scores, and draws their needles in panels of one picture, which stands beside it.
 
     Args:

@@ -5,9 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
+import numpy as np
 from markupsafe import Markup
+from matplotlib.ticker import FuncFormatter
 
-from launcher.report import comparison_figures
+from launcher.metrics.console import short_number
+from launcher.report.figures import Series, finish, new_figure, styled, to_svg
 from launcher.report.head import key_figures, state
 from launcher.report.page import write_page
 from launcher.report.run import Run, load_run
@@ -19,6 +22,8 @@ from longctx.errors import ConfigError
 
 COMPARISON_FILE = "comparison.html"
 
+COLOURS = ("#3b82c4", "#e08a1e", "#3a9d6e", "#d1495b", "#8e6bbf", "#8a8f98", "#b5651d", "#17a2b8")
+"""Of the runs, in their order; more runs begin again."""
 _PATHS = ("run.output_dir",)
 """Keys of the config that differ between any two runs."""
 
@@ -59,23 +64,20 @@ def distinct_names(folders: Sequence[Path]) -> list[str]:
 
 
 def sections(runs: Sequence[Run], names: Sequence[str]) -> list[Section]:
-    """Figures as a table, curves over tokens and over steps, sample texts, and the keys that differ."""
-    parts = [Section(title="Side by side", caption="", table=figure_table(runs, names))]
-    parts.append(_curves("Loss by tokens", runs, names, "tokens"))
-    parts.append(_curves("Loss by steps", runs, names, "step"))
-    picture = comparison_figures.speed_figure(runs, names)
+    """Return key figures as a table, losses over tokens, and the config keys that differ."""
+    caption = "No step has been logged yet."
+    picture = loss_figure(runs, names)
     if picture is not None:
-        parts.append(Section(title="Speed and gradient norm", caption="", picture=Markup(picture)))
-    samples = _sample_table(runs, names)
-    if samples is not None:
-        caption = "Greedy, by the weights of each run's last validation that wrote one."
-        parts.append(Section(title="Sample text", caption=caption, table=samples))
+        caption = "Lines are training losses, smoothed; dots are validations."
     rows = differences(runs)
-    caption = "The keys of the configs that differ; – where a run lacks one."
+    differing = "The keys of the configs that differ; – where a run lacks one."
     if not rows:
-        caption = "The configs are the same, but for the folders."
-    parts.append(Section(title="What differs", caption=caption, table=Table(headings=("Key", *names), rows=rows)))
-    return parts
+        differing = "The configs are the same, but for the folders."
+    return [
+        Section(title="Side by side", caption="", table=figure_table(runs, names)),
+        Section(title="Loss", caption=caption, picture=picture),
+        Section(title="What differs", caption=differing, table=Table(headings=("Key", *names), rows=rows)),
+    ]
 
 
 def figure_table(runs: Sequence[Run], names: Sequence[str]) -> Table:
@@ -99,24 +101,36 @@ def differences(runs: Sequence[Run]) -> list[tuple[str, ...]]:
     return rows
 
 
-def _curves(title: str, runs: Sequence[Run], names: Sequence[str], axis: str) -> Section:
-    """Training and validation loss of all runs over tokens or steps."""
-    picture = comparison_figures.loss_figure(runs, names, axis)
-    if picture is None:
-        return Section(title=title, caption="No step has been logged yet.")
-    caption = "Lines are training losses, smoothed; dots are validations."
-    return Section(title=title, caption=caption, picture=Markup(picture))
-
-
-def _sample_table(runs: Sequence[Run], names: Sequence[str]) -> Table | None:
-    """The newest sample text of each run; None where no run wrote one."""
-    rows = []
-    for run, name in zip(runs, names, strict=True):
-        sampled = [record for record in run.validations if record.get("sample")]
-        if sampled:
-            newest = sampled[-1]
-            sample = newest["sample"]
-            rows.append((name, f"{newest['step']:,}", sample["prompt"], sample["text"]))
-    if not rows:
+@styled
+def loss_figure(runs: Sequence[Run], names: Sequence[str]) -> Markup | None:
+    """Draw training losses, smoothed, and validation losses over the tokens; None without any."""
+    figure, (axes,) = new_figure(1, height=3.9)
+    drawn = []
+    for number, (run, name) in enumerate(zip(runs, names, strict=True)):
+        colour, label = COLOURS[number % len(COLOURS)], name
+        for records, style in ((run.train, "-"), (run.validations, "o--")):
+            loss = Series.of(records, "loss")
+            if not loss.drawable:
+                continue
+            drawn.append(loss)
+            if style == "-":
+                loss = loss.smoothed().thinned()
+            points = _over_tokens(run, loss)
+            axes.plot(points.steps, points.values, style, color=colour, markersize=4, label=label)
+            # A run stands in the legend once.
+            label = None
+    if not drawn:
         return None
-    return Table(headings=("Run", "Step", "Prompt", "Text"), rows=rows, has_text=True)
+    finish(axes, "tokens", "loss (nats a token)", drawn[0])
+    axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: short_number(value)))
+    axes.legend(loc="upper right")
+    return Markup(to_svg(figure, "loss"))
+
+
+def _over_tokens(run: Run, series: Series) -> Series:
+    """Return the series over the run's tokens instead of its steps; empty if no record has tokens."""
+    known = Series.of(run.train, "tokens")
+    if not known.drawable:
+        return Series(steps=np.empty(0), values=np.empty(0))
+    steps, tokens = np.append(0.0, known.steps), np.append(0.0, known.values)
+    return Series(steps=np.interp(series.steps, steps, tokens), values=series.values)

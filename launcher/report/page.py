@@ -18,12 +18,11 @@ from launcher.report.audits import audit_sections
 from launcher.report.evaluation.sections import evaluation_sections
 from launcher.report.goodput import goodput_section
 from launcher.report.head import key_figures, progress, remarks, state
-from launcher.report.planned import planned_section
 from launcher.report.run import Run, load_run
 from launcher.report.section import Section, Table
 from launcher.report.template import fill_template
-from launcher.report.text import flatten, known, number, perplexity, plain
-from launcher.run_folder import CONFIG_FILE, ENVIRONMENT_FILE
+from launcher.report.text import known, number, perplexity
+from launcher.run_folder import CONFIG_FILE
 from launcher.wording import first_names
 from longctx.files import replaced_file
 
@@ -75,7 +74,7 @@ def sections(run: Run) -> list[Section]:
     """Every part in the order shown; a part without data says so."""
     parts = audit_sections(run.audits)
     parts += [_loss_section(run), *_validation_sections(run), _position_section(run), _speed_section(run)]
-    parts += _work_sections(run) + goodput_section(run.goodput) + planned_section(run)
+    parts += _work_sections(run) + goodput_section(run.goodput)
     parts.append(_optimizer_section(run))
     parts += _expert_sections(run)
     for evaluation in run.evaluations:
@@ -84,7 +83,6 @@ def sections(run: Run) -> list[Section]:
     parts.append(
         Section(title="Configuration", caption=f"{CONFIG_FILE}, as the run resolved it.", text=run.config_text)
     )
-    parts.append(_environment_section(run))
     return parts
 
 
@@ -242,12 +240,3 @@ def dead_caption(dead: Sequence[str]) -> str:
     if not dead:
         return f"No expert was without a token for {DEAD_AFTER_STEPS} steps in a row."
     return f"Without a token for {DEAD_AFTER_STEPS} steps or more: {first_names(dead, most=20)}."
-
-
-def _environment_section(run: Run) -> Section:
-    """Host, versions and degrees, as a table."""
-    if not run.environment:
-        return Section(title="Environment", caption=f"The run folder holds no {ENVIRONMENT_FILE}.")
-    rows = [(key, plain(value)) for key, value in flatten(run.environment)]
-    table = Table(headings=("Key", "Value"), rows=rows)
-    return Section(title="Environment", caption=f"{ENVIRONMENT_FILE}: where and with what the run ran.", table=table)

@@ -105,7 +105,6 @@ class Attempt:
     tally: Tally = field(default_factory=Tally)
     how: str | None = None
     """Why it ended; None of one that was killed, or goes on."""
-    last_step: int = 0
     shift: float = 0.0
     """By how much its time of day was set while it ran."""
     after: tuple[Kind, float] | None = None
@@ -131,9 +130,7 @@ class Attempt:
         elif line.get("event") == "alive":
             self.alive = line
         else:
-            step = line.get("step", 0)
-            self._place(self.tally.add(line), step)
-            self.last_step = max(self.last_step, step)
+            self._place(self.tally.add(line), line.get("step", 0))
             self.alive = None
 
     def close(self, redone_from: float) -> None:
@@ -149,10 +146,6 @@ class Attempt:
         kinds, lengths = np.frombuffer(self.kinds, dtype=np.int8), np.frombuffer(self.lengths)
         sums = np.bincount(kinds, lengths, minlength=len(_NAMES))
         return dict(zip(_NAMES, sums.tolist(), strict=True))
-
-    def parts(self) -> tuple[np.ndarray, np.ndarray]:
-        """Numbers of the kinds of its parts, in order, and their seconds."""
-        return np.frombuffer(self.kinds, dtype=np.int8), np.frombuffer(self.lengths)
 
     @property
     def began(self) -> float:

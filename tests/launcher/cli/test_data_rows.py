@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import shutil
-import xml.etree.ElementTree as ET
 from pathlib import Path
 
 import pytest
@@ -23,18 +22,12 @@ RUN = {
 FLAGS = [word for key, value in RUN.items() for word in (f"--{key}", value)]
 
 
-def test_a_plan_says_what_packing_costs_and_how_even_ranks_are(capsys, shards: Path, tmp_path):
-    picture = tmp_path / "rows.svg"
-    code, out, err = call(capsys, "data", "plan", *FLAGS, "--data.train", shards, "--ranks", 2, "--output", picture)
+def test_a_plan_says_what_packing_costs_and_how_even_ranks_are(capsys, shards: Path):
+    code, out, err = call(capsys, "data", "plan", *FLAGS, "--data.train", shards, "--ranks", 2)
     assert code == 0, err
     for words in ("on 2 data ranks, 4 rows a step on each", "padding", "busiest rank, rows data.balance"):
         assert words in out
     assert "about" not in out, "a small corpus is counted"
-    root = ET.fromstring(picture.read_text())
-    assert root.tag.endswith("svg")
-    text = "".join(root.itertext())
-    assert "Work of the busiest rank" in text
-    assert "#0a0b0c" not in picture.read_text(), "no placeholder of a page's colours"
 
 
 @pytest.mark.parametrize("changed", [("--zero.stage", 2), ("--run.device", "cuda")])

@@ -21,12 +21,7 @@ from launcher.report.page import write_report
 from longctx.errors import ConfigError, DataError
 
 CONFIG = '[run]\nseed = 1\n\n[train]\nsteps = 20\n\n[data]\ntrain = "a <b> & c"\n'
-ENVIRONMENT = {
-    "model": {"num_parameters": 2_412_544},
-    "packages": {"torch": "2.13.0"},
-    "hosts": ["a", "b"],
-    "git": None,
-}
+ENVIRONMENT = {"model": {"num_parameters": 2_412_544}}
 
 
 def train(step: int, **changes: object) -> dict:
@@ -114,7 +109,6 @@ def test_the_page_has_every_part(full_page: str) -> None:
         "Expert load by layer",
         "Routing",
         "Configuration",
-        "Environment",
     ]
     assert full_page.count("<svg") == 7
     assert "finished: 20 steps" in full_page
@@ -212,12 +206,6 @@ def test_a_run_of_an_earlier_release_is_still_shown() -> None:
     assert report_experts.balance_figure([old]) is None
 
 
-def test_environment_is_flattened(full_page: str) -> None:
-    part = section_of(full_page, "Environment")
-    for key, value in [("packages.torch", "2.13.0"), ("hosts", "a, b"), ("git", "null")]:
-        assert f"<tr><td>{key}</td><td>{value}</td></tr>" in part
-
-
 @pytest.mark.slow
 def test_a_report_of_the_same_files_is_the_same_text(tmp_path: Path) -> None:
     folder = make_run(tmp_path / "run", [train(1), validation(2)])
@@ -231,7 +219,6 @@ def test_a_dense_run_without_validation_says_so(tmp_path: Path) -> None:
     assert "The model is dense" in section_of(page, "Expert load")
     assert "No validation has been run yet" in section_of(page, "Loss by position")
     assert "has not been validated yet" in section_of(page, "Loss")
-    assert "holds no environment.json" in section_of(page, "Environment")
     assert page.count("<svg") == 3
     assert "Parameters" not in page
 

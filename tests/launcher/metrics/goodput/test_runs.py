@@ -80,7 +80,7 @@ def test_a_rank_is_killed_and_longctx_run_goes_on(shards, tmp_path):
     goodput = check_adds_up(folder, time.monotonic() - began)
     first, second = goodput.attempts
     assert (first.how, second.how) == (None, "done")
-    assert first.last_step > second.begin["step"] > 0
+    assert second.begin["step"] > 0
     seconds = goodput.seconds()
     assert first.seconds()["lost"] > 0
     # The wait, and the time that DeepSpeed takes to start.
@@ -92,7 +92,7 @@ def test_a_rank_is_killed_and_longctx_run_goes_on(shards, tmp_path):
     assert rows[-1]["restarts"] == 1
     assert rows[-1]["goodput"] == pytest.approx(seconds["productive"] / goodput.wall, abs=0.25)
     page = write_report(folder).read_text()
-    assert "<h2>Effective training time</h2>" in page
+    assert "<h2>Stalls and lost time</h2>" in page
     assert "killed" in page
 
 
