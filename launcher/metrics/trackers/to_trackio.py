@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import logging
+import re
 import secrets
 import sys
+import warnings
 from collections.abc import Mapping
 from typing import Any
 
@@ -22,6 +24,8 @@ class TrackioTracker:
         # Trackio prints, and has no option against it: its modules get a ``print`` that writes to the run's log.
         for name in [name for name in sys.modules if name.split(".")[0] == "trackio"]:
             vars(sys.modules[name])["print"] = _print
+        # Where it may not warn, it prints that too.
+        warnings.filterwarnings("error", module=r"trackio\.utils$")
         # A run is identified by its name, and two folders may have the same name.
         name = str(run.remembered("trackio").get("name") or f"{run.name}-{secrets.token_hex(4)}")
         run.remember("trackio", {"name": name, "project": run.project})
@@ -41,5 +45,6 @@ class TrackioTracker:
 
 
 def _print(*words: Any, **_: Any) -> None:
-    if text := without_secrets(" ".join(map(str, words))).strip():
+    # Without colours, which are for a terminal.
+    if text := re.sub(r"\x1b\[[\d;]*m", "", without_secrets(" ".join(map(str, words)))).strip():
         log.info("Tracker trackio: %s", text)

@@ -37,6 +37,8 @@ class WandbTracker:
             if os.environ.get("WANDB_MODE"):
                 raise
             log.warning("No W&B online (%s): the run is kept in its folder for `wandb sync`.", type(error).__name__)
+            wandb.teardown()
+            wandb.setup(settings)
             self._run = wandb.init(**options, mode="offline")
         log.info("Tracker wandb: run %s in %s", run_id, self._run.url or self._run.dir)
         self._run.define_metric("step")

@@ -38,6 +38,9 @@ def _offline(monkeypatch, tmp_path):
     monkeypatch.setenv("TRACKIO_DIR", str(tmp_path / "trackio"))
     monkeypatch.setenv("WANDB_MODE", "offline")
     monkeypatch.setattr(thread, "ALWAYS", ())
+    # It reads its variables once in a process.
+    if "wandb" in sys.modules:
+        sys.modules["wandb"].teardown()
     # On a busy machine an import alone may take longer than a run waits for.
     monkeypatch.setattr(thread, "DONE_SECONDS", 120.0)
 
@@ -145,6 +148,33 @@ def test_a_resumed_run_goes_on_in_the_trackers_run(name, tmp_path, caplog, capfd
         assert (config["train.lr"], config["resumed.train.lr"]) == ("0.5", "0.25")
     assert texts
     assert not [path for path in tmp_path.rglob("*") if path.is_file() and b"never-told" in path.read_bytes()]
+
+
+@pytest.mark.parametrize(
+    ("name", "variables"),
+    [
+        ("wandb", {"WANDB_BASE_URL": "http://127.0.0.1:9", "WANDB_API_KEY": "never-told".rjust(40, "0")}),
+        ("trackio", {"TRACKIO_SERVER_URL": "http://me:never-told@127.0.0.1:9/?write_token=abcdefgh"}),
+        ("mlflow", {"MLFLOW_TRACKING_URI": "http://me:never-told@127.0.0.1:9", "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "0"}),
+    ],
+)
+def test_a_server_that_does_not_answer_ends_no_run_and_no_secret_is_told(
+    name, variables, tmp_path, monkeypatch, caplog, capfd
+):
+    need(name)
+    monkeypatch.delenv("WANDB_MODE")
+    for key, value in variables.items():
+        monkeypatch.setenv(key, value)
+    with caplog.at_level(logging.INFO, "launcher"):
+        trackers = open_trackers([name], tmp_path, project="mine", config={}, first_step=0)
+        trackers.send(train(1))
+        trackers.close("done")
+    said = caplog.text + "".join(capfd.readouterr())
+    assert "never-told" not in said
+    assert {"wandb": "No W&B online", "trackio": "could not be sent", "mlflow": "mlflow has failed"}[name] in said
+    if name == "wandb":
+        points, _, _ = read_wandb(tmp_path)
+        assert points == [(1, train(1)["loss"])]
 
 
 def train_tracked(shards: Path, output: Path, changed: dict) -> None:
