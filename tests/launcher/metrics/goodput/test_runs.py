@@ -100,7 +100,7 @@ def is_rank_0(process, folder: Path) -> bool:
     """Whether this process trains in this folder as rank 0."""
     try:
         words = process.cmdline()
-        return str(folder) in words and "--local_rank=0" in words and process.environ().get("RANK") == "0"
+        return str(folder) in words and process.environ().get("RANK") == "0"
     except psutil.Error:
         return False
 
