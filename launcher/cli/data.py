@@ -35,6 +35,8 @@ if TYPE_CHECKING:
 
 _KEEP = Duplicates()
 _ALL_CORES = Workers()
+_NOTHING_ASKED = (Corpus(), None, 0.05, None, False, False, _ALL_CORES, _KEEP)
+"""What ``data build --without`` may be given besides: the defaults."""
 _ShardFolder = Annotated[Positional[str], arg(metavar="DIR")]
 
 
@@ -65,8 +67,7 @@ def build(
         shard_tokens: Close a shard at this many tokens, 2^26 unless given.
         exact: End at a document whose text does not come back exactly, instead of counting such documents.
         overwrite: Replace a shard folder, whether it was built from other things or is damaged.
-        without: Leave these shards, such as 00007.arrow, out of a folder that is built, and nothing else. A run that
-            read them cannot go on from its checkpoint; a new one can start from its weights (run.start_from).
+        without: Leave these shards, such as 00007.arrow, out of a folder that is built, and do nothing else.
         crew: Who does the work.
         duplicates: What to do about texts that stand in the corpus more than once.
     """
@@ -77,14 +78,11 @@ def build(
 
     if without:
         asked = (corpus, tokenizer, validation_fraction, shard_tokens, exact, overwrite, crew, duplicates)
-        if asked != (Corpus(), None, 0.05, None, False, False, _ALL_CORES, _KEEP):
-            raise ConfigError("--without takes no option but --output: it changes a folder that is built.")
-        _leave_out(output, without, json=json)
+        _leave_out(output, without, is_alone=asked == _NOTHING_ASKED, json=json)
         return
     if tokenizer is None:
         raise ConfigError("--tokenizer is missing. `longctx tokenizer train` makes one.")
-    rule = duplicates.rule()
-    loaded = load_tokenizer(tokenizer)
+    rule, loaded = duplicates.rule(), load_tokenizer(tokenizer)
     for remark in frame_remarks(loaded):
         note(f"{tokenizer}: {remark}")
     source = corpus.open()
@@ -238,10 +236,12 @@ def verify(folder: _ShardFolder, *, json: Json = False) -> int:
 # --------------------------------------------------------------------------------------------------- what they print
 
 
-def _leave_out(folder: str, shards: tuple[str, ...], *, json: bool) -> None:
+def _leave_out(folder: str, shards: tuple[str, ...], *, is_alone: bool, json: bool) -> None:
     """Leave shards out of a folder, and print what that means."""
     from data_pipeline.prepare.without import leave_out
 
+    if not is_alone:
+        raise ConfigError("--without takes no option but --output: it changes a folder that is built.")
     found = leave_out(folder, shards)
     if json:
         counts = {"documents": found.documents, "tokens": found.tokens}

@@ -25,11 +25,12 @@ from longctx.objectives.task import Countable, Task
 
 def causal_terms(config: ModelConfig) -> tuple[Term, ...]:
     """The sums of next-token prediction, those of routers only if the model has any."""
-    terms = (Term("objective", "targets", 1.0), Term("nll", "targets"))
-    if not config.num_experts:
-        return terms
-    balance = Term("balance", "tokens", config.balance_loss_weight)
-    return (*terms, balance, Term("router_z", "tokens", config.router_z_loss_weight))
+    terms = [Term("objective", "targets", 1.0), Term("nll", "targets")]
+    if config.num_experts:
+        # Routers see every token, also the last one of a document, which has no target.
+        terms.append(Term("balance", "tokens", config.balance_loss_weight))
+        terms.append(Term("router_z", "tokens", config.router_z_loss_weight))
+    return tuple(terms)
 
 
 def identity(counts_LSE: Tensor, batch: Batch) -> Tensor:
@@ -84,6 +85,7 @@ class CausalLM(Task):
         )
         sums = {"objective": objective_sum, "nll": nll_sum}
         if not stats:
+            # A dense model has no routers, on any rank.
             return LossSum(sums).tensors()
         scope = self.network.config.balance_scope
         load_LE = None

@@ -37,6 +37,8 @@ class LossSum:
 
     def tensors(self) -> tuple[Tensor, ...]:
         """All of them in a plain tuple, the only kind that ZeRO-3's hooks look into."""
+        tensors = tuple(self.sums.values())
         if self.counts_LE is None or self.diagnostics is None:
-            return tuple(self.sums.values())
-        return (*self.sums.values(), self.counts_LE, *self.diagnostics)
+            return tensors
+        # Flat: the routers' figures follow the sums.
+        return tensors + (self.counts_LE,) + tuple(self.diagnostics)  # noqa: RUF005

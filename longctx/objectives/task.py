@@ -57,6 +57,7 @@ class Task(nn.Module):
 
     def loss_sum(self, tensors: Sequence[Tensor]) -> LossSum:
         """What ``forward`` returned, by name."""
+        # In the order of the terms; what is left are the routers' figures.
         count = len(self.terms)
         sums = {term.name: x for term, x in zip(self.terms, tensors, strict=False)}
         if len(tensors) == count:
@@ -92,11 +93,13 @@ def weighed(terms: Sequence[Term], sums: LossSum, counts: Counts) -> Tensor:
         if term.weight is None:
             continue
         part = term.weight * sums[term.name]
+        # Terms of one count are added before they are divided: one division for each.
         if term.count in of_counts:
             part = of_counts[term.count] + part
         of_counts[term.count] = part
     # A step of nothing but padding has a loss of 0.
-    first, *others = (total / max(1, counts[name]) for name, total in of_counts.items())
-    for other in others:
-        first = first + other
-    return first
+    means = [total / max(1, counts[name]) for name, total in of_counts.items()]
+    loss = means[0]
+    for mean in means[1:]:
+        loss = loss + mean
+    return loss
