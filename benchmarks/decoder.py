@@ -157,7 +157,7 @@ def measure_time(name: str, rounds: int) -> dict[str, Any]:
     model, their_step = theirs(SHAPES[name])
     lm, our_step = ours(SHAPES[name], model)
     losses = [float(step()) for step in (their_step, our_step)]  # the first use of anything is not counted
-    floor = Floor.build(lm.decoder, row())
+    floor = Floor.build(lm.network, row())
     actions = {"transformers": their_step, "longctx": our_step} | floor.actions()
     for action in floor.actions().values():
         action()
@@ -170,7 +170,7 @@ def measure_time(name: str, rounds: int) -> dict[str, Any]:
     return {
         "cpu_seconds": {of: round(min(found), 3) for of, found in seconds.items()},
         "losses": losses,
-        "nll_error": nll_errors(model, lm.decoder),
+        "nll_error": nll_errors(model, lm.network),
     }
 
 

@@ -90,7 +90,7 @@ def measure(case: Case, new_tokens: int, later_tokens: int) -> dict[str, Any]:
     if later_tokens:
         return_freed_memory()
     mesh = Mesh.build(context=dist.get_world_size())
-    decoder = build_parallel_model(case.config(), mesh, layout="zigzag").decoder.eval()
+    decoder = build_parallel_model(case.config(), mesh, layout="zigzag").network.eval()
     prompt = torch.randint(1024, (case.prompt_tokens,), generator=torch.Generator().manual_seed(1)).tolist()
     list(stream(decoder, prompt[:64], 2, chunk_tokens=CHUNK_TOKENS))  # the first use of anything is not counted
 

@@ -18,6 +18,7 @@ from benchmarks.scaling.figures import Figures, timed
 from longctx.batch import PackedDocuments
 from longctx.config import PRESETS, ModelConfig
 from parallel.comm.agreement import _digest
+from parallel.comm.communicator import Pending
 from parallel.layout.sequence import SequenceLayout
 from parallel.mesh import Mesh
 from parallel.schedule.heads import AttentionShape
@@ -45,14 +46,14 @@ class CountingExchange:
     ) -> PendingExchange:
         """As ``RingExchange.keys``."""
         self._count(outgoing, to, rows, source)
-        return PendingExchange(_zeros(empty_rows(like, rows)))
+        return PendingExchange(Pending(_zeros(empty_rows(like, rows)) or ()))
 
     def gradients(
         self, outgoing: KeysAndValues | None, *, to: int, like: KeysAndValues, rows: Any, source: int, tag: int
     ) -> PendingGradients:
         """As ``RingExchange.gradients``."""
         self._count(outgoing, to, rows.num_rows, source)
-        return PendingGradients(PendingExchange(_zeros(empty_rows(like, rows.num_rows))), rows)
+        return PendingGradients(PendingExchange(Pending(_zeros(empty_rows(like, rows.num_rows)) or ())), rows)
 
     def _count(self, outgoing: KeysAndValues | None, to: int, rows: int, source: int) -> None:
         if outgoing is not None:
