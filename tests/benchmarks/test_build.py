@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import subprocess
 import sys
@@ -12,20 +11,6 @@ import pytest
 
 from benchmarks import build
 from benchmarks.delivering import tables
-
-
-def test_long_documents_stand_among_the_others(monkeypatch, tmp_path):
-    monkeypatch.setattr(build, "LONG_BYTES", 3000)
-    source = tmp_path / "source"
-    source.mkdir()
-    for number in range(40):
-        (source / f"{number}.txt").write_text(f"document {number} " * 50)
-    first, second = build.write_corpus(tmp_path / "text", 50_000, source=str(source))
-    texts = [json.loads(line)["text"] for line in first.read_text().splitlines()]
-    assert first.read_bytes() == second.read_bytes()
-    assert 50_000 < first.stat().st_size < 60_000
-    assert any(len(text.encode()) >= 3000 for text in texts)
-    assert sum(len(text.encode()) < 1000 for text in texts) > 30
 
 
 @pytest.mark.slow

@@ -2,23 +2,19 @@
 
 from __future__ import annotations
 
-import importlib.util
 import itertools
 import math
 from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from benchmarks import delivery
 from benchmarks.delivering import contest, corpus, details, tables
 from benchmarks.delivering.contender import Contender, Tokens
-from benchmarks.delivering.contenders import COPY, HERE, OURS, OURS_CHECKED, SHARDS, whole
-from benchmarks.delivering.peers import END, PEERS
+from benchmarks.delivering.contenders import COPY, HERE, OURS, SHARDS
+from benchmarks.delivering.peers import END
 from data_pipeline.loader import build_loader
-from data_pipeline.rows.micro_batches import MicroBatches
 from data_pipeline.shards.reader import ShardSet
 
 TOKENS, SEQ_LEN = 60_000, 256
@@ -27,13 +23,6 @@ TOKENS, SEQ_LEN = 60_000, 256
 @pytest.fixture(scope="module")
 def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return corpus.make_synthetic(tmp_path_factory.mktemp("delivery") / "corpus", TOKENS)
-
-
-@given(tokens=st.integers(min_value=4, max_value=200_000), seed=st.integers(0, 50))
-def test_lengths_add_up_to_what_was_asked_for(tokens, seed):
-    lengths = corpus.draw_lengths(tokens, seed)
-    assert lengths.sum() == tokens
-    assert lengths.min() >= 2
 
 
 def test_shards_and_plain_tokens_are_the_same_documents(made):
@@ -74,26 +63,6 @@ def test_our_contender_gives_what_the_loader_gives(made, tmp_path):
 
 
 @pytest.mark.slow
-def test_contenders_take_turns_and_who_is_missing_is_named(made, monkeypatch):
-    monkeypatch.setattr(contest, "PEERS_PYTHON", Path("/nowhere"))
-    monkeypatch.setattr(contest, "MOST_SECONDS", 0.02)
-    chosen = [contender for contender in HERE if contender.name in (COPY, OURS_CHECKED)]
-    grain = next(peer for peer in PEERS if peer.imports == ("grain",))
-    rows = contest.compete(made, [SEQ_LEN, 1000], TOKENS, 2, [*chosen, grain])
-    assert [(row["seq_len"], row["contender"]) for row in rows] == [
-        (seq_len, contender.name) for seq_len in (SEQ_LEN, 1000) for contender in (*chosen, grain)
-    ]
-    for row in rows:
-        if row["contender"] == grain.name:
-            missing = importlib.util.find_spec("grain") is None
-            assert (row["problem"] == "grain is not installed") == missing
-        else:
-            assert row["problem"] == ""
-            assert row["mtokens_a_cpu_second"] > 0
-            assert row["share"] == 1.0 or row["contender"] != COPY
-
-
-@pytest.mark.slow
 def test_a_contender_that_fails_says_why_and_the_others_go_on(made, monkeypatch, tmp_path):
     monkeypatch.setattr(contest, "MOST_SECONDS", 0.02)
     copy, ours = (next(of for of in HERE if of.name == name) for name in (COPY, OURS))
@@ -115,26 +84,6 @@ def test_slices_of_a_row_touch_their_part_of_it(made):
     assert 1 / details.DEGREE <= found["touched_share"] < 1
     assert found["row_page_bytes"] >= 2 * 16_384
     assert found["slice_checked_bytes"] <= found["row_checked_bytes"] <= 4 * TOKENS
-
-
-def test_pages_are_counted_once(made):
-    shards = details.CountingShards.open(made / SHARDS)
-    assert isinstance(shards, details.CountingShards)
-    loader = build_loader(shards, seq_len=SEQ_LEN, rows_per_step=1)
-    pages = shards.count_pages()
-    for _ in range(2 * TOKENS // SEQ_LEN):
-        loader.take(whole)
-    assert len(pages) <= 2 * TOKENS // details.PAGE_BYTES + 2
-
-
-def test_the_work_of_ranks():
-    dealt = MicroBatches.deal(4, most_rows=1, data_degree=2)
-    # Rows 0 and 2 on rank 0, rows 1 and 3 on rank 1.
-    work = details.Work.of([8, 1, 1, 2], [0, 1, 2, 3], dealt)
-    assert (work.most, work.mean) == (9, 6)
-    # The costliest row and the cheapest one beside it.
-    assert work.least == 9
-    assert details.Work.of([8, 1, 1, 2], [3, 0, 1, 2], dealt).most == 9
 
 
 @pytest.mark.slow
@@ -159,34 +108,3 @@ def test_figures_become_bounds_and_tables(made, monkeypatch):
     for head, lines in (tables.of_rates(result, "synthetic"), tables.of_slices(result), tables.of_packing(result)):
         assert lines
         assert all(len(line) == len(head) for line in lines)
-
-
-def test_a_peer_that_does_the_same_work_sets_a_bound():
-    for ours, is_held in ((30.0, False), (90.0, True)):
-        rows = [
-            {"seq_len": 65_536, "contender": OURS, "mtokens_a_cpu_second": ours, "share": 0.3},
-            {"seq_len": 65_536, "contender": delivery.SAME_WORK[0], "mtokens_a_cpu_second": 40.0, "share": 0.4},
-            {"seq_len": 65_536, "contender": delivery.SAME_WORK[1], "problem": "grain is not installed"},
-        ]
-        (over,) = delivery._bounds_of_rates("synthetic", rows)
-        assert over.figure == ours / 40
-        assert over.held == is_held
-
-
-def test_other_bounds_are_of_the_same_run():
-    found = {
-        "slices": {"degree": 16, "seq_len": 1 << 20, "slice_us": 130.0, "row_us": 650.0, "touched_share": 0.07},
-        "documents": {"document_us": 1.1, "view_us": 0.1},
-        "waits": {"own_p99_ms": 0.8},
-        "packing": [
-            {
-                **{"seq_len": 1 << 20, "padding_share": 0.01, "least_padding_share": 0.01, "documents_cut": 2},
-                **{"documents_longer": 2, "straggler": 1.33, "straggler_least": 1.32},
-            }
-        ],
-    }
-    assert all(bound.held for bound in delivery._bounds_of_details("synthetic", found))
-    found["packing"][0]["straggler"] = 1.5
-    assert [bound.what for bound in delivery._bounds_of_details("synthetic", found) if not bound.held] == [
-        "work of the busiest data rank over the least that these rows allow"
-    ]

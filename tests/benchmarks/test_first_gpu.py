@@ -14,12 +14,10 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.first_gpu import archive, figures, keep, runner, slices
-from benchmarks.first_gpu.__main__ import main
-from benchmarks.first_gpu.checks import ROOT, Check, Sheet, load_checks, number
+from benchmarks.first_gpu import archive, keep, runner
+from benchmarks.first_gpu.checks import ROOT, Check, load_checks, number
 from benchmarks.first_gpu.report import FAIL, OK, SKIP, SLOW, Outcome, beside, judge, line, table
 from benchmarks.first_gpu.steps import PARTS, Expected, Step
-from benchmarks.gpu import card_key
 from launcher.plan.hardware import load_hardware
 from longctx.errors import ConfigError
 
@@ -303,83 +301,10 @@ def test_a_dry_run_is_no_result(tmp_path):
     assert not (tmp_path / "results").exists()
 
 
-def test_tables_say_waiting_or_what_a_card_measured(tmp_path):
-    for head, rows in (figures.steps_table(tmp_path), figures.figures_table(tmp_path)):
-        assert head[-1] == "measured"
-        assert {row[-1] for row in rows} == {figures.WAITING}
-    keep.keep([saved(tmp_path, [machine(600.0)], card="NVIDIA H200")], tmp_path)
-    head, rows = figures.figures_table(tmp_path)
-    assert head[-1] == "NVIDIA H200, 2026-11-27"
-    assert {row[1]: row[-1] for row in rows if row[0] == "machine"} == {
-        "matmul": "600 SLOW",
-        "copy": "3.10",
-        "host link": figures.WAITING,
-    }
-    verdicts = {row[1]: row[-1] for row in figures.steps_table(tmp_path)[1]}
-    assert (verdicts["machine"], verdicts["ring"]) == ("SLOW, 9 s", figures.WAITING)
-
-
-def test_cards_have_the_folders_of_their_names():
-    cards = ("NVIDIA H100 80GB HBM3", "NVIDIA H200", "NVIDIA A100-SXM4-80GB", "NVIDIA GeForce RTX 4090", "A card")
-    assert [card_key(card) for card in cards] == ["h100", "h200", "a100", "4090", "a"]
-
-
 # --- steps of their own -------------------------------------------------------------------------------------
 
 
-def test_a_sheet_is_there_after_each_check(tmp_path):
-    sheet = Sheet(tmp_path / "x.json")
-    assert load_checks(tmp_path / "x.json") == []
-    sheet.add("a", 1.0, unit="s")
-    with sheet.attempt("b"):
-        raise ValueError("two\nlines")
-    found = load_checks(tmp_path / "x.json")
-    assert found == [Check(name="a", figure=1.0, unit="s"), Check(name="b", problem="ValueError: two lines")]
-    assert load_checks(tmp_path / "none.json") == []
-
-
-def test_a_gpu_is_busy_while_one_kernel_runs():
-    kernels = [{"ts": 0, "dur": 10}, {"ts": 5, "dur": 10}, {"ts": 20, "dur": 5}, {"ts": 21, "dur": 1}]
-    assert slices.busy_share(kernels) == pytest.approx(20 / 25)
-    events = [{"name": "cudaStreamSynchronize"}, {"name": "cudaLaunchKernel"}, {"name": "cudaDeviceSynchronize"}, {}]
-    assert slices.num_waits(events) == 2
-
-
 # --- the command --------------------------------------------------------------------------------------------
-
-
-@pytest.mark.slow
-def test_without_a_gpu_it_measures_nothing_and_says_so(monkeypatch, capsys):
-    monkeypatch.setenv("PATH", "")
-    monkeypatch.delenv("DRY", raising=False)
-    assert main(["1"]) == 1
-    assert "DRY=1" in capsys.readouterr().err
-
-
-def test_the_list_has_every_step_and_expectation(capsys):
-    assert main(["--list"]) == 0
-    told = capsys.readouterr().out
-    for steps in PARTS.values():
-        for step in steps:
-            assert f"  {step.name}" in told
-            assert all(expected.source in told for expected in step.expected.values())
-
-
-@pytest.mark.parametrize("words", [[], ["3"]])
-def test_a_part_that_there_is_not_is_refused(words, monkeypatch):
-    monkeypatch.setenv("DRY", "1")
-    with pytest.raises(SystemExit) as ended:
-        main(words)
-    assert ended.value.code == 2
-
-
-@pytest.mark.slow
-def test_an_unknown_step_is_refused_with_those_there_are(monkeypatch, capsys):
-    monkeypatch.setenv("DRY", "1")
-    monkeypatch.setenv("STEPS", "speed")
-    with pytest.raises(SystemExit):
-        main(["1"])
-    assert "STEPS names 'speed'; there are machine, contact" in capsys.readouterr().err
 
 
 def dry_run(part: str, out: Path, **environment: str) -> tuple[subprocess.CompletedProcess, dict]:

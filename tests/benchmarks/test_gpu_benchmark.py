@@ -55,15 +55,6 @@ def test_a_ring_on_one_device_is_float64s(kernel):
     assert [row for row in rows if not row["worst"] < 1e-5] == []
 
 
-def test_ratios():
-    found = benchmark.ratios([6.0, 12.0], [(3.0, 6.0), (3.0, 9.0)])
-    assert found["forward_efficiency"] == 1.0
-    assert found["backward_efficiency"] == pytest.approx(0.8)
-    assert found["backward_slowest"] == pytest.approx(12 / 18)
-    assert found["efficiency"] == pytest.approx(18 / 21)
-    assert found["slowest"] == pytest.approx(18 / 24)
-
-
 def test_thresholds_are_the_notes_figures():
     """500 TFLOP/s, 32/8 heads: 0.7K tokens a rank over 350 GB/s and 5.6K over 45 GB/s forward."""
     rows = [{"kernel": "flash", "mask": "full", "forward_tflops": 500.0, "backward_tflops": 500.0}]
@@ -74,11 +65,3 @@ def test_thresholds_are_the_notes_figures():
         6667,
         4444,
     )
-
-
-@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
-def test_without_a_gpu_it_says_so(capsys):
-    assert benchmark.main([]) == 1
-    assert capsys.readouterr().err.startswith("No CUDA device")
-    with pytest.raises(SystemExit):
-        benchmark.main(["--device", "cpu"])

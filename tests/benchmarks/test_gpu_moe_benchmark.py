@@ -47,46 +47,6 @@ def test_models_are_the_published_ones():
     assert [m.active_width for m in benchmark.MODELS] == [28_672, 6144, 18_432]
 
 
-def test_rates():
-    model = replace(benchmark.MODELS[0], config=replace(benchmark.MIXTRAL, hidden_size=1000, expert_ffn_size=500))
-    work = 6.0 * 2000 * 1000 * 1000
-    assert model.flops(2000) == work
-    measured = benchmark.Measured(forward_s=2.0, backward_s=6.0, peak_gib=None, load=1.5)
-    row = benchmark.rates(model, 2000, measured, (1.0, 3.0))
-    assert row["forward_tflops"] == pytest.approx(work / 2e12)
-    assert row["backward_tflops"] == pytest.approx(2 * work / 6e12)
-    assert row["dense_backward"] == pytest.approx(2 * work / 3e12)
-    assert row["share"] == pytest.approx(0.5)
-    nothing = benchmark.rates(model, 2000, None, (1.0, 3.0))
-    assert nothing["share"] is None
-    assert nothing["dense_forward"] == pytest.approx(work / 1e12)
-    assert nothing.keys() == row.keys()
-
-
-def test_goals_are_missed_by_a_models_best_row():
-    rows = [{"model": "a", "share": s, "goal": 0.85} for s in (None, 0.5, 0.9)]
-    rows += [{"model": "b", "share": 0.6, "goal": 0.65}, {"model": "c", "share": None, "goal": 0.65}]
-    result = {"layers": rows, "errors": [{"model": "a", "unchosen": 0.0}]}
-    assert [text.split(":")[0] for text in benchmark.behind(result)] == ["b", "c"]
-    assert len(benchmark.behind({**result, "errors": [{"model": "a", "unchosen": float("nan")}]})) == 3
-
-
-def test_what_does_not_fit_is_none():
-    def run():
-        raise torch.OutOfMemoryError("no")
-
-    assert benchmark.fitting(run) is None
-    assert benchmark.fitting(lambda: 3) == 3
-
-
-@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
-def test_without_a_gpu_it_says_so(capsys):
-    assert benchmark.main([]) == 1
-    assert capsys.readouterr().err.startswith("No CUDA device")
-    with pytest.raises(SystemExit):
-        benchmark.main(["--device", "cpu"])
-
-
 # --- what the CPU's benchmark counts -------------------------------------------------------------------------
 
 

@@ -21,16 +21,6 @@ def test_a_run_plans_on_cpus(case):
     assert run.world.ranks == case.ranks
 
 
-def test_the_runs_are_as_different_as_those_of_users():
-    settings = [case.settings for case in CASES]
-    assert len(CASES) == 10
-    assert sum(case.held_out for case in CASES) == 3
-    assert {case.ranks for case in CASES} == {1, 2, 4}
-    assert {s["train.dtype"] for s in settings} == {"float32", "bfloat16"}
-    assert {s["train.keep"] for s in settings} == {"all", "attention", "inputs"}
-    assert {s["zero.stage"] for s in settings} == {0, 1, 2, 3}
-
-
 def test_documents_have_the_length_that_the_plan_is_told(tmp_path):
     shards = ShardSet.open(write_shards(tmp_path, 4096))
     assert shards.num_tokens == shards.num_documents * 4096

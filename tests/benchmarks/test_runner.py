@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -27,28 +26,6 @@ def test_a_bound_holds_up_to_its_limit_and_no_number_never():
     assert Bound("rate", 0.4, 0.8, at_least=True).margin == 2.0
 
 
-def test_the_summary_has_every_miss_and_the_closest_of_what_holds():
-    moe = outcome(
-        "moe",
-        Bound("time", 0.5, 0.9, "even"),
-        Bound("time", 0.8, 0.9, "Zipf"),
-        Bound("time", 0.95, 0.9, "tiny", why="rows stay in the cache"),
-        Bound("rate", 0.9, 0.8, at_least=True),
-    )
-    text = runner.summary([outcome("loss", problem="exit code 3"), moe])
-    lines = text.splitlines()
-    assert [line.split()[0] for line in lines[:3]] == ["benchmark", "loss", "moe"]
-    assert "exit code 3" in lines[1]
-    assert "FAILED" in lines[1]
-    assert "tiny: time ≤ 0.9" in lines[2]
-    assert "FAILED" in lines[2]
-    assert "Zipf: time ≤ 0.9 (closest of 2)" in lines[3]
-    assert "rate ≥ 0.8" in lines[4]
-    assert "held" in lines[4]
-    assert "even" not in text
-    assert lines[5] == "tiny: time ≤ 0.9; it is 0.95: rows stay in the cache"
-
-
 @pytest.mark.parametrize("misses", [True, False])
 def test_all_run_whatever_becomes_of_one(monkeypatch, capsys, misses):
     ran = []
@@ -67,46 +44,6 @@ def test_all_run_whatever_becomes_of_one(monkeypatch, capsys, misses):
     # Nothing is left out in silence.
     for name, reason in (runner.SEPARATE | runner.SCRIPTS).items():
         assert any(line.split()[:1] == [name] and reason in line for line in lines), name
-
-
-def test_a_separate_one_runs_when_it_is_named_and_alone(monkeypatch, capsys):
-    ran = []
-
-    def run_benchmark(name: str, *, quick: bool, keep: bool) -> runner.Outcome:
-        ran.append(name)
-        return outcome(name, Bound("time", 0.5, 0.9))
-
-    monkeypatch.setattr(runner, "run_benchmark", run_benchmark)
-    assert runner.main(["endurance"]) == 0
-    assert ran == ["endurance"]
-    assert "not in this run" not in capsys.readouterr().out
-
-
-def test_what_is_left_out_has_the_day_and_verdict_of_its_last_result(monkeypatch, tmp_path):
-    monkeypatch.setattr(runner, "RESULTS", tmp_path)
-    assert runner.last_measured("endurance") == "never measured on this kind of processor"
-    path = tmp_path / runner.processor_kind() / "endurance.json"
-    path.parent.mkdir()
-    for held, said in (([True, True], "every bound held"), ([True, False], "1 bounds missed")):
-        path.write_text(json.dumps({"machine": {"date": "2026-11-26"}, "bounds": [{"held": one} for one in held]}))
-        assert runner.last_measured("endurance") == f"2026-11-26: {said}"
-
-
-def test_what_needs_a_gpu_was_measured_on_a_card_or_waits(monkeypatch, tmp_path):
-    monkeypatch.setattr(runner, "RESULTS", tmp_path)
-    rows = runner.left_out().splitlines()[-len(runner.GPU) :]
-    assert [row.split() for row in rows] == [[name, "waiting"] for name in runner.GPU]
-    path = tmp_path / "h100" / "first_gpu.json"
-    path.parent.mkdir()
-    steps = {"ring": {"verdict": "FAIL"}, "demo": {"verdict": "OK"}, "loss": {"verdict": "OK"}}
-    path.write_text(json.dumps({"card": "NVIDIA H100", "machine": {"date": "2026-11-27"}, "steps": steps}))
-    assert "first_gpu      measured on NVIDIA H100, 2026-11-27: 2 OK, 1 FAIL" in runner.left_out()
-
-
-def test_an_unknown_name_is_refused(capsys):
-    with pytest.raises(SystemExit):
-        runner.main(["decoders"])
-    assert "Try one of attention, peers" in capsys.readouterr().err
 
 
 def test_a_missed_limit_on_time_is_measured_by_a_second_process(monkeypatch):

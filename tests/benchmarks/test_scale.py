@@ -8,7 +8,7 @@ import pytest
 
 from benchmarks import scale
 from benchmarks.scaling.figures import Figure, as_json
-from benchmarks.scaling.table import ATTENTION, EXPERTS, FILES, START, quantity, table_of
+from benchmarks.scaling.table import ATTENTION, EXPERTS, FILES, START, table_of
 
 
 @pytest.fixture(scope="module")
@@ -50,9 +50,3 @@ def test_growth_is_the_power_between_the_ends():
     # Microseconds are noise.
     assert grown(1e-6, 1e-5, 1e-3).growth is None
     assert grown(100, 200, 300, unit="B").growth is None
-
-
-def test_quantities_are_readable():
-    assert [quantity(0.0123, "s"), quantity(12.34, "s")] == ["12.3 ms", "12.3 s"]
-    assert [quantity(17, "B"), quantity(1.2e9, "B"), quantity(4300, "B")] == ["17 B", "1.2 GB", "4.3 kB"]
-    assert quantity(1216, "") == "1,216"

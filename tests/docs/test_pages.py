@@ -17,7 +17,7 @@ from launcher.config.check import check_run
 from launcher.config.load import load_run_config
 from launcher.evaluation.harness.settings import Settings
 from launcher.recipes.find import find_config, recipes
-from tests.docs.pages import ALL_BLOCKS, ALL_COMMANDS, PAGES, Block, commands_of
+from tests.docs.pages import ALL_BLOCKS, ALL_COMMANDS, PAGES, Block
 from tests.helpers import REPOSITORY
 from tests.launcher.runs import pretrain, recipe_flags, resolved
 
@@ -184,14 +184,6 @@ def test_functions_that_pages_name_are_there():
             tree = ast.parse((REPOSITORY / name).read_text())
             names = {n.name for n in ast.walk(tree) if isinstance(n, ast.FunctionDef | ast.ClassDef)}
             assert defined in names, f"{page.relative_to(REPOSITORY)} names {name}:{defined}"
-
-
-def test_a_command_that_there_is_not_would_be_found(monkeypatch):
-    monkeypatch.chdir(REPOSITORY)
-    (wrong,) = commands_of("longctx generate --checkpoint runs/first \\\n    --promt x  # a slip\n")
-    assert wrong == ("longctx", "generate", "--checkpoint", "runs/first", "--promt", "x")
-    with pytest.raises(SystemExit):
-        parse(wrong[1:])
 
 
 def test_the_readme_lists_every_file_and_folder_of_two_levels():

@@ -62,13 +62,9 @@ def test_a_long_text_gets_no_page(capsys, run, tmp_path):
 
 BAD = [
     ({"layer": 2}, 2, "the model has layers 0 to 1"),
-    ({"head": -1}, 2, "the model has heads 0 to 3"),
-    ({"length": None}, 2, "--length N"),
     ({"length": 1}, 2, "at least 2 tokens"),
     ({"length": 10_000_000}, 1, "10,000,000 are asked for"),
-    ({"blocks": 1}, 2, "at least 2 blocks"),
     ({"text": "NOWHERE"}, 2, "NOWHERE does not exist"),
-    ({"checkpoint": "NOWHERE"}, 2, "NOWHERE"),
 ]
 
 

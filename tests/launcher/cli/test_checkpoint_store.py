@@ -77,9 +77,3 @@ def test_export(capsys, objects: Store, run: Path, tmp_path: Path):
     assert all((there[name] == here[name]).all() for name in here.keys() | there.keys())
     assert sorted(path.name for path in tmp_path.iterdir()) == ["here", "there"], "no copy is left"
     shutil.rmtree(tmp_path / "there")
-
-
-def test_an_address_that_is_none(capsys):
-    for verb in (["list"], ["verify"], ["prune", "--keep-last", "1"]):
-        code, _, err = call(capsys, "checkpoint", verb[0], "http://host/run", *verb[1:])
-        assert (code, "http:// is not known" in err) == (2, True)

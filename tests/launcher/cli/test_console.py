@@ -7,83 +7,11 @@ import pty
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
 
-from launcher.cli import console as cli_console
 from tests.helpers import REPOSITORY
-
-
-def test_progress_is_a_bar_on_a_terminal_and_lines_elsewhere(capsys, monkeypatch):
-    with cli_console.progress("reading", total=200, seconds_between_lines=0.0) as update:
-        update(50, note="5 files")
-        update(300, note="6 files")  # more than the guess: no share
-    assert capsys.readouterr().err == "reading …\nreading: 25% 5 files\nreading: 6 files\n"
-
-    monkeypatch.setattr("sys.stderr.isatty", lambda: True)
-    monkeypatch.setenv("TERM", "xterm")
-    monkeypatch.setenv("FORCE_COLOR", "1")
-    with cli_console.progress("reading", total=200) as update:
-        update(50, note="5 files")
-        time.sleep(0.15)
-        update(300, note="6 files")
-    shown = capsys.readouterr().err
-    assert "25%" in shown
-    assert "100%" not in shown
-
-
-def test_progress_tells_rate_and_time_left(capsys, monkeypatch):
-    clock = iter([0.0, 0.0, 10.0, 20.0])
-    monkeypatch.setattr(cli_console.time, "monotonic", lambda: next(clock))
-    with cli_console.progress(
-        "reading", total=400 << 20, rate=cli_console.byte_rate, seconds_between_lines=0.0
-    ) as update:
-        update(0, note="none")
-        update(100 << 20, note="5 files")
-        update(400 << 20, note="9 files", counted=800 << 20)
-    lines = capsys.readouterr().err.splitlines()
-    assert lines[1:] == [
-        "reading: 0% none",
-        "reading: 25% 5 files, 10.0 MiB/s, 30 s left",
-        "reading: 100% 9 files, 40.0 MiB/s",
-    ]
-
-
-class TestTable:
-    def test_numbers_stand_to_the_right_and_nothing_is_cut(self):
-        text = cli_console.table(["name", "count"], [["a" * 200, "1"], ["b", "1,000"]])
-        assert text.splitlines() == ["name" + " " * 198 + "count", "a" * 200 + "      1", "b" + " " * 201 + "1,000"]
-
-    @pytest.mark.parametrize(
-        ("count", "text"), [(0, "0 B"), (1023, "1023 B"), (1536, "1.5 KiB"), (5 * 2**40, "5.0 TiB")]
-    )
-    def test_bytes_for_people(self, count, text):
-        assert cli_console.human_bytes(count) == text
-
-
-@pytest.mark.parametrize(
-    ("argv", "orig_argv", "path", "name"),
-    [
-        (["BIN/longctx", "report"], ["BIN/python", "BIN/longctx", "report"], "BIN", "longctx"),
-        (["BIN/longctx", "report"], ["BIN/python", "BIN/longctx", "report"], "/nowhere", "BIN/longctx"),
-        (["launcher/__main__.py"], [".venv/bin/python", "-m", "launcher", "report"], "/nowhere", None),
-        (["pytest"], ["python", "pytest"], "/nowhere", "python -m launcher"),
-    ],
-)
-def test_suggested_commands_begin_as_the_one_that_was_typed(argv, orig_argv, path, name, tmp_path, monkeypatch):
-    script = tmp_path / "longctx"
-    script.touch(mode=0o755)
-
-    def here(words: list[str]) -> list[str]:
-        return [word.replace("BIN", str(tmp_path)) for word in words]
-
-    monkeypatch.setattr("sys.argv", here(argv))
-    monkeypatch.setattr("sys.orig_argv", here(orig_argv))
-    monkeypatch.setenv("PATH", path.replace("BIN", str(tmp_path)))
-    wanted = name or ".venv/bin/python -m launcher"
-    assert cli_console.program() == here([wanted])[0]
 
 
 @pytest.mark.parametrize("outside", [False, True])

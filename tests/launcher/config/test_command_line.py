@@ -15,10 +15,8 @@ from launcher.config.help import _CHOICES, _EXAMPLES
 from launcher.config.load import from_values, load_run_config
 from launcher.config.sections import RunConfig
 from launcher.pretrain import main
-from launcher.recipes.find import QUICKSTART, find_config, recipes, summary
-from longctx.architecture.rope import Rope
+from launcher.recipes.find import QUICKSTART, find_config, recipes
 from longctx.errors import ConfigError
-from tests.launcher.runs import SCREEN
 
 SECTIONS = [f.name for f in dataclasses.fields(RunConfig)]
 
@@ -49,10 +47,6 @@ class TestRecipes:
         with pytest.raises(ConfigError, match=rf"--config {given} .*mean quickstart\?") as caught:
             load_run_config(["--config", given])
         assert all(name in str(caught.value) for name in recipes())
-
-    @pytest.mark.parametrize("name", recipes())
-    def test_say_in_one_line_what_they_train(self, name):
-        assert 20 < len(summary(recipes()[name])) < 90
 
 
 class TestPrintedConfig:
@@ -101,22 +95,6 @@ class TestHelp:
         shown = {line.split()[0] for line in out.splitlines() if line.startswith("  --")}
         assert shown == {f"--{name}" for name in keys_of(getattr(RunConfig(), section), section)}
         assert f"--{section}." in out.splitlines()[-1]
-
-    def test_of_a_key_and_of_a_table_within_a_section(self, capfd, monkeypatch):
-        assert "--train.lr NUMBER  (default: 0.005)" in said(["--help", "train.lr"], capfd, monkeypatch)[1]
-        out = said(["--help", "model.rope"], capfd, monkeypatch)[1]
-        assert out.count("  --model.") == out.count("  --model.rope.") == len(dataclasses.fields(Rope))
-
-    def test_defaults_are_those_of_the_recipe_that_is_named(self, capfd, monkeypatch):
-        out = said(["--config", "extend-yarn", "-h", "train"], capfd, monkeypatch)[1]
-        assert "--train.steps INTEGER  (default: 400)" in out
-        assert "--train.keep {all,attention,inputs}  (default: attention)" in out
-
-    def test_of_an_unknown_name_is_wrong_usage_with_the_nearest(self, capfd, monkeypatch):
-        code, out, err = said(["--help", "modal"], capfd, monkeypatch)
-        assert (code, out) == (WRONG_USAGE, "")
-        assert "Did you mean model" in err
-        assert len(err.splitlines()) < SCREEN
 
     @pytest.mark.few(2)
     @pytest.mark.parametrize("name", _CHOICES)

@@ -94,13 +94,11 @@ def test_another_kind_of_rope_begins_with_its_own_defaults(checkpoint, tmp_path)
     ("flags", "said"),
     [
         (["--model.num_layers", "3"], ["model.num_layers: checkpoint 2, run 3"]),
-        (["--model.vocab_size", "99"], ["model.vocab_size: checkpoint 97, run 99"]),
         (
             ["--model.norm_eps", "1e-6", "--model.activation", "geglu"],
             ["model.norm_eps: checkpoint 3e-06, run 1e-06", "model.activation: checkpoint 'swiglu', run 'geglu'"],
         ),
         (["--model.rope.partial", "0.5"], ["model.rope.partial: checkpoint 1.0, run 0.5"]),
-        (["--model.rope.interleaved", "true"], ["model.rope.interleaved: checkpoint False, run True"]),
         (["--model.preset", "llama-2-7b"], ["model.preset='llama-2-7b'", "both say what the model is", "preset none"]),
     ],
 )
@@ -168,7 +166,6 @@ def test_a_plain_decoder_is_llamas(tmp_path):
     ("text", "missing"),
     [
         ("", ["vocab_size", "hidden_size", "num_layers", "num_heads", "ffn_size"]),
-        ("[model]\nhidden_size = 64\nnum_layers = 3\n", ["vocab_size", "num_heads", "ffn_size"]),
         ("[model]\nnum_experts = 4\n", ["vocab_size", "hidden_size", "num_layers", "num_heads", "expert_ffn_size"]),
         ("[model]\nvocab_size=9\nhidden_size=50\nnum_layers=3\nnum_heads=4\nffn_size=8\n", ["head_dim"]),
     ],

@@ -9,7 +9,6 @@ import pytest
 
 from launcher.doctor.finding import Finding, worst
 from launcher.doctor.hosts import Host, check_start, compare, examine_hosts
-from launcher.doctor.lines import lines_of, lines_of_hosts, summary
 from launcher.doctor.machine import Options
 from launcher.doctor.probe import Probe
 from launcher.doctor.remote import Answer, NoAnswer
@@ -77,10 +76,6 @@ def test_no_answer_is_the_only_finding():
     assert trouble(NoAnswer(why="ssh failed", advice="keys")) == [("ssh", "fail")]
 
 
-def test_packages_of_unknown_name_there_are_not_repeated():
-    assert trouble(answered(packages={**FACTS.packages, "x; rm -rf /": "1"})) == []
-
-
 @pytest.mark.parametrize(
     ("slots", "warned"),
     [
@@ -107,22 +102,6 @@ def test_several_hosts_need_pdsh(tmp_path, monkeypatch):
 def host(name: str, answer: Answer | NoAnswer) -> Host:
     findings = [finding.on(name) for finding in compare(answer, FACTS, 8, PROBE)]
     return Host(name=name, answer=answer, findings=findings)
-
-
-def test_sixteen_hosts_with_one_trouble_take_one_line():
-    hosts = [host(f"node-{n:02}", answered(code="f" * 16)) for n in range(16)]
-    hosts.append(host("node-16", answered()))
-    healthy, failed = lines_of_hosts(hosts)
-    assert healthy.startswith("ok    node-16 ")
-    assert failed.startswith("fail  code on node-00, node-01, node-02, node-03 and 12 more")
-    assert summary([finding for each in hosts for finding in each.findings]).startswith("16 checks failed")
-
-
-def test_lines_begin_with_the_verdict_and_end_with_the_advice():
-    assert lines_of([Finding(check="port", verdict="fail", value="taken", advice="wait")]) == [
-        "fail  port             taken → wait"
-    ]
-    assert summary([]) == "All is well."
 
 
 class TestAskingAll:

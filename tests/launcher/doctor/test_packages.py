@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import re
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 
-import launcher.doctor.packages as packages
 from launcher.doctor.finding import Finding, worst
 from launcher.doctor.packages import BAD_PAIRS, check_packages, installed_versions
 
@@ -22,11 +19,6 @@ def failures(installed: dict[str, str | None], requirements: list[str] | None = 
 
 def test_this_environment_is_one_that_longctx_takes():
     assert worst(check_packages(installed_versions())) == "ok"
-
-
-def test_all_versions_stand_on_one_line():
-    values = [finding.value for finding in check_packages(GOOD, [])]
-    assert values[1] == "torch 2.13.0+cpu, deepspeed 0.19.8, pyarrow 26.0.1, numpy 2.4.6"
 
 
 @pytest.mark.parametrize("name", ["torch", "deepspeed", "pyarrow"])
@@ -66,11 +58,3 @@ def test_a_flash_attn_that_works_is_no_bad_pair():
     assert not replace(pair, unless=lambda: True).holds(installed)
     assert replace(pair, unless=lambda: False).holds(installed)
     assert not replace(pair, unless=lambda: False).holds({**installed, "torch": "2.9.1"})
-
-
-def test_every_bad_pair_says_where_it_was_met():
-    text = Path(packages.__file__).read_text()
-    table = text.partition("BAD_PAIRS = (")[2].partition("\n)\n")[0]
-    for entry in table.split("    BadPair(")[:-1]:
-        comment = entry.rpartition("),\n")[2]
-        assert re.search(r"github\.com/\S+/issues/\d+", comment), comment

@@ -11,20 +11,18 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from launcher.metrics.console import Pace, console_line, short_number
+from launcher.metrics.console import Pace, console_line
 from launcher.metrics.expert_history import idle_experts, shortened, steps_between_loads
 from launcher.metrics.expert_load import (
     idle_share,
-    layer_numbers,
     load_entropy,
     max_over_mean,
     max_violation,
     mean_violation,
     worst_max_over_mean,
 )
-from launcher.metrics.record import missing_steps, read_metrics, truncate_after, without_timing
+from launcher.metrics.record import missing_steps, read_metrics, truncate_after
 from launcher.metrics.writer import Lines, MetricsWriter
-from launcher.wording import short_duration
 from longctx.errors import DataError
 from tests.bounded import refusal
 
@@ -101,11 +99,6 @@ def test_a_file_that_was_removed_takes_no_more(tmp_path: Path) -> None:
             writer.write(train(2))
 
 
-def test_time_is_added(tmp_path: Path) -> None:
-    write_all(tmp_path, [{"kind": "event", "event": "resume", "step": 3}])
-    assert read_metrics(tmp_path)[0]["time"].endswith("+00:00")
-
-
 def test_non_finite_numbers_survive_strict_json(tmp_path: Path) -> None:
     bins = [{"start": 0, "stop": 1, "loss": -math.inf, "num_targets": 1}]
     write_all(tmp_path, [train(1, loss=math.nan, grad_norm=math.inf), {**VALIDATION, "loss_by_position": bins}])
@@ -129,11 +122,6 @@ def test_writer_refuses_a_record_no_reader_would_take(tmp_path: Path, record: di
     with MetricsWriter(tmp_path) as writer, pytest.raises(ValueError, match=r"kind|lacks|step"):
         writer.write(record)
     assert read_metrics(tmp_path) == []
-
-
-def test_reading_a_folder_without_metrics(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match=r"metrics\.jsonl does not exist"):
-        read_metrics(tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -193,12 +181,6 @@ def test_truncate_with_nothing_to_move_touches_nothing(tmp_path: Path) -> None:
     assert not (tmp_path / "metrics.discarded.jsonl").exists()
 
 
-def test_truncate_everything(tmp_path: Path) -> None:
-    write_all(tmp_path, [{**VALIDATION, "step": 0}, train(1)])
-    assert truncate_after(tmp_path, -1) == 2
-    assert read_metrics(tmp_path) == []
-
-
 def test_torn_text_moves_as_it_is(tmp_path: Path) -> None:
     write_all(tmp_path, [train(1), train(2)])
     with (tmp_path / "metrics.jsonl").open("ab") as file:
@@ -229,12 +211,6 @@ def test_rows_are_safe_before_the_file_is_replaced(tmp_path: Path, monkeypatch: 
     assert json.loads((tmp_path / "metrics.discarded.jsonl").read_text())["step"] == 2
 
 
-def test_timing_keys_are_all_that_may_differ() -> None:
-    slower = train(12, tokens_per_second=1.0, step_seconds=9.0, data_wait_seconds=8.0, mfu=0.1, time="later")
-    assert without_timing(slower) == without_timing(TRAIN)
-    assert "loss" in without_timing(TRAIN)
-
-
 def test_expert_figures_by_hand() -> None:
     assert max_over_mean([6, 2, 0, 0]) == 3.0
     assert idle_share([6, 2, 0, 0]) == 0.5
@@ -251,37 +227,12 @@ def test_violations_by_hand() -> None:
     assert max_violation([5, 5]) == mean_violation([5, 5]) == 0.0
 
 
-def test_a_record_of_an_earlier_release_counts_its_layers() -> None:
-    assert layer_numbers(TRAIN) == [1, 3]
-    assert layer_numbers({"expert_load": [[1], [1], [1]]}) == [0, 1, 2]
-    assert layer_numbers({"expert_layers": [], "expert_load": []}) == []
-
-
 def test_expert_figures_of_a_layer_without_tokens() -> None:
     assert math.isnan(max_over_mean([0, 0]))
     assert math.isnan(max_violation([0, 0]))
     assert math.isnan(mean_violation([0, 0]))
     assert math.isnan(load_entropy([0, 0]))
     assert idle_share([0, 0]) == 1.0
-
-
-@pytest.mark.parametrize(
-    ("value", "text"),
-    [
-        (0, "0"),
-        (12, "12"),
-        (12.34, "12.3"),
-        (950, "950"),
-        (999.6, "1.0k"),
-        (10132, "10.1k"),
-        (123_456, "123k"),
-        (999_960, "1.0M"),
-        (2.5e9, "2.5G"),
-        (math.nan, "nan"),
-    ],
-)
-def test_short_number(value: float, text: str) -> None:
-    assert short_number(value) == text
 
 
 def test_console_line_of_a_step() -> None:
@@ -293,38 +244,6 @@ def test_console_line_of_a_step() -> None:
     assert last.startswith("step 500/500 100%  loss 5.1023")
     assert "left" not in last
     assert console_line(train(499), 500).startswith("step 499/500  99%"), "not done before the last step"
-
-
-def test_console_line_leaves_out_what_is_not_known() -> None:
-    assert console_line({"kind": "train", "step": 3, "loss": math.nan, "mfu": None}) == "step 3  loss nan"
-    line = console_line(train(3, mfu=0.412, max_memory_bytes=3 * 2**30, expert_load=[]))
-    assert line.endswith("data 0.00 s  mem 3.0 GiB  mfu 41.2%")
-    assert console_line(train(3, expert_dropped_share=[0.0, 0.021])).endswith("max/mean 1.30  dropped 2.1%")
-    assert "dropped" not in console_line(train(3, expert_dropped_share=[0.0, 0.0]))
-
-
-def test_console_line_of_validation_and_event() -> None:
-    assert console_line(VALIDATION, 500) == (
-        "step  12/500   2%  validation loss 4.8000  unigram entropy 6.1000  (-1.3000 nats)  12.3k targets"
-    )
-    assert console_line({"kind": "event", "event": "resume", "step": 7}) == "step 7  resume"
-
-
-@pytest.mark.parametrize(
-    ("seconds", "text"),
-    [
-        (0.4, "0 s"),
-        (59.4, "59 s"),
-        (59.6, "1 min"),
-        (3569, "59 min"),
-        (3571, "1 h 00 min"),
-        (7500, "2 h 05 min"),
-        (86399, "1 d 0 h"),
-        (270_000, "3 d 3 h"),
-    ],
-)
-def test_short_duration(seconds: float, text: str) -> None:
-    assert short_duration(seconds) == text
 
 
 def test_time_left_counts_validations_and_forgets_old_steps() -> None:

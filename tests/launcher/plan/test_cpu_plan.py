@@ -14,7 +14,6 @@ from launcher.plan.estimate import RunEstimate, estimate_run
 from launcher.plan.hardware import FOLDER, Hardware, from_values, load_hardware
 from launcher.plan.parameters import num_parameters
 from launcher.plan.products import weights_of_layers
-from launcher.plan.screen import summary
 from launcher.plan.search import variants
 from launcher.plan.world import World
 from longctx.architecture.mixers.softmax import Softmax
@@ -223,14 +222,6 @@ def test_the_layout_is_that_of_a_run_on_such_documents(document_tokens, layout):
     changed = {"parallel__context": 2, "parallel__layout": "auto"}
     run = plan(profile(), ranks=2, document_tokens=document_tokens, **changed)
     assert run.config.parallel.layout == layout
-
-
-def test_a_profile_of_other_ranks_is_said_to_be_one():
-    said = "\n".join(summary(plan(profile(ranks=1.0), ranks=2, parallel__context=2), 0, None))
-    assert "`longctx measure --ranks 2` measures as many" in said
-    said = "\n".join(summary(plan(profile(ranks=2.0), ranks=2, parallel__context=2), 0, None))
-    assert "measures as many" not in said
-    assert "longctx measure" in "\n".join(summary(plan(profile()), 0, None))
 
 
 def test_what_a_profile_leaves_out_is_like_what_it_has():

@@ -16,7 +16,6 @@ from launcher.report import experts as report_experts
 from launcher.report import figures as report_figures
 from launcher.report import head
 from launcher.report import page as report
-from launcher.report import text as report_text
 from launcher.report.page import write_report
 from longctx.errors import ConfigError, DataError
 
@@ -130,12 +129,6 @@ def test_key_figures(full_page: str) -> None:
     assert "of it 10 s in steps" in full_page
 
 
-def test_remarks_tell_of_resumes_and_discarded_rows(full_page: str) -> None:
-    assert "Resumed at step 10;" in full_page
-    assert "2 rows of steps that were run again" in full_page
-    assert ">resumed</text>" in section_of(full_page, "Loss")
-
-
 def test_the_page_needs_nothing_but_itself(full_page: str) -> None:
     assert not re.search(r"<(script|link|iframe|img|object)\b", full_page)
     assert all(ref.startswith(("#", "data:image/png")) for ref in re.findall(r'(?:href|src)="([^"]*)"', full_page))
@@ -152,13 +145,6 @@ def test_pictures_are_well_formed_and_share_no_ids(full_page: str) -> None:
     assert set(re.findall(r'(?:url\(#|href="#)([^")]+)', full_page)) <= set(ids)
 
 
-def test_pictures_follow_the_page_colours(full_page: str) -> None:
-    assert report_figures.INK not in full_page
-    assert report_figures.GRID not in full_page
-    assert "currentColor" in full_page
-    assert "var(--grid)" in full_page
-
-
 def test_text_of_the_run_is_escaped(full_page: str) -> None:
     assert "a &lt;b&gt; &amp; c" in section_of(full_page, "Configuration")
     assert "<b>" not in full_page
@@ -173,17 +159,6 @@ def test_expert_table_by_hand(full_page: str) -> None:
     assert (cells[1][0], cells[1][4]) == ("3", "25%")
 
 
-def test_experts_are_shown_under_their_layers_numbers(full_page: str) -> None:
-    for title in ("Expert load", "Routing"):
-        part = section_of(full_page, title).lower()
-        assert ">layer 1</text>" in part
-        assert ">layer 3</text>" in part
-        assert ">layer 0</text>" not in part
-    by_layer = section_of(full_page, "Expert load by layer")
-    assert "No expert was without a token for 50 steps in a row." in by_layer
-    assert "dropped by capacity" not in section_of(full_page, "Routing"), "nothing was dropped"
-
-
 def test_dead_experts_are_named_with_their_steps(tmp_path: Path) -> None:
     loads = [[[1, 1, step % 7], [0 if 20 < step <= 80 or step > 140 else 1, 1, 1]] for step in range(1, 201)]
     moment = "2025-01-01T00:00:00+00:00"
@@ -195,49 +170,11 @@ def test_dead_experts_are_named_with_their_steps(tmp_path: Path) -> None:
     assert head.remarks(run) == ["Without a token for 50 steps or more: 1 expert, named below."]
 
 
-def test_dropped_choices_have_a_curve() -> None:
-    records = [train(step, expert_dropped_share=[0.0, 0.1]) for step in range(1, 4)]
-    assert "dropped by capacity" in (report_experts.balance_figure(records) or "")
-
-
-def test_a_run_of_an_earlier_release_is_still_shown() -> None:
-    old = {"kind": "train", "step": 1, "loss": 7.0, "expert_load": [[1, 2], [3, 4]]}
-    assert ">Layer 1</text>" in report_experts.load_figure([old])
-    assert report_experts.balance_figure([old]) is None
-
-
-@pytest.mark.slow
-def test_a_report_of_the_same_files_is_the_same_text(tmp_path: Path) -> None:
-    folder = make_run(tmp_path / "run", [train(1), validation(2)])
-    assert page_of(folder) == page_of(folder)
-
-
-def test_a_dense_run_without_validation_says_so(tmp_path: Path) -> None:
-    records = [dense(step) for step in range(1, 6)]
-    page = page_of(make_run(tmp_path / "run", records, environment=None))
-    assert "at step 5 of 20" in page
-    assert "The model is dense" in section_of(page, "Expert load")
-    assert "No validation has been run yet" in section_of(page, "Loss by position")
-    assert "has not been validated yet" in section_of(page, "Loss")
-    assert page.count("<svg") == 3
-    assert "Parameters" not in page
-
-
 def test_a_run_before_its_first_step(tmp_path: Path) -> None:
     page = page_of(make_run(tmp_path / "run", []))
     assert "no step yet" in page
     assert "<svg" not in page
     assert section_of(page, "Loss").count("No step has been logged yet.") == 1
-
-
-def test_only_the_validation_before_the_first_step(tmp_path: Path) -> None:
-    page = page_of(make_run(tmp_path / "run", [validation(0)]))
-    assert page.count("<svg") == 2
-    assert "not better than frequency alone yet" in page
-
-
-def test_one_step(tmp_path: Path) -> None:
-    assert page_of(make_run(tmp_path / "run", [train(1)])).count("<svg") == 6
 
 
 def test_a_loss_that_is_not_finite_is_said_and_drawn(tmp_path: Path) -> None:
@@ -247,24 +184,11 @@ def test_a_loss_that_is_not_finite_is_said_and_drawn(tmp_path: Path) -> None:
     assert ">not finite</text>" in section_of(page, "Loss")
 
 
-def test_every_loss_not_finite(tmp_path: Path) -> None:
-    records = [dense(step, loss=math.nan, grad_norm=math.nan) for step in (1, 2)]
-    assert "not finite in 2 steps" in page_of(make_run(tmp_path / "run", records))
-
-
 def test_a_torn_last_line_does_not_stop_the_report(tmp_path: Path) -> None:
     folder = make_run(tmp_path / "run", [dense(1)])
     with (folder / "metrics.jsonl").open("a") as file:
         file.write('{"kind": "tr')
     assert "at step 1 of 20" in page_of(folder)
-
-
-def test_output_may_be_a_file_or_a_folder(tmp_path: Path) -> None:
-    folder = make_run(tmp_path / "run", [])
-    assert write_report(folder) == folder / "report.html"
-    assert write_report(folder, tmp_path / "new" / "page.html").is_file()
-    assert write_report(folder, tmp_path) == tmp_path / "report.html"
-    assert not list(tmp_path.rglob("*.tmp"))
 
 
 def test_a_failed_report_leaves_the_older_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -322,31 +246,6 @@ def test_thinning_is_the_mean_of_equal_groups() -> None:
     assert series.thinned(limit=5) is series
 
 
-def test_the_least_even_layers_are_drawn_when_there_are_many() -> None:
-    loads = [[10, 10, 10, 10 + layer] for layer in range(9)]
-    assert report_experts.uneven_rows([{"expert_load": loads}]) == [3, 4, 5, 6, 7, 8]
-
-
-@pytest.mark.parametrize(
-    ("seconds", "text"),
-    [(0.44, "0.4 s"), (42, "42 s"), (200, "3 min 20 s"), (18_720, "5 h 12 min"), (187_200, "2 d 4 h")],
-)
-def test_duration(seconds: float, text: str) -> None:
-    assert report_text.duration(seconds) == text
-
-
-def test_validations_stand_in_a_table_with_perplexity_and_bits_a_byte(tmp_path: Path) -> None:
-    records = [validation(0, bits_per_byte=3.5), dense(1), validation(1, bits_per_byte=2.5, loss=1.0)]
-    page = page_of(make_run(tmp_path / "run", records))
-    rows = re.findall(r"<tr>(.*?)</tr>", section_of(page, "Validations"))
-    cells = [re.findall(r"<td>(.*?)</td>", row) for row in rows][1:]
-    assert cells == [
-        ["0", "0", "7.0000", "1097", "3.5000", "-0.5000"],
-        ["1", "4,096", "1.0000", "2.718", "2.5000", "5.5000"],
-    ]
-    assert 'class="label">Bits a byte</div><div class="value">2.5000<' in page
-
-
 def test_sample_texts_keep_their_lines_and_are_escaped(tmp_path: Path) -> None:
     samples = [{"prompt": "def", "text": f" f{step}():\n  <b>"} for step in range(20)]
     records = [validation(step, sample=sample) for step, sample in enumerate(samples)]
@@ -356,27 +255,11 @@ def test_sample_texts_keep_their_lines_and_are_escaped(tmp_path: Path) -> None:
     assert (found[0], found[-1]) == (" f0():\n  &lt;b&gt;", " f19():\n  &lt;b&gt;")
 
 
-def test_the_clip_line_is_drawn_and_counted(tmp_path: Path) -> None:
-    folder = make_run(tmp_path / "run", [dense(step, grad_norm=0.5 * step) for step in range(1, 5)])
-    (folder / "config.toml").write_text("[train]\nsteps = 20\nclip_norm = 1.0\n")
-    part = section_of(page_of(folder), "Learning rate and gradient norm")
-    assert "Clipped to 1 in 50.0% of the steps." in part
-    assert ">clipped to 1</text>" in part
-
-
 def test_time_left_counts_what_lies_between_steps(tmp_path: Path) -> None:
     run = report.load_run(make_run(tmp_path / "run", [dense(step) for step in range(1, 6)]))
     # A second a step by the clock of the records, half of it in steps; 15 steps are left.
     assert head.seconds_left(run) == 15
     assert head.state(run) == "at step 5 of 20, about 15 s left when it was logged"
-
-
-def test_the_loss_has_an_axis_of_tokens_and_work_has_a_part(tmp_path: Path) -> None:
-    records = [dense(step, model_tflops=100.0, mfu=0.4, max_memory_bytes=2**30 * step) for step in range(1, 6)]
-    page = page_of(make_run(tmp_path / "run", records))
-    assert ">tokens</text>" in section_of(page, "Loss")
-    assert ">MFU</text>" in section_of(page, "Work and memory")
-    assert 'class="label">TFLOP/s</div><div class="value">100<' in page
 
 
 @pytest.mark.slow

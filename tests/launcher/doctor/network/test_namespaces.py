@@ -58,16 +58,3 @@ def test_a_pair_whose_packets_are_lost_is_named_with_its_port_and_nobody_waits(t
     assert "firewall" in finding["advice"]
     # Far less than the minutes for which gloo would wait.
     assert seconds < 200
-
-
-def test_hosts_that_do_not_reach_the_meeting_place(tmp_path: Path):
-    if reason := why_no_namespaces():
-        pytest.skip(reason)
-    with namespaces(tmp_path, 3) as spaces:
-        a, b = spaces.hosts[:2]
-        spaces.cut_port(b, a, 29500)
-        found = network_of(spaces)
-    assert [(port["from"], port["to"], port["port"]) for port in found["blocked"]] == [(b, a, 29500)]
-    (finding,) = of(found, "ports")
-    assert f"{b} does not reach {a} ({a}:29500), where ranks meet: no answer within 3 s" in finding["value"]
-    assert "--master_addr" in finding["advice"]

@@ -64,15 +64,6 @@ def test_nccl_that_got_no_further(log):
     assert parse_log(log) is None
 
 
-def test_a_network_on_one_line():
-    parsed = parse_log(ADAPTERS)
-    assert parsed is not None
-    assert parsed.describe() == "IB over mlx5_10:1/RoCE, mlx5_11:1/IB, meeting over enp1"
-    parsed = parse_log(NEWER)
-    assert parsed is not None
-    assert parsed.describe() == "TCP sockets over eth0"
-
-
 def interfaces(*names: str) -> list[Interface]:
     return [Interface(name=name, addresses=("10.0.0.1",)) for name in names]
 
