@@ -220,11 +220,6 @@ def test_a_flipped_bit_is_seen_on_the_disk(tmp_path):
     assert read_back(path) != digest
 
 
-def test_a_folder_that_does_not_exist_is_an_os_error(tmp_path):
-    with pytest.raises(OSError, match="No such file"):
-        HashedWriter(tmp_path / "nowhere" / "file")
-
-
 def train_watching_syncs(shards: Path, folder: Path) -> None:
     """``train``, and check at each sync of the metrics that they are whole and the checkpoint is not there yet."""
     seen, sync = [], launcher.checkpoint.save.sync_path

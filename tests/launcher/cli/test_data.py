@@ -11,24 +11,9 @@ from pathlib import Path
 import pytest
 
 from data_pipeline import inspect
-from data_pipeline.prepare.joining import Join
 from data_pipeline.prepare.parts import deal, order
-from data_pipeline.prepare.sources import open_source
 from data_pipeline.rows import blocks
 from tests.launcher.cli.calls import call, flip_a_byte
-from tests.longctx.conversion.tiny_tokenizer import train_tokenizer
-
-
-def test_build_prints_its_splits_and_does_nothing_twice(capsys, world):
-    words = ["data", "build", "--source", world / "corpus", "--tokenizer", world / "tokenizer.model"]
-    options = ["--output", world / "data", "--validation-fraction", "0.3", "--shard-tokens", "20000"]
-    code, out, _ = call(capsys, *words, *options)
-    assert code == 0
-    assert "up to date" in out
-    assert f"--data.train {world / 'data'}" in out
-    rows = [line.split() for line in out.splitlines()[1:3]]
-    assert [row[0] for row in rows] == ["training", "validation"]
-    assert sum(int(row[1]) for row in rows) == 24
 
 
 def test_build_json_is_all_of_stdout(capsys, world, tmp_path):
@@ -77,56 +62,6 @@ def test_build_without_shards_says_what_is_left_out(capsys, world, tmp_path):
     code, out, _ = call(capsys, "data", "verify", folder)
     assert code == 0, out
     assert f"{manifest['tokens'] - entry['tokens']:,} tokens." in out
-
-
-def test_build_names_what_it_left_out(capsys, world, tmp_path):
-    shutil.copytree(world / "corpus", tmp_path / "corpus")
-    for number in range(4):
-        (tmp_path / "corpus" / f".{number}").touch()
-    (tmp_path / "corpus" / "rubbish.json.gz").write_bytes(b"rubbish")
-    words = ["data", "build", "--source", tmp_path / "corpus", "--tokenizer", world / "tokenizer.model", "--output"]
-    code, out, _ = call(capsys, *words, tmp_path / "d")
-    assert code == 0
-    assert f"Left out (all names in {tmp_path / 'd' / 'left_out.jsonl'}):\n  1 damaged: rubbish.json.gz (" in out
-    assert "\n  4 hidden: .0, .1, .2, …\n" in out
-    code, _, err = call(capsys, *words, tmp_path / "e", "--strict")
-    assert code == 1
-    assert "rubbish.json.gz: damaged" in err
-    assert not (tmp_path / "e").exists()
-
-
-def test_build_joins_the_files_of_a_directory(capsys, world, tmp_path):
-    (tmp_path / "corpus/a").mkdir(parents=True)
-    for name in ("a/x.py", "a/y.py", "top.py"):
-        (tmp_path / "corpus" / name).write_text(f"# of {name}")
-    words = ["data", "build", "--source", tmp_path / "corpus", "--tokenizer", world / "tokenizer.model"]
-    words += ["--output", tmp_path / "data", "--validation-fraction", "0"]
-    code, out, _ = call(capsys, *words, "--join", "directory", "--join-header", r"== {path}\n", "--join-bytes", "24")
-    assert code == 0
-    names = [document.name for document in open_source(tmp_path / "corpus", join=Join(most_bytes=24))]
-    assert names == ["a/", "./"]
-    code, out, _ = call(capsys, "data", "sample", tmp_path / "data", "--seq-len", "512", "--rows", "1")
-    assert "== a/x.py\n# of a/x.py\n== a/y.py\n# of a/y.py" in out
-    code, _, err = call(capsys, *words, "--join-depth", "1")
-    assert code == 2
-    assert "they need --join directory" in err
-    code, _, err = call(capsys, *words, "--join", "directory", "--join-header", "nothing")
-    assert code == 1
-    assert "lacks {path}" in err
-
-
-def test_build_shows_texts_that_do_not_come_back_and_refuses_them_when_asked(capsys, world, tmp_path):
-    lossy = train_tokenizer(tmp_path / "lossy.model", add_dummy_prefix=True, remove_extra_whitespaces=True)
-    words = ["data", "build", "--source", world / "corpus", "--tokenizer", lossy, "--output"]
-    code, out, _ = call(capsys, *words, tmp_path / "d")
-    assert code == 0
-    counted, *shown = out[out.index("24 documents did") :].splitlines()[:4]
-    assert counted == "24 documents did not come back exactly from their ids (--exact refuses them)."
-    assert all(re.match(r"  \S+\.py: character [\d,]+ '.*' became '.*'$", line) for line in shown), shown
-    code, _, err = call(capsys, *words, tmp_path / "e", "--exact")
-    assert code == 1
-    assert "does not come back exactly" in err
-    assert not (tmp_path / "e").exists()
 
 
 def test_build_refuses_a_folder_made_of_other_things_until_told(capsys, world, tmp_path):
@@ -188,42 +123,6 @@ def test_build_says_that_it_goes_on(capsys, world, tmp_path, monkeypatch):
     code, _, err = call(capsys, *words)
     assert code == 0
     assert re.search(r"^going on: 3 of \d+ parts are there$", err, re.MULTILINE)
-
-
-def test_build_says_what_it_found_of_duplicates(capsys, world, tmp_path):
-    shutil.copytree(world / "corpus", tmp_path / "corpus")
-    first, second = sorted((world / "corpus").glob("*.py"))[:2]
-    shutil.copyfile(first, tmp_path / "corpus" / "z_copy.py")
-    (tmp_path / "corpus" / "z_like.py").write_text(second.read_text() + "\n# and some more words at the end\n")
-    words = ["data", "build", "--source", tmp_path / "corpus", "--tokenizer", world / "tokenizer.model", "--output"]
-    code, out, _ = call(capsys, *words, tmp_path / "d", "--duplicates", "near")
-    assert code == 0
-    found = out[out.index("Duplicates removed") :].splitlines()
-    assert re.fullmatch(
-        rf"Duplicates removed, about [\d,]+ tokens \(all names in {tmp_path}/d/duplicates.jsonl\):", found[0]
-    )
-    assert re.fullmatch(rf"  1 exact, [\d.]+ KiB: z_copy.py = {first.name}", found[1])
-    assert re.fullmatch(rf"  1 near, [\d.]+ KiB: {second.name} ≈ z_like.py \((1.00|0.9\d)\)", found[2])
-    assert found[3] == "  2 groups of documents, the largest of 2."
-    code, out, _ = call(capsys, *words, tmp_path / "d", "--duplicates", "near", "--json")
-    report = json.loads(out)
-    assert report["up_to_date"]
-    assert report["duplicates"]["counts"]["near_documents"] == 1
-    assert [example["kind"] for example in report["duplicates"]["examples"]] == ["exact", "near"]
-    _, out, _ = call(capsys, "data", "inspect", tmp_path / "d")
-    assert re.search(r"^duplicates, exact documents +1 *$", out, re.MULTILINE)
-    code, out, _ = call(capsys, *words, tmp_path / "e", "--duplicates", "together")
-    assert (code, "Duplicates: none removed; 2 groups" in out) == (0, True)
-    code, _, err = call(capsys, *words, tmp_path / "f", "--similarity", "0.7")
-    assert (code, "duplicates=keep looks for none" in err, (tmp_path / "f").exists()) == (1, True, False)
-
-
-def test_inspect_shows_packing_and_a_row(capsys, world):
-    code, out, err = call(capsys, "data", "inspect", world / "data", "--seq-len", 512, "--row", 0)
-    assert (code, err) == (0, "")
-    assert re.search(r"^truncated tokens +0 +0$", out, re.MULTILINE)
-    assert "row 0 of" in out
-    assert ".py: tokens" in out
 
 
 def test_inspect_json_parses(capsys, world):

@@ -30,14 +30,6 @@ def test_a_plan_says_what_packing_costs_and_how_even_ranks_are(capsys, shards: P
     assert "about" not in out, "a small corpus is counted"
 
 
-@pytest.mark.parametrize("changed", [("--zero.stage", 2), ("--run.device", "cuda")])
-def test_where_ranks_meet_in_each_micro_batch_it_is_that_ones_busiest_rank(capsys, shards: Path, changed):
-    """Stage 2, by name or as what ``auto`` is on GPUs."""
-    code, out, err = call(capsys, "data", "plan", *FLAGS, *changed, "--data.train", shards, "--ranks", 2)
-    assert code == 0, err
-    assert "busiest rank of each micro-batch, rows data.balance" in out
-
-
 def test_json_has_the_factors_of_each_step(capsys, shards: Path):
     code, out, err = call(capsys, "data", "plan", *FLAGS, "--data.train", shards, "--ranks", 2, "--json")
     assert code == 0, err
@@ -74,13 +66,6 @@ def test_a_sample_is_the_rows_as_text(capsys, shards: Path, tmp_path):
     assert code == 0
     assert f"Written to {written}" in said
     assert written.read_text().split() == out.split()
-
-
-@pytest.mark.parametrize("words", [("--seq-len", 0), ("--seq-len", 8, "--rows", 0)])
-def test_a_sample_of_nothing_is_refused(capsys, words, shards: Path):
-    code, out, err = call(capsys, "data", "sample", shards, *words)
-    assert (code, out) == (2, "")
-    assert "must be at least 1" in err
 
 
 def test_a_sample_ends_with_the_epoch(capsys, shards: Path):

@@ -85,10 +85,3 @@ def test_pack(capsys, world: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPat
     code, _, err = call(capsys, "data", "pack", tmp_path / "nothing", "--output", tmp_path / "other")
     assert code == 1
     assert "is not a shard folder" in err
-
-
-def test_a_url_that_is_wrong_is_refused_on_one_screen(capsys):
-    code, _, err = call(capsys, "data", "inspect", "https://host/data")
-    assert code == 1
-    assert "https:// is not known. Try s3://" in err
-    assert len(err.splitlines()) < 5

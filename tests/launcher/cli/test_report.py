@@ -55,14 +55,3 @@ def test_evaluations_stand_side_by_side(capsys, tmp_path):
     assert svg.count(">1,024<") == 2
     for said in ("a/plain: tiny, 2026-11-01, n = 16 samples", "b/plain: tiny, 2026-11-01, n = 24 samples"):
         assert said in svg
-
-
-def test_evaluations_that_cannot_be_compared(capsys, tmp_path):
-    write_evaluation(tmp_path / "one", {256: 1.0})
-    (tmp_path / "run").mkdir()
-    cases = {("one", "one"): "named twice", ("one", "run"): "is an evaluation, and others are not"}
-    for names, message in cases.items():
-        code, _, error = call(capsys, "report", *(tmp_path / name for name in names), "--output", tmp_path / "x.html")
-        assert code == 2
-        assert message in error
-    assert not (tmp_path / "x.html").exists()

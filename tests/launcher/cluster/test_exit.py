@@ -116,14 +116,6 @@ def test_a_disk_that_is_gone_is_no_fault_of_ours(number, capfd):
     assert "Traceback" not in err
 
 
-def test_a_full_disk_is_no_fault_of_ours(capfd):
-    assert run_to_exit_code(raising(OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "metrics.jsonl"))) == FAILED
-    said = capfd.readouterr().err
-    assert "rank 0 could not write: [Errno 28] No space left on device: 'metrics.jsonl'" in said
-    assert "--run.resume latest" in said
-    assert "Traceback" not in said
-
-
 def test_our_own_faults_show_their_traceback_and_rank(capfd, monkeypatch):
     monkeypatch.setenv("RANK", "3")
     assert run_to_exit_code(raising(KeyError("oops"))) == FAILED

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 from launcher.metrics.record import DISCARDED_FILE
-from launcher.report.audits import MAX_FINDINGS, audit_events, audit_remarks, audit_sections
 from launcher.report.run import load_run
 from tests.launcher.report.test_report import dense, make_run, page_of, section_of
 
@@ -61,19 +60,3 @@ def test_a_resume_hides_nothing(tmp_path: Path):
     page = page_of(folder)
     assert "A wrong number was found in step 3: rank 2 on &lt;node&gt;. See" in page
     assert "<td>–</td>" in section_of(page, "Wrong numbers")
-
-
-def test_a_run_without_one_has_no_such_part(tmp_path: Path):
-    page = page_of(make_run(tmp_path / "run", [dense(1)]))
-    assert "rong number" not in page
-
-
-def test_of_many_the_last_are_shown(tmp_path: Path):
-    events = audit_events(tmp_path, [event(step, NAMED) for step in range(50, 0, -1)])
-    remarks = audit_remarks(events)
-    assert remarks[0] == "Wrong numbers were found in 50 steps; the last 3 follow."
-    assert [re.findall(r"step (\d+)", line) for line in remarks[1:]] == [["48"], ["49"], ["50"]]
-    (part,) = audit_sections(events)
-    assert part.caption.startswith(f"The last {MAX_FINDINGS} of 50.")
-    assert part.table is not None
-    assert [row[0] for row in part.table.rows] == [str(step) for step in range(31, 51)]

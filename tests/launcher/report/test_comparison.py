@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from launcher.report.comparison import distinct_names, write_comparison
+from launcher.report.comparison import write_comparison
 from longctx.errors import ConfigError
 from tests.launcher.report.test_report import dense, make_run, section_of, validation
 
@@ -39,14 +39,3 @@ def test_figures_curves_and_configs_stand_side_by_side(folders: list[Path], tmp_
 def test_a_run_named_twice_is_refused(folders: list[Path]) -> None:
     with pytest.raises(ConfigError, match="named twice"):
         write_comparison([folders[0], folders[0] / ".." / "run"])
-
-
-def test_runs_before_their_first_step(tmp_path: Path) -> None:
-    runs = [make_run(tmp_path / name, []) for name in "ab"]
-    page = write_comparison(runs, tmp_path).read_text()
-    assert page.count("No step has been logged yet.") == 1
-
-
-def test_names_take_as_many_parents_as_they_need() -> None:
-    assert distinct_names([Path("/r/a"), Path("/r/b")]) == ["a", "b"]
-    assert distinct_names([Path("/r/a/x"), Path("/r/b/x")]) == ["a/x", "b/x"]

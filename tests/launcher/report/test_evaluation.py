@@ -27,17 +27,6 @@ def needle_rows(lengths: int) -> list[dict]:
     return [{"length": 64 << n, "depth": depth, "mean": 1.0, "n": 22} for n in range(lengths) for depth in (0.0, 1.0)]
 
 
-@pytest.mark.parametrize(("panels", "lengths"), [(1, 4), (2, 5), (3, 4), (4, 6), (4, 12)])
-def test_labels_of_cells_do_not_overlap(panels, lengths):
-    picture = needle_figure([("", needle_rows(lengths))] * panels, "caption", "name")
-    labels = re.findall(r"font-size: ([\d.]+)px[^>]*>([^<]*n=22)</text>", picture)
-    assert len(labels) == panels * lengths * 2
-    # The picture is 720 units wide. The scale takes 108 of them, and the axis of a panel 36.
-    column = (720 - 108 - 36 * panels) / (panels * lengths)
-    # A digit is 0.64 of a font's size wide.
-    assert max(0.64 * float(size) * len(label) for size, label in labels) <= column
-
-
 @pytest.mark.parametrize("name", ["3-long", "0-1", "long"])
 def test_ids_of_a_picture_carry_a_name_that_may_begin_with_a_digit(name):
     """The folder of a run may be called 3-long; the 3 was read as part of the number of a group."""

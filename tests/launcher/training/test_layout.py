@@ -70,9 +70,3 @@ def test_rows_are_judged_by_the_first_documents(shards, tmp_path, monkeypatch):
     assert leaves_remainders([written], 8)
     monkeypatch.setattr("launcher.training.setup._LOOKED_AT", 50)
     assert not leaves_remainders([written], 8)
-
-
-def test_a_lone_process_says_that_layouts_are_the_same(shards, tmp_path):
-    run(train, 1, shards, tmp_path / "run", {**AUTO, "parallel.context": 1, "train.steps": 1})
-    assert settled(tmp_path / "run") == "zigzag"
-    assert "parallel.layout=auto is zigzag: every rank" in (tmp_path / "run" / "logs" / "rank_0.log").read_text()

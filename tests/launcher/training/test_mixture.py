@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 
-from launcher.training.broken_step import rows_from
 from tests.helpers import run_distributed
 from tests.launcher.runs import tiny_config
 from tests.launcher.workers import rows, train, train_each
@@ -71,11 +70,3 @@ def test_a_mixture_that_is_used_up_says_so_before_and_when(mixture: Path, tmp_pa
     with pytest.raises(AssertionError, match="is used up after"):
         run_distributed(train_on_one_rank, 1, mixture, tmp_path / "out", changed)
     assert "The mixture is used up about" in (tmp_path / "out/logs/rank_0.log").read_text()
-
-
-def test_a_broken_step_names_the_rows_of_each_source(mixture: Path, tmp_path: Path):
-    config = tiny_config(mixture, tmp_path / "run")
-    source = {"block_row": 7, "block": 1, "epoch": 2}
-    said = rows_from(config, {"rows_consumed": 12, "sources": {"first": source}})
-    assert "from row 12 of the run on (first from row 7 of block 1 of epoch 2 on; longctx data sample" in said
-    assert "--first-row 12" in said

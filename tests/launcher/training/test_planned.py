@@ -91,15 +91,6 @@ def test_the_end_compares_the_median_step_and_the_largest_peak():
     assert "in the median" in checked_line(record)
 
 
-def test_a_run_of_one_step_has_no_seconds_to_compare():
-    watch = PlanWatch(expected())
-    watch.record(STEP, {"step_seconds": 1.0, "max_memory_bytes": 0})
-    record = watch.compared(1)
-    assert "seconds_error" not in record
-    assert "peak_error" not in record
-    assert checked_line(record).startswith("Plan and run: ")
-
-
 @pytest.mark.parametrize(("device", "ranks"), [("cpu", 2), ("NVIDIA H100 80GB HBM3", 8)])
 def test_a_plan_that_does_not_fit_is_refused_on_one_screen(device, ranks):
     found, config = expected(device, kept=40 * 2**30), resolved(load_run_config(QUICK), ranks=2)

@@ -73,14 +73,6 @@ def test_ids_take_the_smallest_integers(num_experts, dtype):
     assert torch.tensor([num_experts - 1, -1]).to(dtype).tolist() == [num_experts - 1, -1]
 
 
-def test_a_run_that_neither_records_nor_follows_does_nothing(tmp_path):
-    files = RoutingFiles("no", "no", MODEL, TOKENS)
-    files.prepare(range(1, 5), resumes=False)
-    assert not files.active
-    assert files.replay(0) is None
-    files.end()
-
-
 def scatter_and_gather() -> None:
     for kind, dtype in zip(KINDS, (torch.int8, torch.int16, torch.int32, torch.int16), strict=True):
         check_gather(kind, dtype)

@@ -10,13 +10,10 @@ import pytest
 
 from data_pipeline.rows.blocks import PackReport
 from launcher.config.load import load_run_config
-from launcher.config.side_by_side import with_context
 from launcher.plan.memory import GIB, memory_of_rank
 from launcher.training.origin import Origin
 from launcher.training.summary import Start, changed_settings, summary, warnings
-from longctx.architecture.rope import Rope
 from parallel.mesh import Mesh
-from parallel.schedule.degrees import Degrees
 from tests.launcher.runs import resolved
 
 FLAGS = ["--data.seq_len", "2048", "--train.tokens_per_step", "4096", "--parallel.layout", "zigzag"]
@@ -55,27 +52,6 @@ def packing(**figures: Any) -> PackReport:
     return dataclasses.replace(counted, **figures)
 
 
-def line(name: str, said: Start) -> str:
-    (found,) = [line for line in summary(said) if line.startswith(f"{name}:")]
-    return found
-
-
-def test_rows_side_by_side_say_their_number_and_degrees():
-    together = ["--parallel.layout", "auto", "--parallel.tokens_per_rank", "3072", "--train.tokens_per_step", "10240"]
-    degrees = [
-        Degrees(ranks=(1, 1, 2), fewest=(1, 1, 1), imbalance=1.01),
-        Degrees(ranks=(2,), fewest=(2,), imbalance=1.034),
-    ]
-    plain = start(together)
-    said = dataclasses.replace(plain, config=with_context(plain.config, 2), degrees=degrees)
-    assert line("Side by side", said) == (
-        "Side by side: 2 ranks of up to 3,072 tokens share 2 or 3 rows at once. In the first step a document lies on 1 "
-        "to 2 of them, 1.50 in the mean (1.25 would hold it); the busiest rank has 1.034 of the mean attention."
-    )
-    assert "5 rows of 2,048 tokens, in 2 micro-batches a rank" in line("Steps", said)
-    assert not [line for line in summary(start()) if line.startswith("Side by side")]
-
-
 def test_a_run_says_what_it_is():
     assert summary(start()) == [
         "Model: 1.61M parameters, 1.02M of them for a token; 2 layers of width 128; 8 experts a layer, 2 a token, one "
@@ -95,12 +71,6 @@ def test_a_run_says_what_it_is():
     assert warnings(start()) == []
 
 
-def test_a_dense_model_has_no_experts_to_name():
-    said = start(["--model.preset", "llama-2-7b", "--train.final_lr_ratio", "1", "--train.warmup_steps", "0"])
-    assert line("Model", said) == "Model: 6.74B parameters; 32 layers of width 4,096."
-    assert line("Steps", said).endswith("rate 0.005.")
-
-
 @pytest.mark.parametrize(
     ("flags", "step", "to_come"),
     [
@@ -118,18 +88,6 @@ def test_checkpoints_to_come(flags, step, to_come):
     assert start(flags, origin=origin).num_checkpoints == to_come
 
 
-def test_every_change_of_a_started_model_is_a_line():
-    ours = start().model
-    theirs = dataclasses.replace(ours, max_positions=1024, rope=Rope(theta=500_000.0))
-    origin = Origin(kind="started", folder=Path("runs/base"), model=theirs)
-    said = summary(start(origin=origin))
-    at = said.index("Starts from runs/base, whose model it changes:")
-    assert said[at + 1 : at + 3] == ["  max_positions 1024 → 4096", "  rope.theta 500000 → 10000"]
-    same = Origin(kind="resumed", folder=Path("runs/base"), model=ours, step=100)
-    assert "Resumes from runs/base, with its model." in summary(start(origin=same))
-    assert line("Steps", start(origin=same)).startswith("Steps: 600 steps of")
-
-
 # Warnings: each of these was silent.
 
 
@@ -144,30 +102,10 @@ def test_memory_that_lasts_between_steps_and_not_within_them():
     assert "116 MiB for this machine's 2 ranks, and 100 MiB are free" in said
 
 
-def test_an_epoch_that_was_planned_in_part_is_an_estimate():
-    said = line("Data", start(packing=packing(rows=20_000_000, planned_documents=65_549, exact=False)))
-    assert said == (
-        "Data: 2.87M tokens in all, about 0.00 passes over about 20,000,000 rows with about 1.25 % padding, judging by "
-        "its first 65,549 documents."
-    )
-
-
 def test_rows_beyond_the_models_positions():
     said = only_warning(start(["--model.max_positions", "1024"]))
     assert "data.seq_len=2048 exceeds model.max_positions=1024" in said
     assert "model.max_positions=2048" in said
-
-
-def test_a_run_that_is_all_warm_up():
-    said = only_warning(start(["--train.steps", "10"]))
-    assert "train.warmup_steps=40 is not below train.steps=10" in said
-    assert "0.00125" in said
-
-
-def test_rows_that_repeat_within_a_step():
-    assert "takes 2 rows and the data has 1" in only_warning(start(packing=packing(rows=1)))
-    estimated = start(packing=packing(rows=1, exact=False))
-    assert "takes 2 rows and the data has about 1: rows repeat" in only_warning(estimated)
 
 
 def test_checkpoints_that_fill_the_disk():

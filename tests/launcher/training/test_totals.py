@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import math
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -12,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from launcher.config.load import load_run_config
-from launcher.training.broken_step import BrokenStep, rows_from
+from launcher.training.broken_step import rows_from
 from launcher.training.expert_record import expert_layers, expert_record
 from launcher.training.hooks.dead_experts import DeadExperts
 from launcher.training.totals import StepSums, StepTotals
@@ -83,35 +81,6 @@ def test_each_part_of_the_loss_must_be_finite(part, value):
     assert not totals([[1] * 4], [[0.0] * 4], **{part: value}).finite
 
 
-def broken(**changed: Any) -> str:
-    """What is said of step 7, whose gradient is not finite."""
-    facts = {"step": 7, "loss": 3.5, "grad_norm": math.inf, "rows": "2 rows of DATA from row 12 of epoch 0 on"}
-    return BrokenStep(**{**facts, "lr": 3e-4, "checkpoint": Path("run/step_000006"), **changed}).message()
-
-
-def test_a_gradient_that_is_not_finite_is_named_with_the_way_out():
-    assert broken(gradients=["model.norm.weight"]).splitlines() == [
-        "the gradient of step 7 is not finite: norm inf, though loss 3.5.",
-        "Gradients that are not finite: model.norm.weight.",
-        "The step was not taken: weights, moments and checkpoints are those of the step before.",
-        "Go on from the newest checkpoint, run/step_000006 (--run.resume latest), with a lower train.lr (now 0.0003) "
-        "or a longer train.warmup_steps.",
-        "Its data, to look at: 2 rows of DATA from row 12 of epoch 0 on.",
-    ]
-    assert "finite: a0, a1, a2, a3, a4, a5, a6, a7 and 92 more." in broken(gradients=[f"a{n}" for n in range(100)])
-    assert "in no single tensor" in broken()
-
-
-def test_a_loss_that_is_not_finite_is_named_with_the_weights_that_were_not_either():
-    said = broken(loss=math.nan, grad_norm=None, weights=["model.norm.weight"])
-    assert said.startswith("the loss of step 7 is not finite: nan, over all ranks.\n")
-    assert "before this step: model.norm.weight." in said
-    assert "or from an older one should it hold such weights too" in said
-    assert "a part of the objective of step 7 is not finite (z-loss, " in broken(grad_norm=None)
-    assert "router z-loss), though loss 3.5." in broken(grad_norm=None)
-    assert "There is no checkpoint yet: start again with a lower train.lr" in broken(checkpoint=None)
-
-
 def test_a_steps_rows_are_named_with_the_command_that_shows_them():
     flags = ["--data.train", "DATA", "--data.seq_len", "2048", "--train.tokens_per_step", "4096"]
     config = load_run_config([*flags, "--run.seed", "3"])
@@ -122,15 +91,6 @@ def test_a_steps_rows_are_named_with_the_command_that_shows_them():
     )
     order = {"epoch": 0, "epoch_row": 12, "block": 0, "block_row": 12}
     assert rows_from(load_run_config(flags), order).endswith("(longctx data inspect DATA --seq-len 2048 --row 12)")
-
-
-def test_router_logits_that_are_not_finite_come_first_with_their_way_out():
-    said = broken(grad_norm=None, routers=[f"model.layers.{layer} (5 tokens)" for layer in range(60)]).splitlines()
-    assert said[0].startswith("router logits of step 7 are not finite: model.layers.0 (5 tokens), ")
-    assert said[0].endswith("and 52 more layers.")
-    assert "run/step_000006 (--run.resume latest)" in said[2]
-    assert said[2].endswith("or a model.router_z_loss_weight (1e-3), which keeps logits small.")
-    assert "row 12 of epoch 0" in said[3]
 
 
 def loss_of(rank: int, micro_batch: int) -> LossSum:
@@ -186,10 +146,3 @@ def test_a_dead_expert_is_named_once_after_a_whole_window():
 def test_one_token_keeps_an_expert_alive():
     watch = DeadExperts(MODEL, [1, 3], 3, window=4)
     assert all(not watch.find(counts((0, 0)) if step % 4 else counts()) for step in range(40))
-
-
-def test_many_dead_experts_fit_a_line():
-    watch = DeadExperts(MODEL, range(60), 64, window=1)
-    names = watch.find(torch.zeros(60, 64, dtype=torch.int64))
-    assert len(names) == 60 * 64
-    assert "model.layers.0.mlp.experts.7 and 3832 more are dead experts" in watch.warning(names, 1)

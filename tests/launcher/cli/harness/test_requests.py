@@ -117,13 +117,6 @@ def test_options_of_generation(options, strategy, count, until):
     assert generation_of(options) == wanted
 
 
-def test_a_text_also_ends_before_its_end_token_as_text():
-    found = generation_of({"until": ["\n"], "repetition_penalty": 1.2}, end="</s>")
-    assert found.until == ("\n", "</s>")
-    assert found.penalties == Penalties(repetition=1.2)
-    assert hash(found) == hash(generation_of({"until": "\n", "repetition_penalty": 1.2}, end="</s>"))
-
-
 @pytest.mark.parametrize(
     ("options", "said"),
     [
@@ -153,13 +146,8 @@ def test_model_args():
     ("arguments", "said"),
     [
         ({}, "names no checkpoint"),
-        ({"pretrained": "x"}, "checkpoint=RUN_OR_HF_FOLDER"),
         ({"checkpoint": "x", "max_lenght": 3}, "Did you mean max_length"),
         ({"checkpoint": "x", "context": "two"}, "context=two: give a whole number"),
-        ({"checkpoint": "x", "context": True}, "context=True: give a whole number"),
-        ({"checkpoint": "x", "beyond_positions": 1}, "true or false"),
-        ({"checkpoint": "x", "dtype": "auto"}, "float32 or bfloat16"),
-        ({"checkpoint": "x", "max_length": -1}, "must not be negative"),
         ({"checkpoint": "x", "chunk_tokens": 0}, "chunk_tokens=0"),
     ],
 )

@@ -9,7 +9,7 @@ from time import sleep
 
 import pytest
 
-from launcher.metrics.goodput.account import KINDS, Goodput, effective_share, goodput_of, read_goodput
+from launcher.metrics.goodput.account import KINDS, Goodput, effective_share, read_goodput
 from launcher.metrics.goodput.clock import Clock, process_age
 from launcher.metrics.goodput.live import LiveGoodput, RunTime, in_words
 from launcher.metrics.goodput.timeline import TIMELINE_FILE, Timeline, read_timeline
@@ -310,22 +310,3 @@ def test_the_last_words_of_a_run_are_those_of_its_file(tmp_path):
     seconds = read_goodput(tmp_path).seconds()
     assert 0.2 <= seconds["saving"] < 60
     assert told == in_words(seconds, 0)
-
-
-def test_in_words():
-    seconds = dict.fromkeys(KINDS, 0.0) | {
-        "productive": 90.0,
-        "lost": 6.0,
-        "starting": 3.9,
-        "other": 0.1,
-        "paused": DAY,
-    }
-    assert in_words(seconds, 2) == (
-        "Effective training time: 90.0% of 2 min, 2 restarts (lost 6.0%, starting 3.9%, other 0.1%). Paused for "
-        "1 d 0 h, which is not counted."
-    )
-    assert in_words(dict.fromkeys(KINDS, 0.0), 0) == ""
-
-
-def test_no_lines_no_account():
-    assert goodput_of([{"in": "step", "step": 1, "seconds": 1.0, "until": 1.0}]).attempts == []

@@ -154,15 +154,6 @@ run_script(main)
     assert done.returncode == 0
 
 
-def test_an_attempt_remembers_what_the_next_one_needs(tmp_path):
-    tracked = TrackedRun(folder=tmp_path, project="p", name="a", config={}, first_step=0)
-    assert tracked.remembered("wandb") == {}
-    tracked.remember("wandb", {"id": "x"})
-    assert tracked.remembered("wandb") == {"id": "x"}
-    (tmp_path / "trackers" / "wandb.json").write_text("[")
-    assert tracked.remembered("wandb") == {}
-
-
 def test_secrets_are_left_out(monkeypatch):
     monkeypatch.setenv("WANDB_API_KEY", "0123456789abcdef")
     monkeypatch.setenv("SOME_TOKEN", "true")
@@ -201,8 +192,3 @@ def test_mlflow_with_a_server_needs_no_database(monkeypatch):
         check_trackers(["mlflow"])
     monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://localhost:5000")
     check_trackers(["mlflow"])
-
-
-def test_a_tracker_named_twice_is_refused():
-    with pytest.raises(ConfigError, match="names trackio twice"):
-        check_trackers(["trackio", "trackio"])
