@@ -7,7 +7,6 @@ import math
 import numpy as np
 
 from benchmarks import data_plan
-from benchmarks.run_tables import of_blocks, of_corpora
 from data_pipeline.loader import build_loader
 from data_pipeline.shards.reader import ShardSet
 
@@ -33,5 +32,3 @@ def test_its_figures_make_its_bounds_and_tables(monkeypatch, tmp_path):
     bounds = data_plan.bounds_of(content)
     assert len({str(bound) for bound in bounds}) == len(bounds) == 4 + 2 * 4
     assert all(math.isfinite(bound.figure) for bound in bounds)
-    assert [len(row) for row in of_corpora(content)[1]] == [8]
-    assert [len(row) for row in of_blocks(content)[1]] == [6] * 4

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from benchmarks import delivery
-from benchmarks.delivering import contest, corpus, details, tables
+from benchmarks.delivering import contest, corpus, details
 from benchmarks.delivering.contender import Contender, Tokens
 from benchmarks.delivering.contenders import COPY, HERE, OURS, SHARDS
 from benchmarks.delivering.peers import END
@@ -105,6 +105,3 @@ def test_figures_become_bounds_and_tables(made, monkeypatch):
     bounds = delivery.bounds_of(result)
     assert len({bound.text for bound in bounds}) == len(bounds) == 4 + 3
     assert all(math.isfinite(bound.figure) for bound in bounds)
-    for head, lines in (tables.of_rates(result, "synthetic"), tables.of_slices(result), tables.of_packing(result)):
-        assert lines
-        assert all(len(line) == len(head) for line in lines)

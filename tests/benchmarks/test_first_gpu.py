@@ -15,8 +15,8 @@ from pathlib import Path
 import pytest
 
 from benchmarks.first_gpu import archive, keep, runner
-from benchmarks.first_gpu.checks import ROOT, Check, load_checks, number
-from benchmarks.first_gpu.report import FAIL, OK, SKIP, SLOW, Outcome, beside, judge, line, table
+from benchmarks.first_gpu.checks import ROOT, Check, load_checks
+from benchmarks.first_gpu.report import FAIL, OK, SKIP, SLOW, Outcome, judge
 from benchmarks.first_gpu.steps import PARTS, Expected, Step
 from launcher.plan.hardware import load_hardware
 from longctx.errors import ConfigError
@@ -193,31 +193,6 @@ def test_a_card_has_its_own_expectation():
     check = Check(name="rate", figure=110.0)
     assert judge(RATED, [check], seconds=1.0, card="NVIDIA H100 80GB HBM3").verdict == OK
     assert judge(RATED, [check], seconds=1.0, card="NVIDIA H200").verdict == SLOW
-
-
-def test_a_line_says_name_verdict_seconds_figure_and_what_was_expected():
-    checks = [Check(name="rate", figure=90.0, unit="TFLOP/s"), Check(name="kernel", skipped="not installed")]
-    text = line(judge(RATED, checks, seconds=12.4))
-    assert text.split()[:4] == ["rated", "OK", "12", "s"]
-    assert text.endswith("rate: 90 TFLOP/s (expected 100)  [1 OK, 1 SKIP]")
-    wrong = judge(RATED, [*checks, Check(name="error", figure=0.5, bound=0.1)], seconds=1.0)
-    assert "error: 0.500 (at most 0.100)" in line(wrong)
-    assert "ended after its limit" in line(judge(RATED, checks, seconds=9.0, problem="ended after its limit of 9 s"))
-
-
-def test_a_table_is_short_enough_to_come_back_and_has_what_is_wrong_first():
-    good = [Check(name=f"rate {n}", figure=1.0, expected=1.0, note="n" * 90) for n in range(300)]
-    bad = Check(name="error", problem="it is wrong " * 60)
-    text = table([judge(RATED, [*good, bad], seconds=1.0)])
-    assert len(text) <= 12_000
-    assert text.index("not OK:") < text.index("measured:")
-    assert "more lines in report.json" in text.splitlines()[-1]
-
-
-def test_numbers_have_the_digits_that_a_reader_needs():
-    values = (None, 0.0, 1e-5, 0.0123, 3.14159, 541.2, 79_000.0, 1e9)
-    assert [number(value) for value in values] == ["done", "0", "1.0e-05", "0.012", "3.14", "541", "79,000", "1.0e+09"]
-    assert beside(Check(name="fact", figure=1.0)) == ""
 
 
 # --- what is kept -------------------------------------------------------------------------------------------

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import logging
-import os
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
@@ -251,11 +250,3 @@ class TestNewestGood:
         commit(tmp_path, 2)
         prove(commit(tmp_path, 4, whole=False))
         assert step_of(find_resume(tmp_path, "newest-good")) == 2
-
-
-def test_a_removal_is_a_rename_first(tmp_path, monkeypatch):
-    for step in (2, 4):
-        commit(tmp_path, step)
-    monkeypatch.setattr(remove.shutil, "rmtree", lambda path, **_: os.fspath(path))
-    prune(tmp_path, Retention(last=1))
-    assert names(tmp_path) == [".step_000002.removed", "step_000004"]

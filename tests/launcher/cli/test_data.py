@@ -11,7 +11,6 @@ from pathlib import Path
 import pytest
 
 from data_pipeline import inspect
-from data_pipeline.prepare.parts import deal, order
 from data_pipeline.rows import blocks
 from tests.launcher.cli.calls import call, flip_a_byte
 
@@ -72,23 +71,6 @@ def test_build_refuses_a_folder_made_of_other_things_until_told(capsys, world, t
     assert call(capsys, *words, tmp_path / "d", "--validation-fraction", "0.2", "--overwrite")[0] == 0
 
 
-def test_build_with_any_number_of_workers_says_and_makes_the_same(capsys, world, tmp_path, monkeypatch):
-    monkeypatch.setattr(deal, "PART_BYTES", 20_000)
-    words = ["data", "build", "--source", world / "corpus", "--tokenizer", world / "tokenizer.model"]
-    words += ["--shard-tokens", 4000, "--validation-fraction", 0.3, "--json", "--output"]
-    found = []
-    for workers in (1, 2):
-        code, out, err = call(capsys, *words, tmp_path / str(workers), "--workers", workers)
-        assert (code, "going on" in err) == (0, False)
-        report = json.loads(out)
-        assert report["parts"] > 4
-        found.append({name: report[name]["tokens"] for name in ("training", "validation")})
-        found.append((tmp_path / str(workers) / "manifest.json").read_bytes())
-    assert found[:2] == found[2:]
-    code, _, err = call(capsys, *words, tmp_path / "none", "--workers", 0)
-    assert (code, "workers=0 must be at least 1" in err) == (1, True)
-
-
 def test_build_by_a_cluster_that_is_not_there_ends_before_anything_is_read(capsys, world, tmp_path, monkeypatch):
     words = ["data", "build", "--source", world / "corpus", "--tokenizer", world / "tokenizer.model"]
     words += ["--output", tmp_path / "out"]
@@ -100,29 +82,6 @@ def test_build_by_a_cluster_that_is_not_there_ends_before_anything_is_read(capsy
     assert "checking" not in err
     assert not list(tmp_path.iterdir())
     assert call(capsys, *words, "--engine", "dask")[0] == 2
-
-
-def test_build_says_that_it_goes_on(capsys, world, tmp_path, monkeypatch):
-    monkeypatch.setattr(deal, "PART_BYTES", 20_000)
-    words = ["data", "build", "--source", world / "corpus", "--tokenizer", world / "tokenizer.model"]
-    words += ["--shard-tokens", 4000, "--workers", 1, "--output", tmp_path / "d"]
-    encode = order.encode_part
-
-    def interrupted(part, *arguments, **options):
-        if part.number == 3:
-            raise KeyboardInterrupt
-        return encode(part, *arguments, **options)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(order, "encode_part", interrupted)
-        code, _, err = call(capsys, *words)
-    assert code == 130
-    assert "Finished parts are kept" in err
-    code, _, err = call(capsys, *words, "--validation-fraction", 0.4)
-    assert (code, "from another options" in err, "--overwrite" in err) == (1, True, True)
-    code, _, err = call(capsys, *words)
-    assert code == 0
-    assert re.search(r"^going on: 3 of \d+ parts are there$", err, re.MULTILINE)
 
 
 def test_inspect_json_parses(capsys, world):

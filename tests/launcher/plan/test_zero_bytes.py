@@ -117,14 +117,6 @@ def check(stage: int, dtype: str, kinds: tuple[str, ...], steps: tuple[tuple[int
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("stage", "step"), [*(pytest.param(s, STEPS[0], marks=pytest.mark.slow) for s in (1, 3)), (2, STEPS[1])]
-)
-def test_a_trace_counts_what_deepspeed_holds(stage, step):
-    run_distributed(check, RANKS, stage, "bfloat16", ("experts across ranks",), (step,))
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize(("stage", "dtype"), [(0, "float32"), *itertools.product((1, 2, 3), ("float32", "bfloat16"))])
 def test_it_does_in_every_stage_and_dtype(stage, dtype):
     run_distributed(check, RANKS, stage, dtype, tuple(KINDS), timeout=180.0)

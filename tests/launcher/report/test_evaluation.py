@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import csv
 import re
 from pathlib import Path
 
 import pytest
 
-from launcher.evaluation.results import write_results
 from launcher.evaluation.store import Store
 from launcher.report.evaluation.figures import needle_figure
 from launcher.report.evaluation.folder import load_evaluation
@@ -55,16 +53,3 @@ def test_scores_are_per_cent_and_an_average_is_over_the_same_tasks(folder):
         {"task": "ruler_fwe", "4096": 100.0, "8192": None},
         {"task": "average of 2 of 13 tasks", "4096": 83.33, "8192": None},
     ]
-
-
-def test_the_picture_shows_the_table_that_stands_beside_it(folder):
-    page = write_results(folder).read_text()
-    picture = (folder / "ruler.svg").read_text()
-    rows = list(csv.DictReader((folder / "ruler.csv").read_text().splitlines()))
-    assert [row["task"] for row in rows] == ["ruler_vt", "ruler_fwe", "average of 2 of 13 tasks"]
-    shown = {value for row in rows for name, value in row.items() if name != "task" and value}
-    for text in (*[f"{float(value):.2f}" for value in shown], "4,096", "8,192", *[row["task"] for row in rows]):
-        assert f">{text}<" in picture, text
-    assert "tiny · lengths 4,096 to 8,192 · 2026-01-02 · n = 3 samples a task and length" in picture
-    assert "RULER by length" in page
-    assert "NVIDIA takes 500 samples" in page

@@ -50,11 +50,6 @@ def test_a_page_has_the_share_the_stalls_and_the_kinds(tmp_path):
     assert [row[2] for row in rows if row[0] == "paused"] == ["–"]
 
 
-def test_a_run_without_a_timeline_has_no_such_part(tmp_path):
-    page = page_of(make_run(tmp_path / "run", [dense(1)]))
-    assert "Stalls and lost time" not in page
-
-
 def test_clocks_that_disagree_are_named(tmp_path):
     world = World()
     world.start(tmp_path, step=3).end("failed")

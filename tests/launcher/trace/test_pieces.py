@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import subprocess
 import sys
 
@@ -10,13 +9,10 @@ import pytest
 import torch
 
 from launcher.config.load import load_run_config
-from launcher.plan.figures import StepBytes
 from launcher.plan.world import World, rank_kinds
 from launcher.trace.assumed import EvenRouting, even_sizes
 from launcher.trace.batch import synthetic_batch
-from launcher.trace.figures import LinkBytes, RankTrace
-from launcher.trace.host_waits import HostWait, HostWaits
-from launcher.trace.stand_in import torch_cuda_version
+from launcher.trace.host_waits import HostWaits
 from parallel.mesh import Mesh
 from tests.helpers import REPOSITORY
 from tests.longctx.samples import tiny_config
@@ -96,31 +92,3 @@ def test_a_trace_needs_no_deepspeed():
     )
     done = subprocess.run([sys.executable, "-c", absent], cwd=REPOSITORY, capture_output=True, text=True, timeout=100)
     assert done.returncode == 0, done.stderr
-
-
-def test_figures_survive_json():
-    sizes = StepBytes(
-        weights=1, gradients=2, optimizer=3, gathered=4, reduction=7, after_backward=9, kept=5, kept_on_host=8,
-        passing=6, optimizer_step=26,
-    )  # fmt: skip
-    trace = RankTrace(
-        rank=3,
-        bytes=sizes,
-        peak_operator="aten::mm",
-        peak_place="longctx/x.py:1",
-        operators=7,
-        host_waits=[HostWait("parallel/y.py:2", "aten::item", "a value", 2)],
-        copies=1,
-        copied_bytes=8,
-        copied_to_host_bytes=0,
-        links=[LinkBytes(what="ring hop", link="within a node", sent_bytes=1, received_bytes=2, messages=3)],
-        is_whole=True,
-        seconds=0.5,
-        most_called=[],
-    )
-    assert (sizes.held, sizes.peak) == (6, 6 + 26), "the optimiser's step is the larger part here"
-    assert RankTrace.from_json(json.loads(json.dumps(trace.to_json()))) == trace
-
-
-def test_the_build_of_torch_is_known_without_importing_it():
-    assert torch_cuda_version() == torch.version.cuda

@@ -59,12 +59,6 @@ def test_the_rank_that_cannot_compile_is_named(monkeypatch, tmp_path):
         assert machine.compile_problem == problem
 
 
-def test_an_unknown_wish_is_refused(tmp_path, capsys):
-    with pytest.raises(SystemExit):
-        asked(tmp_path, "maybe")
-    assert "('auto', 'on', 'off')" in capsys.readouterr().err
-
-
 @pytest.mark.slow
 @pytest.mark.skipif(missing_for_compiling("cpu") is not None, reason=f"cannot compile: {missing_for_compiling('cpu')}")
 @pytest.mark.timeout(600)

@@ -20,8 +20,6 @@ import pytest
 from launcher.metrics.trackers import thread
 from launcher.metrics.trackers.thread import PACKAGES, check_trackers, open_trackers
 from tests.launcher.metrics.test_metrics import VALIDATION, train
-from tests.launcher.workers import run
-from tests.launcher.workers import train as train_run
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
@@ -175,29 +173,3 @@ def test_a_server_that_does_not_answer_ends_no_run_and_no_secret_is_told(
     if name == "wandb":
         points, _, _ = read_wandb(tmp_path)
         assert points == [(1, train(1)["loss"])]
-
-
-def train_tracked(shards: Path, output: Path, changed: dict) -> None:
-    """A run in a worker, which was forked before the test had an environment of its own."""
-    os.environ |= {"TRACKIO_DIR": str(output.parent / "trackio"), "WANDB_MODE": "offline"}
-    thread.DONE_SECONDS = 120.0
-    train_run(shards, output, changed)
-
-
-@pytest.mark.parametrize("name", READERS)
-def test_a_real_run_is_tracked_to_its_end(name, shards, tmp_path):
-    need(name)
-    folder = tmp_path / "run"
-    changed = {"run.trackers": name, "run.tracker_project": "mine", "train.steps": 4, "validation.sample_tokens": 2}
-    run(train_tracked, 2, shards, folder, {**changed, "train.stop_after": 2, "validation.every_steps": 2})
-    run(train_tracked, 2, shards, folder, {**changed, "run.resume": "latest", "validation.every_steps": 2})
-    points, config, texts = READERS[name](folder)
-    losses = [
-        (row["step"], row["loss"])
-        for row in map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())
-        if row["kind"] == "train"
-    ]
-    assert [step for step, _ in points] == [step for step, _ in losses] == [1, 2, 3, 4]
-    assert [loss for _, loss in points] == pytest.approx([loss for _, loss in losses])
-    assert str(config["train.steps"]) == "4"
-    assert texts
