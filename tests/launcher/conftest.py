@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import fcntl
 import json
+import logging
 import os
 import shutil
 import sysconfig
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from pathlib import Path
 
@@ -73,3 +74,15 @@ def finished(shards: Path, tmp_path_factory: pytest.TempPathFactory) -> Ended:
 
     ended = json.loads((made_once(tmp_path_factory, "finished", run) / "ended.json").read_text())
     return Ended(**{**ended, "folder": Path(ended["folder"])})
+
+
+@pytest.fixture
+def _own_handlers() -> Iterator[None]:
+    """Give the loggers back their handlers."""
+    names = ["launcher", "parallel", "data_pipeline", "longctx", "__main__"]
+    before = {name: (logging.getLogger(name).handlers, logging.getLogger(name).propagate) for name in names}
+    said = logging.raiseExceptions
+    yield
+    logging.raiseExceptions = said
+    for name, (handlers, propagate) in before.items():
+        logging.getLogger(name).handlers, logging.getLogger(name).propagate = handlers, propagate

@@ -30,6 +30,7 @@ from longctx.kernels.processor import has_native_bfloat16
 from parallel.comm.process import start_process_group
 from tests.faults import FaultRow, verdict
 from tests.helpers import REPOSITORY
+from tests.launcher.cli.calls import flip_a_byte
 from tests.launcher.runs import STEPS, Ended, Launch, flags, pretrain, resolved
 from tests.launcher.workers import end_guarded_each, rows, run, train
 
@@ -182,14 +183,6 @@ def test_resuming_by_the_command_equals_never_stopping(shards, finished, copied)
 
 
 @pytest.mark.slow
-def test_an_unknown_flag_is_said_once(shards, tmp_path):
-    """That it is found at all, and what is offered instead, is read in ``config/test_config.py``."""
-    ended = pretrain([*flags(shards, tmp_path / "run"), "--train.stepz", "5"])
-    ended.check_one_screen(2, "Unrecognized options: --train.stepz", "--train.steps INT")
-    assert not (tmp_path / "run").exists()
-
-
-@pytest.mark.slow
 def test_a_missing_hostfile_does_not_silently_become_one_rank(shards, tmp_path):
     """That it is found in the command is read in ``cluster/test_hostfile.py``."""
     ended = pretrain(flags(shards, tmp_path / "run", {"parallel.context": 1}), hostfile=tmp_path / "missing")
@@ -204,9 +197,7 @@ def test_a_missing_hostfile_does_not_silently_become_one_rank(shards, tmp_path):
 def test_what_cannot_run_ends_on_every_rank_with_one_screen(shards, copied, tmp_path):
     damaged = Path(shutil.copytree(shards, tmp_path / "damaged"))
     shard = damaged / "00000.arrow"
-    data = bytearray(shard.read_bytes())
-    data[len(data) // 2] ^= 1
-    shard.write_bytes(data)
+    flip_a_byte(shard)
     truncated = Path(shutil.copytree(shards, tmp_path / "truncated"))
     (truncated / "00000.arrow").write_bytes(b"")
     file = tmp_path / "file"

@@ -134,16 +134,6 @@ def test_a_middle_is_not_filled_in_if_its_marks_have_no_rows(tmp_path):
         Fim.of(rule, tokenizer.for_model(SIZE), seed=0, seq_len=64)
 
 
-def test_a_manifest_with_ids_beyond_its_vocabulary_is_refused(capsys, model, tmp_path):
-    data = build(capsys, model, tmp_path, *[PLAIN] * 4)
-    manifest = json.loads((data / "manifest.json").read_text())
-    manifest["shards"][0]["num_ids"] = 10**6
-    del manifest["hash"]
-    (data / "manifest.json").write_text(json.dumps(manifest | {"hash": hash_json(manifest)}))
-    with pytest.raises(DataError, match="num_ids=1000000 is above vocab_size=263"):
-        ShardSet.open(data)
-
-
 @pytest.mark.parametrize("named", [SIZE, 9999])
 def test_transformers_loads_what_is_exported(model, tmp_path, caplog, named):
     """It refuses a padding id without a row, which it wrote itself when the token was added."""

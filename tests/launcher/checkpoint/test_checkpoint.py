@@ -17,6 +17,7 @@ from launcher.checkpoint.folder import find_resume
 from launcher.metrics.record import DISCARDED_FILE, decode, read_metrics
 from longctx.checkpoint_format import CHECKPOINTS, MANIFEST, CheckpointReader, canonical_hash, list_checkpoints
 from longctx.errors import CheckpointError
+from tests.launcher.cli.calls import flip_a_byte
 from tests.launcher.runs import STEPS
 from tests.launcher.workers import (
     build_undrawn,
@@ -186,12 +187,9 @@ def test_what_a_checkpoint_says_of_itself(written):
 # Damage.
 
 
-def flip_a_byte(checkpoint: Path) -> str:
-    path = checkpoint / "rank_00001.safetensors"
-    data = bytearray(path.read_bytes())
-    data[len(data) // 2] ^= 1
-    path.write_bytes(data)
-    return path.name
+def flip_a_byte_of_a_piece(checkpoint: Path) -> str:
+    flip_a_byte(checkpoint / "rank_00001.safetensors")
+    return "rank_00001.safetensors"
 
 
 def truncate(checkpoint: Path) -> str:
@@ -202,11 +200,8 @@ def truncate(checkpoint: Path) -> str:
 
 def flip_a_bit_of_the_tokenizer(checkpoint: Path) -> str:
     """It is no other tokenizer, with which the data would have to be built again."""
-    path = checkpoint / "tokenizer.model"
-    data = bytearray(path.read_bytes())
-    data[len(data) // 2] ^= 1
-    path.write_bytes(data)
-    return f"{path.name} is damaged"
+    flip_a_byte(checkpoint / "tokenizer.model")
+    return "tokenizer.model is damaged"
 
 
 def lose_a_piece(checkpoint: Path) -> str:
@@ -252,7 +247,7 @@ def link_a_piece(checkpoint: Path) -> str:
 
 
 DAMAGES = [
-    flip_a_byte,
+    flip_a_byte_of_a_piece,
     truncate,
     flip_a_bit_of_the_tokenizer,
     lose_a_piece,
@@ -292,7 +287,7 @@ def test_newest_good_passes_a_damaged_one_over(copied, damage, caplog, monkeypat
 
 
 def test_resume_from_newest_good_rewrites_the_history_after_it(shards, written, copied):
-    flip_a_byte(copied / CHECKPOINTS / "step_000004")
+    flip_a_byte_of_a_piece(copied / CHECKPOINTS / "step_000004")
     run(train, 2, shards, copied, {**settings(*PLAIN), "run.resume": "newest-good"})
     assert rows(copied) == rows(written(PLAIN))
     assert CheckpointReader(copied / CHECKPOINTS / "step_000004").verify() == []

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.launcher.cli.calls import call
+from tests.launcher.cli.calls import call, flip_a_byte
 from tests.launcher.runs import TINY_MODEL
 
 RUN = {
@@ -108,9 +108,7 @@ def test_a_damaged_source_of_a_mixture_is_named(capsys, mixture: Path, shards: P
     copy = Path(shutil.copytree(shards, tmp_path / "copy"))
     mixture.write_text(mixture.read_text().replace(f'name = "b"\npath = "{shards}"', f'name = "b"\npath = "{copy}"'))
     shard = next(copy.glob("*.arrow"))
-    content = bytearray(shard.read_bytes())
-    content[len(content) // 2] ^= 1
-    shard.write_bytes(content)
+    flip_a_byte(shard)
     code, out, _ = call(capsys, "data", "verify", mixture)
     assert code == 1
     assert str(shard) in out

@@ -5,10 +5,8 @@ from __future__ import annotations
 import functools
 import resource
 import shlex
-import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -197,16 +195,3 @@ class TestProcess:
         process.stdout.close()
         assert process.stderr.read() == ""
         assert process.wait(timeout=30) == 0
-
-    @pytest.mark.slow
-    def test_interrupted_training_of_a_tokenizer_leaves_nothing(self, tmp_path):
-        options = ["--source", "stdlib", "--vocab-size", 8000, "--output", tmp_path / "f.model"]
-        process = start("tokenizer", "train", *options)
-        assert process.stderr.readline() == "training a tokenizer on stdlib …\n"
-        time.sleep(1)
-        process.send_signal(signal.SIGINT)
-        _, err = process.communicate(timeout=60)
-        assert process.returncode == 130
-        assert err.strip() == "Interrupted. Nothing half-written is left."
-        # What it had read of the corpus, whole, for the next time; nothing while it was still reading.
-        assert [path.name for path in tmp_path.iterdir()] in ([], [".f.model.sample"])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import logging
 import os
 import sys
 
@@ -21,16 +20,10 @@ def _no_wait(monkeypatch):
 
 
 @pytest.fixture
-def logs(tmp_path):
-    """A run's log folder that the log is written to; undone afterwards."""
-    names = ["launcher", "parallel", "data_pipeline", "longctx", "__main__"]
-    before = {name: (logging.getLogger(name).handlers, logging.getLogger(name).propagate) for name in names}
-    said = logging.raiseExceptions
+def logs(tmp_path, _own_handlers):
+    """A run's log folder that the log is written to."""
     (tmp_path / LOGS).mkdir()
-    yield tmp_path / LOGS
-    logging.raiseExceptions = said
-    for name, (handlers, propagate) in before.items():
-        logging.getLogger(name).handlers, logging.getLogger(name).propagate = handlers, propagate
+    return tmp_path / LOGS
 
 
 def raising(error: BaseException):

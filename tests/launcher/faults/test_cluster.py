@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 import json
 import signal
 import socket
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from datetime import datetime
@@ -22,7 +25,7 @@ from tests.launcher.cluster.namespaces import Namespaces, namespaces, why_no_nam
 from tests.launcher.faults.scene import SHORT, Scene
 from tests.launcher.runs import Launch, free_port
 from tests.launcher.test_accidents import ACCIDENTS, Accident
-from tests.launcher.test_hangs import MEETING, strangers
+from tests.launcher.test_hangs import MEETING
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
 
@@ -62,6 +65,30 @@ def test_a_port_that_is_taken(scene: Scene, monkeypatch: pytest.MonkeyPatch):
         # Rank 0 says whose port it is; rank 1, on another machine, that nobody answers there.
         seen, seconds = scene.refused("Address already in use", 1, SHORT)
     scene.record("cluster", "a port in use", injected="the one where ranks meet", seen=seen, seconds=seconds)
+
+
+@contextlib.contextmanager
+def strangers(port: int) -> Iterator[None]:
+    """Connections to a port that say what no rank says, or nothing, for as long as the block lasts."""
+    is_over, kept = threading.Event(), []
+
+    def connect() -> None:
+        says = itertools.cycle([b"", b"GET / HTTP/1.1\r\n\r\n", b"\x00" * 64, b"\xff" * 2000, b"{}\n"])
+        while not is_over.wait(0.05):
+            with contextlib.suppress(OSError):
+                connection = socket.create_connection(("127.0.0.1", port), timeout=1.0)
+                connection.sendall(next(says))
+                kept.append(connection)
+
+    thread = threading.Thread(target=connect)
+    thread.start()
+    try:
+        yield
+    finally:
+        is_over.set()
+        thread.join()
+        for connection in kept:
+            connection.close()
 
 
 def test_strangers_at_the_port(scene: Scene, monkeypatch: pytest.MonkeyPatch):

@@ -24,18 +24,6 @@ class Terminal(io.StringIO):
         return True
 
 
-@pytest.fixture
-def _own_handlers():
-    """Give the loggers back their handlers."""
-    names = ["launcher", "parallel", "data_pipeline", "longctx", "__main__"]
-    before = {name: (logging.getLogger(name).handlers, logging.getLogger(name).propagate) for name in names}
-    said = logging.raiseExceptions
-    yield
-    logging.raiseExceptions = said
-    for name, (handlers, propagate) in before.items():
-        logging.getLogger(name).handlers, logging.getLogger(name).propagate = handlers, propagate
-
-
 def record_three_steps(folder: Path, stream: io.StringIO, monkeypatch, *, is_rank_0: bool = True) -> str:
     """What a run of three steps writes to the console; its log is in ``folder``."""
     monkeypatch.setattr(sys, "stdout", stream)

@@ -26,6 +26,7 @@ from longctx.tokenizer import load_tokenizer
 from parallel.comm.world import gather_objects
 from tests.data_pipeline.lengths import strip_sums
 from tests.helpers import run_distributed
+from tests.launcher.cli.calls import flip_a_byte
 from tests.launcher.workers import breaking_step, build, end_guarded, rows
 
 
@@ -120,10 +121,8 @@ def name_damage(folder: Path, cache: Path) -> None:
 
 def test_damaged_files_are_named_on_every_rank(many: Path, tmp_path: Path):
     folder = Path(shutil.copytree(many, tmp_path / "damaged"))
-    for path in (folder / "00001.arrow", folder / "validation/00000.arrow"):
-        content = bytearray(path.read_bytes())
-        content[len(content) // 2] ^= 1
-        path.write_bytes(content)
+    for name in ("00001.arrow", "validation/00000.arrow"):
+        flip_a_byte(folder / name)
     run_distributed(name_damage, 3, folder, tmp_path / "cache")
 
 
@@ -171,9 +170,7 @@ def refuse_in_a_run(folder: Path, output: Path, cache: Path) -> None:
 
 def test_a_run_reads_what_its_config_asks_for(many: Path, tmp_path: Path):
     folder = Path(shutil.copytree(many, tmp_path / "damaged"))
-    content = bytearray((folder / "00001.arrow").read_bytes())
-    content[len(content) // 2] ^= 1
-    (folder / "00001.arrow").write_bytes(content)
+    flip_a_byte(folder / "00001.arrow")
     run_distributed(refuse_in_a_run, 2, folder, tmp_path / "run", tmp_path / "cache")
 
 
@@ -230,8 +227,5 @@ def test_data_of_older_releases_is_read_before_the_first_step(many: Path, tmp_pa
     folder = Path(shutil.copytree(many, tmp_path / "older"))
     for path in (folder, folder / "validation"):
         strip_sums(path)
-    damaged = Path(shutil.copytree(folder, tmp_path / "damaged")) / "00001.arrow"
-    content = bytearray(damaged.read_bytes())
-    content[len(content) // 2] ^= 1
-    damaged.write_bytes(content)
+    flip_a_byte(Path(shutil.copytree(folder, tmp_path / "damaged")) / "00001.arrow")
     run_distributed(start_on_older_data, 2, folder, tmp_path / "run", tmp_path / "cache")

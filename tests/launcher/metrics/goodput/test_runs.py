@@ -20,7 +20,7 @@ from launcher.metrics.record import read_metrics
 from launcher.report.page import write_report
 from launcher.supervise.progress import newest_checkpoint
 from tests.helpers import REPOSITORY
-from tests.launcher.runs import STEPS, Launch, flags, free_port
+from tests.launcher.runs import STEPS, flags, free_port
 from tests.launcher.stopping.stopped import LONG, disturbed, send
 from tests.launcher.workers import run, train
 
@@ -122,20 +122,3 @@ def test_a_stop_by_a_signal_and_a_resume_a_day_later(shards, tmp_path):
     later = read_goodput(folder)
     assert later.seconds()["paused"] == pytest.approx(goodput.seconds()["paused"] + 86400)
     assert later.seconds()["productive"] / (later.wall - later.seconds()["paused"]) == pytest.approx(share)
-
-
-def test_an_undisturbed_run_by_its_own_clock(shards, tmp_path):
-    began = time.monotonic()
-    ended = Launch(flags(shards, tmp_path / "run")).wait()
-    assert ended.code == 0, ended.text
-    goodput = check_adds_up(tmp_path / "run", time.monotonic() - began)
-    seconds = goodput.seconds()
-    waits = sum(r["data_wait_seconds"] for r in read_metrics(tmp_path / "run") if r["kind"] == "train")
-    steps = seconds["productive"] + seconds["warm_up"] + seconds["stalled"] + seconds["data"]
-    assert steps == pytest.approx(train_seconds(tmp_path / "run"), abs=0.01 * STEPS)
-    assert seconds["data"] == pytest.approx(waits, abs=0.001 * STEPS)
-    assert seconds["lost"] == seconds["stopped"] == seconds["paused"] == 0
-    # Four checkpoints and two validations.
-    assert seconds["saving"] > 0
-    assert seconds["validation"] > 0
-    assert ended.text.count("Effective training time: ") == 1
