@@ -50,3 +50,19 @@ def test_a_ring_over_two_hosts_crosses_between_them_once(shards, tmp_path):
     for got, want in zip(rows(two.folder), rows(one.folder), strict=True):
         if got["kind"] == "train":
             assert got["loss"] == pytest.approx(want["loss"], rel=1e-6), "gradients were added in another order"
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_a_configuration_is_verified_over_two_hosts(shards, tmp_path):
+    if reason := missing_programs():
+        pytest.skip(reason)
+    (tmp_path / "cluster").mkdir()
+    asked = flags(shards, tmp_path / "run", {"train.chunk_tokens": 40, "train.keep": "attention"})
+    with two_hosts(tmp_path / "cluster") as (hostfile, environment):
+        script = {"script": "launcher/verify.py", "hostfile": hostfile, "environment": environment}
+        ended = pretrain(asked, timeout=LIMIT, **script)
+    assert ended.code == 0, ended.text
+    assert "They agree" in ended.text
+    assert "pdsh" in ended.text
+    assert not ended.orphans
