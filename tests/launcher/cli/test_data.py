@@ -63,14 +63,6 @@ def test_build_without_shards_says_what_is_left_out(capsys, world, tmp_path):
     assert f"{manifest['tokens'] - entry['tokens']:,} tokens." in out
 
 
-def test_build_refuses_a_folder_made_of_other_things_until_told(capsys, world, tmp_path):
-    words = ["data", "build", "--source", world / "corpus", "--tokenizer", world / "tokenizer.model", "--output"]
-    assert call(capsys, *words, tmp_path / "d")[0] == 0
-    code, _, err = call(capsys, *words, tmp_path / "d", "--validation-fraction", "0.2")
-    assert (code, "another options" in err) == (1, True)
-    assert call(capsys, *words, tmp_path / "d", "--validation-fraction", "0.2", "--overwrite")[0] == 0
-
-
 def test_build_by_a_cluster_that_is_not_there_ends_before_anything_is_read(capsys, world, tmp_path, monkeypatch):
     words = ["data", "build", "--source", world / "corpus", "--tokenizer", world / "tokenizer.model"]
     words += ["--output", tmp_path / "out"]

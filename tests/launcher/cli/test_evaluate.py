@@ -247,14 +247,6 @@ def test_other_settings_in_the_same_folder_are_refused(capsys, run, evaluated):
     assert (evaluated / "results.jsonl").read_bytes() == before
 
 
-def test_two_evaluations_in_one_folder_at_once_are_refused(capsys, run, evaluated):
-    from launcher.evaluation.store import locked
-
-    with locked(evaluated):
-        code, _, err = call(capsys, *words(run, evaluated))
-    assert (code, "another evaluation is writing there now" in err) == (2, True), err
-
-
 def test_samples_together_have_the_answers_of_each_alone(run, evaluated, tmp_path, monkeypatch):
     import launcher.evaluation.run as module
 

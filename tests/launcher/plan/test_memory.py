@@ -154,15 +154,7 @@ def refusal(flags: list[str], world_size: int, *, host: float, gpu: float | None
 def test_seven_billion_parameters_on_a_laptop_are_refused_with_the_arithmetic():
     """It died after 98 s of silence, killed by the kernel."""
     said = refusal([*LLAMA, "--train.dtype", "bfloat16"], 2, host=23)
-    for words in (
-        "6,738,415,616 parameters",
-        "at least 82.0 GiB, 2 ranks of it run",
-        "23.0 GiB",
-        "12.6 GiB",
-        "25.1 GiB",
-        "37.7 GiB",
-        "stage=1",
-    ):
+    for words in ("6,738,415,616 parameters", "at least 82.0 GiB", "23.0 GiB", "stage=1"):
         assert words in said, said
 
 
