@@ -5,7 +5,6 @@ from __future__ import annotations
 import io
 import json
 import re
-import shutil
 import signal
 import time
 from dataclasses import replace
@@ -39,14 +38,6 @@ def test_stdout_is_the_greedy_continuation_and_nothing_else(capsys, run, prompt)
     assert code == 0
     assert out == reference(run, prompt, 8) + "\n"
     assert "8 tokens" in err
-
-
-def test_a_run_folder_means_its_newest_checkpoint(capsys, damaged_run):
-    shutil.rmtree(damaged_run / "checkpoints/step_000020")
-    (damaged_run / "checkpoints/step_000020").mkdir()
-    _, out, err = call(capsys, *words(damaged_run))
-    assert out == reference(damaged_run, "def main", 8) + "\n"
-    assert "step_000100" in err
 
 
 def test_sampling_follows_its_seed(capsys, run):
