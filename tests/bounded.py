@@ -16,6 +16,25 @@ MOST_SECONDS, MOST_MIB = 5.0, 200.0
 SCREEN_LINES, SCREEN_CHARACTERS = 25, 2500
 ODD_FILES = ("pipe", "folder", "itself", "ten gigabytes")
 """What may stand where a small file is expected."""
+HOSTILE_JSON: dict[str, tuple[bytes, str]] = {
+    "nothing": (b"", "cannot be read"),
+    "no UTF-8": (b'{"format": "\xff"}', "cannot be read"),
+    "UTF-16": ('{"format": 1}'.encode("utf-16"), "cannot be read"),
+    "a mark of byte order": (b'\xef\xbb\xbf{"format": 1}', "cannot be read"),
+    "lists in lists": (b"[" * 500_000 + b"]" * 500_000, "cannot be read"),
+    "objects in objects": (b'{"a":' * 200_000 + b"1" + b"}" * 200_000, "cannot be read"),
+    "100 levels": (b'{"format": ' + b"[" * 100 + b"]" * 100 + b"}", "more than 64 deep"),
+    "a key twice": (b'{"format": "longctx-checkpoint", "format": "other"}', "names 'format' twice"),
+    "a million keys": (b"{" + b",".join(b'"%d":0' % n for n in range(1_400_000)) + b"}", "values, and such a file"),
+    "millions of lists": (b"[" + b"[]," * 5_000_000 + b"[]]", "values, and such a file"),
+    "NaN": (b'{"format": NaN}', "NaN, which is no number"),
+    "Infinity": (b'{"format": [-Infinity]}', "Infinity, which is no number"),
+    "a float beyond floats": (b'{"format": 1e999}', "beyond a float's range"),
+    "a number of 4,000 digits": (b'{"format": ' + b"9" * 4000 + b"}", "a whole number of 4,000 digits"),
+    "a number of a megabyte": (b'{"format": ' + b"9" * 2**20 + b"}", "cannot be read"),
+    "half a character": (b'{"format": "\\ud800"}', "half of a surrogate pair"),
+}
+"""What is no strict JSON, and what is said of it."""
 
 
 def refusal(action: Callable[[], object]) -> str:

@@ -276,13 +276,6 @@ class TestValidation:
             assert tokens[: len(ids)].tolist() == ids.tolist()
         assert len(found) - len(expected) in (0, 1)
 
-    @pytest.mark.parametrize("max_rows", [1, 60, 10**6, None])
-    def test_ranks_read_the_same_rows_in_step(self, shards: ShardSet, max_rows: int | None):
-        whole = torch.cat([batch.tokens for batch in self.validation(shards, max_rows)])
-        ranks = [self.validation(shards, max_rows, data_rank=rank, data_degree=3) for rank in range(3)]
-        parts = [batch.tokens for group in zip(*ranks, strict=True) for batch in group]
-        assert torch.equal(torch.cat(parts)[: len(whole)], whole)
-
     def test_no_more_is_planned_than_is_read(self, shards: ShardSet, monkeypatch: pytest.MonkeyPatch):
         planned: list[int] = []
 

@@ -35,3 +35,11 @@ class MaskIsPlan:
 
     def plan(self, mask: AttentionMask, shapes: AttentionShapes, placement: Any = None) -> Any:
         return mask
+
+
+class Blind(MaskIsPlan):
+    """Attention that sees nothing: a share of the tokens then gives a share of the results."""
+
+    def __call__(self, q_BtHD: Tensor, k_BtKD: Tensor, v_BtKV: Tensor, **_: Any) -> Tensor:
+        groups = q_BtHD.shape[2] // k_BtKD.shape[2]
+        return q_BtHD * 0.5 + (v_BtKV - 0.3 * k_BtKD).repeat_interleave(groups, 2)

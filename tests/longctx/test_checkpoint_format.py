@@ -30,7 +30,7 @@ from longctx.checkpoint_format import (
 )
 from longctx.config import ModelConfig
 from longctx.conversion.tensors import parameter_shapes
-from longctx.errors import CheckpointError, ConfigError
+from longctx.errors import CheckpointError
 from tests.longctx.samples import tiny_config
 
 SHAPES = {"a.weight": (4, 5), "b.bias": (3,), "c.experts": (2, 3, 2)}
@@ -218,43 +218,6 @@ def test_masters_alone_are_a_checkpoint(tmp_path):
         reader.read("c.experts", "exp_avg")
 
 
-@pytest.mark.parametrize("roles", [("exp_avg",), ("master", "exp_avg"), (*ROLES, "more")])
-def test_other_roles_are_refused(tmp_path, roles):
-    folder = write(tmp_path / "c")
-    manifest = manifest_of(folder)
-    pieces = manifest["tensors"]["b.bias"]["roles"]["master"]
-    manifest["tensors"]["b.bias"]["roles"] = dict.fromkeys(roles, pieces)
-    with pytest.raises(CheckpointError, match="roles"):
-        CheckpointReader(seal(folder, manifest))
-
-
-@pytest.mark.parametrize(
-    ("change", "said"),
-    [
-        (lambda p: p.pop(), "ends at value"),
-        (lambda p: p.append(dict(p[-1])), "not covered once"),
-        (lambda p: p[0].update(start=1), "not covered once"),
-        (lambda p: p[0].update(numel=-3), "numel=-3 is no whole number"),
-        (lambda p: p[0].update(file="../f0.safetensors"), "is no name of a .safetensors file in this folder"),
-        (lambda p: p[0].update(file="other.safetensors"), "unlisted file"),
-    ],
-)
-def test_pieces_cover_a_tensor_once(tmp_path, change, said):
-    folder = write(tmp_path / "c", {"a.weight": [7]})
-    manifest = manifest_of(folder)
-    change(manifest["tensors"]["a.weight"]["roles"]["exp_avg"])
-    with pytest.raises(CheckpointError, match=said):
-        CheckpointReader(seal(folder, manifest))
-
-
-def test_listed_files_lie_in_the_folder(tmp_path):
-    folder = write(tmp_path / "c")
-    manifest = manifest_of(folder)
-    manifest["files"]["../x"] = {"bytes": 0, "hash": ""}
-    with pytest.raises(CheckpointError, match=r"a key of files='\.\./x' is no name of a plain file"):
-        CheckpointReader(seal(folder, manifest))
-
-
 @pytest.mark.parametrize("content", [torch.zeros(19), torch.zeros(20, dtype=torch.bfloat16), torch.zeros(4, 5)])
 def test_a_piece_is_what_the_manifest_says(tmp_path, content):
     folder = write(tmp_path / "c", roles=("master",))
@@ -287,9 +250,7 @@ def test_damaged_manifests_are_refused(tmp_path):
     folder = write(tmp_path / "c")
     whole = (folder / MANIFEST).read_text()
     for text, said in {
-        "": "cannot be read",
         whole[:-9]: "cannot be read",
-        "[]": "not the manifest",
         whole.replace('"step": 7', '"step": 8'): "damaged",
         whole.replace('"version": 1', '"version": 2'): "version 2",
     }.items():
@@ -299,11 +260,6 @@ def test_damaged_manifests_are_refused(tmp_path):
     (folder / MANIFEST).unlink()
     with pytest.raises(CheckpointError, match="no checkpoint"):
         CheckpointReader(folder)
-
-
-def test_a_config_of_another_release_is_refused(tmp_path):
-    with pytest.raises(ConfigError, match="num_wings"):
-        model_config(CheckpointReader(write(tmp_path / "c", model={"num_wings": 2})))
 
 
 def test_find_checkpoint(tmp_path):

@@ -23,7 +23,7 @@ from longctx.conversion.checks import check_tensors, open_checked
 from longctx.conversion.convert import export_checkpoint
 from longctx.files import hash_file
 from longctx.model.decoder import Decoder
-from tests.bounded import put_odd_file, put_sparse_file, refusal
+from tests.bounded import HOSTILE_JSON, put_odd_file, put_sparse_file, refusal
 from tests.longctx.samples import tiny_config
 
 CONFIG = tiny_config()
@@ -297,23 +297,7 @@ def test_a_sealed_manifest_that_cannot_be_right_is_refused(folder: Path, tmp_pat
 # --------------------------------------------------------------------------------------- what is no manifest at all
 
 
-TEXTS: dict[str, tuple[bytes, str]] = {
-    "nothing": (b"", "cannot be read"),
-    "no UTF-8": (b'{"format": "\xff"}', "cannot be read"),
-    "UTF-16": ('{"format": 1}'.encode("utf-16"), "cannot be read"),
-    "a mark of byte order": (b'\xef\xbb\xbf{"format": 1}', "cannot be read"),
-    "lists in lists": (b"[" * 500_000 + b"]" * 500_000, "cannot be read"),
-    "objects in objects": (b'{"a":' * 200_000 + b"1" + b"}" * 200_000, "cannot be read"),
-    "100 levels": (b'{"format": ' + b"[" * 100 + b"]" * 100 + b"}", "more than 64 deep"),
-    "a key twice": (b'{"format": "longctx-checkpoint", "format": "other"}', "names 'format' twice"),
-    "a million keys": (b"{" + b",".join(b'"%d":0' % n for n in range(1_400_000)) + b"}", "values, and such a file"),
-    "millions of lists": (b"[" + b"[]," * 5_000_000 + b"[]]", "values, and such a file"),
-    "NaN": (b'{"format": NaN}', "NaN, which is no number"),
-    "Infinity": (b'{"format": [-Infinity]}', "Infinity, which is no number"),
-    "a float beyond floats": (b'{"format": 1e999}', "beyond a float's range"),
-    "a number of 4,000 digits": (b'{"format": ' + b"9" * 4000 + b"}", "a whole number of 4,000 digits"),
-    "a number of a megabyte": (b'{"format": ' + b"9" * 2**20 + b"}", "cannot be read"),
-    "half a character": (b'{"format": "\\ud800"}', "half of a surrogate pair"),
+TEXTS = HOSTILE_JSON | {
     "text": (b'"longctx-checkpoint"', "not the manifest"),
     "a list": (b"[]", "not the manifest"),
     "a format that is a list": (b'{"format": ["longctx-checkpoint"]}', "not the manifest"),

@@ -248,11 +248,6 @@ def global_rows(ranks: list[Loader], steps: int) -> torch.Tensor:
 
 
 class TestStream:
-    @pytest.mark.parametrize(("degree", "micro"), [(2, 1), (3, 2), (4, 3), (8, 3)])
-    def test_is_bit_equal_for_every_data_degree(self, folder: Path, degree: int, micro: int):
-        path = write(folder, THREE + TestStages.STAGES, "stream.toml")
-        assert torch.equal(global_rows(loaders(path, degree, micro), 5), global_rows(loaders(path), 5))
-
     @settings(max_examples=20)
     @given(steps=st.integers(0, 6), degree=st.sampled_from([1, 2, 3, 4, 6]))
     def test_goes_on_at_any_step_with_any_degree(self, folder: Path, steps: int, degree: int):
@@ -333,14 +328,12 @@ class TestChangedFile:
             (lambda state: state["sources"]["long"].update(block=99), "block 99 of epoch 0 has no row"),
             (lambda state: state["sources"]["long"].update(block_row=9999), "has no row 9999"),
             (lambda state: state["sources"]["long"].update(epoch=-1), "whole numbers of at least 0"),
-            (lambda state: state["sources"]["long"].update(share=True), "whole numbers of at least 0"),
             (lambda state: state["sources"]["long"].update(before=[[1]]), "pairs of a length and rows"),
             (lambda state: state["sources"]["long"].update(before=[[128, 10**6]]), "has no row"),
             (lambda state: state["sources"]["long"].pop("tokens"), "needs exactly the fields"),
             (lambda state: state["sources"].update(long=3), "needs exactly the fields"),
             (lambda state: state.update(seq_len=64), "seq_len=64, this run 128"),
             (lambda state: state.update(sources=[]), "not one of a mixture"),
-            (lambda state: state.pop("sources"), "not one of a mixture"),
             (lambda state: state.update(rows_consumed=1.5), "whole numbers of at least 0"),
         ],
     )
@@ -421,13 +414,10 @@ class TestFile:
                 source("mixed", upsample="[{ min_token = 1, factor = 2 }]"),
                 "sources.0.upsample.0.min_token .* min_tokens",
             ),
-            (source("mixed") + "[[stages]]\nfrom = 3\n", "stages.0.from is no key. Did you mean from_tokens"),
             ("sources = 3", "sources=3"),
             ("sources = []", r"there is no \[\[sources\]\]"),
-            (source("mixed", wait=1), "sources.0.wait is no key. Did you mean weight"),
             (source("mixed", weight='"1"'), "weight='1'"),
             (source("mixed", weight=-1), "weight=-1.0 must be a number of at least 0"),
-            (source("mixed", weight="nan"), "must be a number of at least 0|nan"),
             (source("mixed", weight=0), "every weight is 0"),
             (source("mixed", epochs=0), "epochs=0 must be at least 1; weight = 0 leaves a source out"),
             (source("mixed") + source("mixed"), "is empty or taken"),
@@ -442,7 +432,6 @@ class TestFile:
                 source("mixed") + "[[stages]]\nrow_tokens = 100\n",
                 "row_tokens=100 does not divide data.seq_len=128.*Try 128",
             ),
-            (source("mixed") + "[[stages]]\nrow_tokens = 0\n", "row_tokens=0 must be at least 1"),
             ("[[sources", "is not TOML"),
             (f"{POINTER_LINE.decode()}\noid sha256:4d7a\nsize 9\n", "is a Git LFS pointer"),
         ],

@@ -4,8 +4,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from data_pipeline.prepare.documents import Document
 from data_pipeline.prepare.sources import Source
@@ -13,36 +11,7 @@ from data_pipeline.prepare.train_tokenizer import SMALLEST_VOCAB_SIZE, train_tok
 from longctx.errors import DataError
 from longctx.tokenizer import Tokenizer, load_tokenizer
 from longctx.tokenizer.chunks import SPACE_MARK
-from longctx.tokenizer.sentencepiece_model import DOCUMENT_BEGIN, DOCUMENT_END, PADDING
-
-AWKWARD = [
-    "",
-    " ",
-    "  two  spaces  ",
-    "\n",
-    "\r\n\t\0 NUL",
-    "\ufeffBOM",
-    "\U0001f468‍\U0001f469‍\U0001f467 family",
-    "e\u0301 is not \u00e9, \ufb01 is not fi",
-    f"{SPACE_MARK}{SPACE_MARK} a{SPACE_MARK} b {SPACE_MARK}",
-    f"{DOCUMENT_BEGIN}x{DOCUMENT_END}{PADDING}<s></s><unk><pad>",
-    "<0x41><0x0A>",
-    "\x1a\x7f\u0085\u2028\u00a0\u3000",
-    "1234567890",
-]
-
-
-@pytest.mark.parametrize("text", AWKWARD)
-def test_every_text_comes_back(tokenizer: Tokenizer, text: str):
-    assert tokenizer.decode(tokenizer.encode(text)) == text
-    assert tokenizer.decode(tokenizer.encode_document(text)) == text
-
-
-@given(st.text())
-def test_any_unicode_comes_back_and_never_makes_a_control_id(tokenizer: Tokenizer, text: str):
-    ids = tokenizer.encode(text)
-    assert tokenizer.decode(ids) == text
-    assert not set(ids.tolist()) & {0, tokenizer.document_begin, tokenizer.document_end, tokenizer.padding}
+from longctx.tokenizer.sentencepiece_model import DOCUMENT_END
 
 
 def test_documents_are_framed_by_ids_that_text_cannot_make(tokenizer: Tokenizer):
@@ -55,18 +24,6 @@ def test_documents_are_framed_by_ids_that_text_cannot_make(tokenizer: Tokenizer)
 
 def test_digits_stand_alone(tokenizer: Tokenizer):
     assert len(tokenizer.encode("2026")) >= 4
-
-
-def test_long_texts_are_cut_for_encoding_without_a_trace(tokenizer: Tokenizer):
-    for text in ("word " * 100, "line\n" * 100, ("x" * 70 + "\n") * 5, SPACE_MARK * 120):
-        assert tokenizer.decode(tokenizer.encode(text, chunk_characters=50)) == text
-
-
-def test_same_documents_give_the_same_file(source: Source, tokenizer: Tokenizer, tmp_path: Path):
-    again = train_tokenizer(source, tmp_path / "again.model", vocab_size=tokenizer.vocab_size)
-    assert again.path.read_bytes() == tokenizer.path.read_bytes()
-    assert again.fingerprint == tokenizer.fingerprint == load_tokenizer(again.path).fingerprint
-    assert [path.name for path in tmp_path.iterdir()] == ["again.model"]
 
 
 def test_training_writes_nothing_to_the_terminal(source: Source, tmp_path: Path, capfd: pytest.CaptureFixture[str]):

@@ -9,14 +9,12 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pyarrow as pa
 import pytest
 
 from data_pipeline.inspect import verify
 from data_pipeline.prepare.train_tokenizer import train_tokenizer
-from data_pipeline.shards.manifest import Manifest, hash_json
+from data_pipeline.shards.manifest import hash_json
 from data_pipeline.shards.reader import ShardSet
-from data_pipeline.shards.sums import sum_blocks
 from data_pipeline.shards.writer import EncodedDocument, ShardWriter
 from longctx.errors import DataError
 from longctx.tokenizer import Tokenizer
@@ -65,13 +63,6 @@ class TestMixedUpFolders:
         with pytest.raises(DataError, match=r"00000\.sums is damaged"):
             ShardSet.open(folder).document(0)
 
-    def test_a_shard_of_another_folder(self, folder: Path, tokenizer: Tokenizer, tmp_path: Path):
-        other = write_lengths(tmp_path / "other", tokenizer, [7, 500], shard_tokens=500).folder
-        shutil.copy(other / "00001.arrow", folder / "00000.arrow")
-        assert "00000.arrow is damaged" in verify(folder)[0]
-        with pytest.raises(DataError, match=r"00000\.arrow is damaged"):
-            ShardSet.open(folder).document(0)
-
     def test_files_that_nobody_lists(self, folder: Path):
         shutil.copy(folder / "00000.arrow", folder / "00003.arrow")
         shutil.copy(folder / "00000.sums", folder / "00003.sums")
@@ -82,13 +73,8 @@ class TestMixedUpFolders:
     def test_another_tokenizer(self, folder: Path, source, tmp_path: Path):
         train_tokenizer(source, folder / "tokenizer.model", vocab_size=400)
         assert ["is not the tokenizer that made these shards" in problem for problem in verify(folder)] == [True]
-
-    def test_missing_and_truncated_files_beside_each_other(self, folder: Path):
-        (folder / "00000.arrow").unlink()
-        (folder / "00001.arrow").write_bytes((folder / "00001.arrow").read_bytes()[:-1])
-        (folder / "00002.sums").unlink()
-        words = ("00000.arrow is missing", "00001.arrow has", "00002.sums is missing")
-        assert [word in problem for word, problem in zip(words, verify(folder), strict=True)] == [True] * 3
+        with pytest.raises(DataError, match="not the tokenizer that made these shards"):
+            ShardSet.open(folder).tokenizer()
 
     def test_damage_of_a_folder_without_sums(self, folder: Path):
         strip_sums(folder)
@@ -121,49 +107,6 @@ class TestWrongContent:
         edit(folder / "manifest.json", lambda body: body.update(length_histogram={"2^3": 3}), seal=True)
         assert verify(folder) == [f"{folder}: the documents do not have the lengths that manifest.json counts."]
 
-    @pytest.mark.parametrize(
-        ("tokens", "names", "message"),
-        [
-            (
-                pa.array([[5, -6]], pa.large_list(pa.int32())),
-                None,
-                "is no shard: its tokens are large_list<item: int32>",
-            ),
-            (pa.array([[5, 6]], pa.list_(pa.uint16())), None, "is no shard: its tokens are list<item: uint16>"),
-            (pa.array([[5, 6]], pa.large_list(pa.uint16())), pa.array([b"a"]), "its names binary"),
-            (
-                pa.array([[5, 6]], pa.large_list(pa.uint32())),
-                None,
-                "holds ids of uint32, which do not fit a vocabulary",
-            ),
-        ],
-    )
-    def test_columns_of_other_types(self, tokenizer: Tokenizer, tmp_path: Path, tokens, names, message: str):
-        folder = write(tmp_path / "typed", tokenizer, [[5, 6]])
-        columns = {"tokens": tokens, "source": pa.array([0], pa.int16()), "hash": pa.array([0], pa.uint64())}
-        batch = pa.record_batch({**columns, "name": names if names is not None else pa.array(["a"])})
-        with pa.OSFile(str(folder / "00000.arrow"), "wb") as file, pa.ipc.new_file(file, batch.schema) as writer:
-            writer.write_batch(batch)
-        reseal(folder)
-        assert message in verify(folder)[0]
-        if "is no shard" in message:
-            with pytest.raises(DataError, match="is no shard"):
-                ShardSet.open(folder).document(0)
-
-
-def reseal(folder: Path) -> None:
-    """Have the manifest vouch for what is in the first shard, whatever it is."""
-    import xxhash
-
-    whole, sums = sum_blocks(folder / "00000.arrow")
-    (folder / "00000.sums").write_bytes(sums.tobytes())
-    size, of_sums = (folder / "00000.arrow").stat().st_size, xxhash.xxh3_128_hexdigest(sums.tobytes())
-    edit(
-        folder / "manifest.json",
-        lambda body: body["shards"][0].update(xxh3_128=whole, sums=of_sums, bytes=size),
-        seal=True,
-    )
-
 
 def of_shard(**changed: Any) -> Callable[[dict], object]:
     return lambda body: body["shards"][1].update(changed)
@@ -182,17 +125,13 @@ FORGED: dict[str, tuple[Callable[[dict], object], str]] = {
     "listed twice": (of_shard(file="00000.arrow"), r"00000\.arrow is listed twice"),
     "a fraction of a document": (of_shard(documents=1.0), r"shards\[1\]\.documents=1\.0 is no int"),
     "true for a number": (of_shard(documents=True), r"documents=True is no int"),
-    "text for a number": (of_shard(tokens="500"), r"tokens='500' is no int"),
-    "nothing for a number": (of_shard(bytes=None), r"bytes=None is no int"),
     "fewer than none": (of_shard(tokens=-500), r"shards\[1\]\.tokens=-500 is below 0"),
     "no document": (of_shard(documents=0), r"00001\.arrow cannot hold 0 documents and 500 tokens"),
     "more than fit": (of_shard(tokens=10**30), r"00001\.arrow cannot hold 1 documents and 1000\d+ tokens"),
     "more documents than tokens": (of_shard(documents=501), r"00001\.arrow cannot hold 501 documents"),
     "no checksum": (of_shard(xxh3_128=""), r"xxh3_128='' is no checksum of 32 hex digits"),
-    "no sums": (of_shard(sums="x"), r"sums='x' is no checksum of 32 hex digits"),
     "a field too many": (of_shard(size=3), "lacks a field or has one too many"),
     "shards that are none": (lambda body: body.update(shards=3), "lacks a field or has one too many"),
-    "a shard that is none": (lambda body: body.update(shards=[[]]), "lacks a field or has one too many"),
     "shards by name": (lambda body: body.update(shards={}), "shards is no list"),
     "a list for counts": (lambda body: body.update(skipped=[]), r"skipped=\[\] is no dict"),
     "a number for a split": (lambda body: body.update(split=3), r"split=3 is no str"),
@@ -221,13 +160,6 @@ def test_a_sealed_manifest_that_cannot_be_right_is_refused(folder: Path, forgery
     assert str(folder / "manifest.json") in str(caught.value)
     assert len(str(caught.value)) < 500
     assert verify(folder) == [str(caught.value)]
-
-
-@pytest.mark.parametrize("content", [b"[" * 100_000, b"\xff\xfe{}", b'{"format": ' + b"1" * 5000 + b"}", b""])
-def test_what_is_no_json_is_refused(folder: Path, content: bytes):
-    (folder / "manifest.json").write_bytes(content)
-    with pytest.raises(DataError, match=r"manifest\.json is damaged"):
-        Manifest.load(folder)
 
 
 @pytest.mark.parametrize("file", ["00001.arrow", "00001.sums"])

@@ -98,7 +98,9 @@ def test_a_licence_goes_where_the_weights_go(model):
     assert set(read_notices(model)) == {"LICENSE", "LICENSE-MODEL.txt", "Notice.txt", "USE_POLICY.md"}
 
 
-@pytest.mark.parametrize("name", ["LICENSE", "additional_chat_templates/rag.jinja", "additional_chat_templates"])
+@pytest.mark.parametrize(
+    "name", ["LICENSE", "tokenizer.json", "additional_chat_templates/rag.jinja", "additional_chat_templates"]
+)
 def test_no_link_leads_out_of_the_folder(model, tmp_path, name):
     outside = tmp_path / "outside"
     outside.mkdir()

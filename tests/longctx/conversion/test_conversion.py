@@ -10,7 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from longctx.checkpoint_format import CheckpointReader, canonical_hash
+from longctx.checkpoint_format import CheckpointReader
 from longctx.config import PRESETS, ModelConfig
 from longctx.conversion import HfReader, export_checkpoint, import_hf, load_hf, save_hf
 from longctx.conversion.tensors import tensor_specs
@@ -76,17 +76,6 @@ def assert_same_tensors(a: Path, b: Path) -> None:
 
 
 class TestParity:
-    @pytest.mark.parametrize("name", MODELS)
-    def test_transformers_gives_the_same_logits(self, name, tmp_path):
-        model = decoder(MODELS[name])
-        save_hf(model.config, model.state_dict(), tmp_path / "hf")
-        reference = transformers_model(tmp_path / "hf")
-        assert reference.config.model_type == name.split()[0]
-        assert reference.dtype == torch.float32
-        error, kl = logit_error(model, reference)
-        assert error <= MAX_LOGIT_ERROR
-        assert kl <= MAX_KL
-
     @pytest.mark.parametrize("preset", ["quickstart", "quickstart-dense"])
     def test_a_preset_exports_with_its_tokenizer_and_generates_the_same_text(self, preset, tmp_path, tokenizer):
         transformers = pytest.importorskip("transformers")
@@ -103,36 +92,6 @@ class TestParity:
         assert ids + generate(model, ids, 24, stop_ids=[fast.eos_token_id]) == theirs
         assert reference.generation_config.eos_token_id == fast.eos_token_id == 2
 
-    def test_the_bars_catch_a_rope_permutation(self, tmp_path):
-        model = decoder(MODELS["llama"])
-        wrong = dict(model.state_dict())
-        for name in [n for n in wrong if "q_proj" in n or "k_proj" in n]:
-            heads = wrong[name].unflatten(0, (-1, 2, model.config.head_dim // 2))
-            wrong[name] = heads.transpose(1, 2).flatten(0, 2)  # half-split rows as interleaved pairs
-        save_hf(model.config, wrong, tmp_path / "hf")
-        error, kl = logit_error(model, transformers_model(tmp_path / "hf"))
-        assert error > 100 * MAX_LOGIT_ERROR
-        assert kl > 100 * MAX_KL
-
-    def test_what_transformers_saves_loads_here(self, tmp_path):
-        transformers = pytest.importorskip("transformers")
-        torch.manual_seed(0)
-        config = transformers.Qwen2MoeConfig(
-            vocab_size=97, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
-            num_key_value_heads=2, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=16,
-            shared_expert_intermediate_size=24, max_position_embeddings=512, norm_topk_prob=True,
-        )  # fmt: skip
-        reference = transformers.Qwen2MoeForCausalLM(config).eval()
-        reference.save_pretrained(tmp_path / "hf", max_shard_size="20KB")
-        assert len(list((tmp_path / "hf").glob("*.safetensors"))) > 1
-        ours, tensors = load_hf(tmp_path / "hf")
-        assert (ours.normalize_gates, ours.tie_embeddings, ours.head_dim) == (True, False, 8)
-        model = Decoder(ours, seed=None)
-        model.load_state_dict(tensors)
-        error, kl = logit_error(model, reference)
-        assert error <= MAX_LOGIT_ERROR
-        assert kl <= MAX_KL
-
 
 class TestRoundTrip:
     @pytest.mark.parametrize("name", MODELS)
@@ -147,16 +106,6 @@ class TestRoundTrip:
         assert_same_tensors(tmp_path / "a", tmp_path / "b")
         assert (tmp_path / "a" / "config.json").read_text() == (tmp_path / "b" / "config.json").read_text()
         assert ("lm_head.weight" in header(tmp_path / "a")) == (not model.config.tie_embeddings)
-
-    def test_the_fused_layout_is_read_too(self, tmp_path):
-        model = decoder(MOE)
-        save_hf(MOE, model.state_dict(), tmp_path / "hf")
-        assert "model.layers.0.mlp.experts.3.up_proj.weight" in header(tmp_path / "hf")
-        save_file(dict(model.state_dict()), tmp_path / "hf" / "model.safetensors")
-        config, tensors = load_hf(tmp_path / "hf")
-        assert config == MOE
-        assert list(tensors) == [spec.name for spec in tensor_specs(MOE)]
-        assert all(torch.equal(tensors[name], value) for name, value in model.state_dict().items())
 
     def test_mixed_dtypes_import_into_the_narrowest_that_holds_them_all(self, tmp_path):
         model = decoder(MOE)
@@ -251,12 +200,6 @@ class TestRefusals:
         with pytest.raises(CheckpointError, match="tie_word_embeddings"):
             load_hf(folder)
 
-    def test_float16_overflow_is_not_silent(self, tmp_path):
-        tensors = dict(decoder(MOE).state_dict())
-        tensors["model.norm.weight"] = torch.full((32,), 1e6)
-        with pytest.raises(CheckpointError, match="65504"):
-            save_hf(MOE, tensors, tmp_path / "hf", dtype=torch.float16)
-
     def test_an_existing_output_is_kept(self, tmp_path):
         (tmp_path / "hf").mkdir()
         self.save(tmp_path / "hf")
@@ -267,24 +210,3 @@ class TestRefusals:
             import_hf(tmp_path / "hf", tmp_path / "hf")
         assert (tmp_path / "hf" / "model.safetensors").read_bytes() == before
         assert len(list(tmp_path.iterdir())) == 1
-
-    def test_a_damaged_checkpoint_is_not_exported(self, tmp_path):
-        import_hf(self.save(tmp_path / "hf"), tmp_path / "ours")
-        file = tmp_path / "ours" / "master.safetensors"
-        content = bytearray(file.read_bytes())
-        content[-7] ^= 4
-        file.write_bytes(content)
-        with pytest.raises(CheckpointError, match=r"master\.safetensors is damaged"):
-            export_checkpoint(tmp_path / "ours", tmp_path / "out")
-        assert not (tmp_path / "out").exists()
-
-    def test_a_checkpoint_of_another_config_is_neither_exported_nor_loaded(self, tmp_path):
-        import_hf(self.save(tmp_path / "hf"), tmp_path / "ours")
-        path = tmp_path / "ours" / "manifest.json"
-        manifest = json.loads(path.read_text())
-        manifest["model"]["num_layers"] = 3
-        path.write_text(json.dumps(manifest | {"hash": canonical_hash(manifest)}))
-        with pytest.raises(CheckpointError, match=r"missing .*model\.layers\.2"):
-            export_checkpoint(tmp_path / "ours", tmp_path / "out")
-        with pytest.raises(CheckpointError, match="Missing key"):
-            load_model(tmp_path / "ours")

@@ -15,7 +15,7 @@ import torch
 from longctx.conversion import import_hf, load_hf, save_hf
 from longctx.conversion.weights.folder import INDEX
 from longctx.model.decoder import Decoder
-from tests.bounded import ODD_FILES, put_odd_file, refusal
+from tests.bounded import HOSTILE_JSON, ODD_FILES, put_odd_file, refusal
 from tests.longctx.samples import tiny_config
 
 WEIGHTS = "model.safetensors"
@@ -113,24 +113,10 @@ def test_further_layers_without_end(folder: Path, tmp_path: Path, count: int):
         assert "num_nextn_predict_layers" in refusal(action)
 
 
-TEXTS = {
-    "lists in lists": b"[" * 500_000,
-    "100 levels": b'{"a": ' + b"[" * 100 + b"]" * 100 + b"}",
-    "a key twice": b'{"model_type": "qwen2", "model_type": "llama"}',
-    "NaN": b'{"model_type": NaN}',
-    "Infinity": b'{"model_type": Infinity}',
-    "1e999": b'{"model_type": 1e999}',
-    "no UTF-8": b'{"\xff": 1}',
-    "millions of lists": b"[" + b"[]," * 5_000_000 + b"[]]",
-    "a list": b"[]",
-    "nothing": b"",
-}
-
-
-@pytest.mark.parametrize("content", TEXTS)
+@pytest.mark.parametrize("content", HOSTILE_JSON)
 @pytest.mark.parametrize("name", ["config.json", INDEX])
 def test_what_is_no_strict_json_is_refused(folder: Path, tmp_path: Path, name: str, content: str):
-    (folder / name).write_bytes(TEXTS[content])
+    (folder / name).write_bytes(HOSTILE_JSON[content][0])
     for action in import_in_every_way(folder, tmp_path / "out"):
         assert name in refusal(action)
 
@@ -150,6 +136,8 @@ INDICES: dict[str, tuple[Any, str]] = {
     "files that are null": ({"a": None}, "has no weight_map"),
     "files elsewhere": ({"a": "../x.safetensors"}, "no .safetensors file of its own folder"),
     "files of the system": ({"a": "/etc/passwd"}, "no .safetensors file of its own folder"),
+    "files of a folder in it": ({"a": "a/b.safetensors"}, "no .safetensors file of its own folder"),
+    "files by another separator": ({"a": "a\\b.safetensors"}, "no .safetensors file of its own folder"),
     "a pickle": ({"a": "pytorch_model.bin"}, "no .safetensors file of its own folder"),
     "the index itself": ({"a": INDEX}, "no .safetensors file of its own folder"),
     "a NUL": ({"a": "x\0.safetensors"}, "no .safetensors file of its own folder"),

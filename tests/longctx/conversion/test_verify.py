@@ -22,7 +22,7 @@ from longctx.files import hash_file
 from longctx.model.decoder import Decoder
 from longctx.model.training_pass import Execution
 from tests.longctx.families import hf_models
-from tests.longctx.samples import dense_config, randomize, tiny_config
+from tests.longctx.samples import dense_config, randomize
 from tests.rounding import both_ways, rounded
 
 CONFIG = dense_config(qkv_bias=False, tie_embeddings=False, num_layers=1)
@@ -386,17 +386,6 @@ class TestCompanions:
         with pytest.raises(CheckpointError, match=r"merges\.txt is damaged"):
             export_checkpoint(tmp_path / "ours", tmp_path / "again")
 
-    def test_a_link_that_leads_out_is_refused(self, hf, tmp_path):
-        (tmp_path / "secret").write_text("secret")
-        (hf / "tokenizer.json").symlink_to(tmp_path / "secret")
-        with pytest.raises(CheckpointError, match=r"tokenizer\.json leads out of its folder"):
-            import_hf(hf, tmp_path / "ours")
-        (hf / "tokenizer.json").unlink()
-        (hf / "tokenizer.json").symlink_to(tmp_path / "absent")
-        with pytest.raises(CheckpointError, match=r"tokenizer\.json"):
-            import_hf(hf, tmp_path / "ours")
-        assert not (tmp_path / "ours").exists()
-
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt, SystemExit])
 @pytest.mark.parametrize("run", [import_hf, export_checkpoint])
@@ -417,16 +406,6 @@ def test_stopping_at_any_tensor_leaves_nothing(hf, tmp_path, run, error):
         with pytest.raises(error):
             run(source, tmp_path / "out", progress=until)
         assert sorted(path.name for path in tmp_path.iterdir()) == before
-
-
-def test_moe_and_tied_models_verify_too(tmp_path):
-    for number, config in enumerate([tiny_config(), tiny_config(tie_embeddings=False, num_layers=1)]):
-        model = Decoder(dataclasses.replace(config), seed=0)
-        folder = save_hf(config, model.state_dict(), tmp_path / f"hf{number}", dtype=torch.bfloat16)
-        done = import_hf(folder, tmp_path / f"ours{number}")
-        assert done.tensors is not None
-        assert done.tensors.num_tensors == len(model.state_dict())
-        assert export_checkpoint(done.folder, tmp_path / f"back{number}").tensors == done.tensors
 
 
 def test_a_bfloat16_model_with_a_float32_correction_bias_comes_back_as_it_was(tmp_path):

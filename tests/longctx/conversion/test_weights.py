@@ -16,7 +16,6 @@ from safetensors.torch import load_file, save_file
 from longctx.conversion import load_hf, save_hf
 from longctx.conversion.weights import safetensors_file
 from longctx.conversion.weights.folder import INDEX, WEIGHTS
-from longctx.conversion.weights.json_files import read_json
 from longctx.conversion.weights.safetensors_file import SafetensorsFile
 from longctx.conversion.weights.shard_writer import ShardWriter
 from longctx.errors import CheckpointError
@@ -47,26 +46,6 @@ def test_shards_and_their_index(sharded):
     assert max(sizes) <= max(8_000, largest_tensor)
     tensors = load_hf(sharded)[1]
     assert all(torch.equal(tensors[name], value) for name, value in Decoder(CONFIG).state_dict().items())
-
-
-@pytest.mark.parametrize(
-    "file",
-    [
-        "../secret.safetensors",
-        "/etc/secret.safetensors",
-        "a/b.safetensors",
-        "..",
-        "",
-        "a\\b.safetensors",
-        "x.bin",
-        "\0",
-    ],
-)
-def test_an_index_cannot_name_files_elsewhere(sharded, file):
-    save_file({"model.norm.weight": torch.zeros(32)}, sharded.parent / "secret.safetensors")
-    rewrite_index(sharded, **{"model.norm.weight": file})
-    with pytest.raises(CheckpointError, match=r"no \.safetensors file of its own folder"):
-        load_hf(sharded)
 
 
 @pytest.mark.parametrize("link", ["file", "folder of the file"])
@@ -109,14 +88,6 @@ def test_an_index_must_say_what_the_files_hold(sharded, change, said):
         load_hf(sharded)
 
 
-def test_a_tensor_in_two_shards_is_refused(sharded):
-    first, second, *_ = sorted(sharded.glob("*.safetensors"))
-    name, tensor = next(iter(load_file(first).items()))
-    save_file(load_file(second) | {name: tensor + 1}, second)
-    with pytest.raises(CheckpointError, match="disagree"):
-        load_hf(sharded)
-
-
 def test_a_name_twice_in_the_index_is_refused(sharded):
     text = (sharded / INDEX).read_text()
     line = next(line for line in text.splitlines() if "norm.weight" in line)
@@ -155,10 +126,6 @@ def test_what_is_not_there_is_said(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(CONFIG.to_hf()))
     with pytest.raises(CheckpointError, match=f"neither {WEIGHTS}"):
         load_hf(tmp_path)
-    for text in ("{", "[]", '{"a": 1, "a": 2}', "[" * 100_000):
-        (tmp_path / "config.json").write_text(text)
-        with pytest.raises(CheckpointError, match=r"config\.json"):
-            read_json(tmp_path / "config.json")
 
 
 def test_a_shard_that_does_not_come_back_is_found(tmp_path, monkeypatch):

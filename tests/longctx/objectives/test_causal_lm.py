@@ -12,7 +12,7 @@ from longctx.batch import IGNORED_TARGET
 from longctx.model.decoder import Decoder
 from longctx.model.training_pass import Execution
 from longctx.objectives.causal_lm import CausalLM
-from tests.longctx.attention_cores import MaskIsPlan
+from tests.longctx.attention_cores import Blind
 from tests.longctx.samples import dense_config, gradients, packed_batch, step_loss, tiny_config
 
 BATCH = packed_batch([[7, 11], [15, 3]], padding=2)
@@ -72,13 +72,6 @@ def test_padding_tokens_change_nothing():
         assert (results[1][name] - mine).norm() <= 10 * 97 * 2.0**-53 * mine.norm(), name
 
 
-class NoAttention(MaskIsPlan):
-    """No token attends to another: a shard of the tokens then gives a shard of the results."""
-
-    def __call__(self, q_BtHD, k_BtKD, v_BtKD, **_):
-        return q_BtHD * 0.5 + (v_BtKD - 0.3 * k_BtKD).repeat_interleave(2, 2)
-
-
 def shards_of_batch():
     """The batch flat, and shards of its tokens that cross documents."""
     flat = BATCH.flatten_rows()
@@ -88,7 +81,7 @@ def shards_of_batch():
 
 def test_sums_and_gradients_add_up_over_shards():
     """With counts reduced and probabilities local, losses and gradients of the shares sum to those of the whole."""
-    lm = model(tiny_config(router_z_loss_weight=0.1), core=NoAttention(), z_loss=0.01, label_smoothing=0.1)
+    lm = model(tiny_config(router_z_loss_weight=0.1), core=Blind(), z_loss=0.01, label_smoothing=0.1)
     flat, shards = shards_of_batch()
     whole = lm.loss_sum(lm(flat))
     step_loss(whole, 0.1, 0.1).backward()

@@ -70,7 +70,6 @@ def test_cuda_without_gpus_enough_is_refused(machine, gpus, said):
     ("gpus", "ranks", "context", "arguments", "lines"),
     [
         (1, 2, 2, "--local_rank=1", ("1 S --parallel.context 1", "2 S --run.device cpu")),
-        (2, 4, 2, "--config a.toml", ("2 S --config a.toml", "4 S --config a.toml --run.device cpu")),
         (
             2,
             3,
@@ -81,7 +80,6 @@ def test_cuda_without_gpus_enough_is_refused(machine, gpus, said):
                 "3 S --parallel.context=3 --data.train 'a b' --run.device cpu",
             ),
         ),
-        (6, 8, 8, "--parallel.context 8", ("6 S --parallel.context 2", "8 S --parallel.context 8 --run.device cpu")),
     ],
 )
 @pytest.mark.parametrize("launcher", ["deepspeed --num_gpus", "torchrun --standalone --nproc_per_node"])

@@ -9,7 +9,7 @@ import pytest
 
 from data_pipeline.prepare import sources
 from data_pipeline.prepare.build import BuildReport, build_shards
-from data_pipeline.prepare.parts import deal
+from data_pipeline.prepare.parts import deal, order
 from data_pipeline.prepare.sources import open_source
 from longctx.tokenizer import Tokenizer
 
@@ -40,3 +40,30 @@ def build(mixed: Path, tokenizer: Tokenizer, small_parts: None) -> Build:
 def content(folder: Path) -> dict[str, bytes]:
     """Every file below a folder."""
     return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+class Stop(BaseException):
+    """Stands for a kill: nothing catches it."""
+
+
+def stop_at(function: Callable | None, *, call: int) -> Callable:
+    """A function that raises at its n-th call and after it."""
+    calls = 0
+
+    def stopping(*arguments, **options):
+        nonlocal calls
+        calls += 1
+        if calls >= call:
+            raise Stop
+        assert function is not None
+        return function(*arguments, **options)
+
+    return stopping
+
+
+def watch_parts(monkeypatch: pytest.MonkeyPatch, step: str) -> list[int]:
+    """The numbers of the parts that ``order``'s step is called for from now on."""
+    done: list[int] = []
+    function = getattr(order, step)
+    monkeypatch.setattr(order, step, lambda part, *a, **o: done.append(part.number) or function(part, *a, **o))
+    return done

@@ -5,9 +5,6 @@ from __future__ import annotations
 import json
 import random
 import shutil
-import subprocess
-import sys
-import time
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
@@ -20,9 +17,7 @@ from data_pipeline.prepare.build import BuildReport, build_shards
 from data_pipeline.prepare.duplicates.report import DUPLICATES_FILE
 from data_pipeline.prepare.duplicates.rule import DuplicateRule
 from data_pipeline.prepare.duplicates.signatures import similarity
-from data_pipeline.prepare.duplicates.signed import RECORD_FILE as SIGNED_FILE
 from data_pipeline.prepare.parts import compare, order
-from data_pipeline.prepare.parts.record import RECORD_FILE
 from data_pipeline.prepare.parts.staging import staging_folder
 from data_pipeline.prepare.sources import open_source
 from data_pipeline.shards.manifest import VALIDATION_FOLDER
@@ -30,8 +25,7 @@ from data_pipeline.shards.reader import ShardSet
 from longctx.errors import DataError
 from longctx.tokenizer import Tokenizer
 from tests.data_pipeline.prepare.duplicates.oracle import edited, sign
-from tests.data_pipeline.prepare.parts.conftest import OPTIONS, content
-from tests.helpers import REPOSITORY
+from tests.data_pipeline.prepare.parts.conftest import OPTIONS, Stop, content, stop_at, watch_parts
 from tests.launcher.cli.calls import flip_a_byte
 
 NEAR = DuplicateRule(kind="near")
@@ -181,25 +175,6 @@ def test_keeping_duplicates_writes_what_no_option_writes(build: Build, repeated:
         build(tmp_path / "keep")
 
 
-class Stop(BaseException):
-    pass
-
-
-def stop_at(function: Callable | None, call: int) -> Callable:
-    """Like ``function``, until it is called for this time."""
-    calls = 0
-
-    def stopping(*arguments, **options):
-        nonlocal calls
-        calls += 1
-        if calls == call:
-            raise Stop
-        assert function is not None
-        return function(*arguments, **options)
-
-    return stopping
-
-
 class TestGoingOn:
     @pytest.mark.parametrize("moment", ["sign", "decide", "encode", "publish"])
     def test_finished_work_is_not_done_again(
@@ -221,11 +196,7 @@ class TestGoingOn:
                 patch.setattr("data_pipeline.prepare.parts.staging.Staging.publish", stop_at(None, call=1))
             with pytest.raises(Stop):
                 build(tmp_path / "out")
-        signed: list[int] = []
-        sign_part, said = order.sign_part, []
-        monkeypatch.setattr(
-            order, "sign_part", lambda part, *a, **o: signed.append(part.number) or sign_part(part, *a, **o)
-        )
+        signed, said = watch_parts(monkeypatch, "sign_part"), []
         report = build(tmp_path / "out", say=said.append)
         expected_signed = {"sign": list(range(2, report.parts))}
         assert signed == expected_signed.get(moment, [])
@@ -251,11 +222,7 @@ class TestGoingOn:
         folder = staging_folder(tmp_path / "out")
         damaged = {"signature": "signatures/00001/bands.bin", "decision": "decisions/00001.bin"}
         flip_a_byte(folder / damaged.get(harm, f"decisions/{DUPLICATES_FILE}"))
-        signed: list[int] = []
-        sign_part = order.sign_part
-        monkeypatch.setattr(
-            order, "sign_part", lambda part, *a, **o: signed.append(part.number) or sign_part(part, *a, **o)
-        )
+        signed = watch_parts(monkeypatch, "sign_part")
         report = build(tmp_path / "out")
         first = {"signature": [1]}.get(harm, [0, 1])
         assert signed == first + list(range(2, report.parts))
@@ -293,46 +260,3 @@ def test_verify_knows_the_list(expected: dict[str, bytes], expected_folder: Path
     assert verify(folder) == [f"{folder / DUPLICATES_FILE} was changed after it was written."]
     (folder / DUPLICATES_FILE).unlink()
     assert verify(folder) == [f"{folder / DUPLICATES_FILE} is missing."]
-
-
-# The command itself, with parts that a test has time for.
-SCRIPT = """
-import sys
-from data_pipeline.prepare import sources
-from data_pipeline.prepare.parts import deal
-deal.PART_BYTES = sources.CUT_BYTES = 30_000
-from launcher.cli import main
-sys.exit(main(sys.argv[1:]))
-"""
-
-
-@pytest.mark.slow
-def test_a_killed_build_goes_on(
-    build: Build, expected: dict[str, bytes], repeated: Path, tokenizer: Tokenizer, tmp_path: Path
-):
-    """SIGKILL in both passes, with two workers."""
-    words = ["data", "build", "--source", repeated, "--tokenizer", tokenizer.path, "--output", tmp_path / "out"]
-    words += ["--validation-fraction", 0.2, "--shard-tokens", 4000, "--workers", 2, "--duplicates", "near"]
-    folder = staging_folder(tmp_path / "out")
-    for record in (f"signatures/*/{SIGNED_FILE}", f"parts/*/{RECORD_FILE}"):
-        process = subprocess.Popen(
-            [sys.executable, "-c", SCRIPT, *map(str, words)],
-            cwd=REPOSITORY,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            start_new_session=True,
-        )
-        until = time.monotonic() + 60
-        # A decision stands for all signatures.
-        while not any(folder.glob(record)) and not (tmp_path / "out").exists():
-            assert process.poll() is None, process.communicate()
-            assert time.monotonic() < until
-            if record.startswith("signatures") and (folder / "decisions").exists():
-                break
-            time.sleep(0.001)
-        process.kill()
-        process.communicate()
-    assert not (tmp_path / "out").exists() or content(tmp_path / "out") == expected
-    build(tmp_path / "out")
-    assert content(tmp_path / "out") == expected
-    assert [path.name for path in tmp_path.iterdir()] == ["out"]

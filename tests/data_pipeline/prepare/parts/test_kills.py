@@ -160,23 +160,6 @@ def test_a_killed_build_goes_on(start: Start, undisturbed: dict[str, bytes], tmp
     wait_for_ends(workers, 0)
 
 
-@pytest.mark.slow
-def test_builds_that_are_killed_again_and_again_come_to_an_end(
-    start: Start, undisturbed: dict[str, bytes], tmp_path: Path
-):
-    output = tmp_path / "out"
-    for workers in (3, 1, 2):
-        process = start(workers)
-        time.sleep(random.uniform(0.3, 2))
-        process.kill()
-        process.communicate()
-        if output.exists():
-            break
-    if not output.exists():
-        finish(start, output, undisturbed)
-    assert content(output) == undisturbed
-
-
 def test_a_killed_worker_names_its_part_and_all_end(start: Start, undisturbed: dict[str, bytes], tmp_path: Path):
     process = start()
     wait_for_parts(process, tmp_path / "out", 2)
@@ -224,19 +207,6 @@ def test_an_interrupt_ends_all_at_once(
     assert "Traceback" not in err
     wait_for_ends(workers, 3)
     finish(start, tmp_path / "out", undisturbed)
-
-
-@pytest.mark.slow
-def test_a_second_build_in_the_same_place_is_refused(start: Start, undisturbed: dict[str, bytes], tmp_path: Path):
-    first = held_at_the_first_part(start, tmp_path / "out")
-    second = start()
-    _, err = second.communicate(timeout=60)
-    first.send_signal(signal.SIGCONT)
-    assert second.returncode == 1
-    assert f"is being built by process {first.pid} on" in err
-    _, err = first.communicate(timeout=100)
-    assert first.returncode == 0, err
-    assert content(tmp_path / "out") == undisturbed
 
 
 @pytest.mark.slow

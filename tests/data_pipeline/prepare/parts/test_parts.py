@@ -22,7 +22,7 @@ from data_pipeline.shards.writer import ShardWriter
 from data_pipeline.shuffle import falls_below
 from longctx.errors import DataError
 from longctx.tokenizer import Tokenizer, load_tokenizer
-from tests.data_pipeline.prepare.parts.conftest import OPTIONS, Build, content
+from tests.data_pipeline.prepare.parts.conftest import OPTIONS, Build, Stop, content, stop_at, watch_parts
 from tests.launcher.cli.calls import flip_a_byte
 
 
@@ -132,11 +132,7 @@ class TestGoingOn:
             with pytest.raises(KeyboardInterrupt):
                 build(tmp_path / "out")
         assert not (tmp_path / "out").exists()
-        encoded: list[int] = []
-        encode = order.encode_part
-        monkeypatch.setattr(
-            order, "encode_part", lambda part, *a, **o: encoded.append(part.number) or encode(part, *a, **o)
-        )
+        encoded = watch_parts(monkeypatch, "encode_part")
         said: list[str] = []
         report = build(tmp_path / "out", say=said.append)
         assert said == [f"going on: 4 of {report.parts} parts are there"]
@@ -321,26 +317,8 @@ class TestFailingWorkers:
 remove = shutil.rmtree
 
 
-class Stop(BaseException):
-    """Stands for a kill: nothing catches it."""
-
-
 def stop_at_last_removal(folder: Path, **options) -> None:
     """Stands for ``shutil.rmtree``, and stops where the output has appeared."""
     if (folder.parent / "out").exists():
         raise Stop
     remove(folder, **options)
-
-
-def stop_at(function, *, call: int):
-    """A function that raises at its n-th call and after it."""
-    calls = 0
-
-    def stopping(*arguments, **options):
-        nonlocal calls
-        calls += 1
-        if calls >= call:
-            raise Stop
-        return function(*arguments, **options)
-
-    return stopping

@@ -119,27 +119,6 @@ def read(path: Path, content: bytes) -> tuple[list[str], dict[str, list[str]]]:
     return texts, source.left_out.examples
 
 
-@pytest.mark.parametrize(
-    ("ending", "between", "behind"),
-    [
-        (".xz", b"\0" * 4, b""),
-        (".xz", b"\0" * 8, b"\0" * 512),
-        (".xz", b"", b"\0" * 4),
-        (".gz", b"", b"\0" * 1000),
-        (".gz", b"\0", b""),
-        (".bz2", b"\0" * 8, b""),
-        (".bz2", b"", b""),
-        (".zst", SKIPPABLE, SKIPPABLE),
-    ],
-)
-def test_joined_files_are_read_to_their_end(ending: str, between: bytes, behind: bytes, tmp_path: Path):
-    pack = PACK[ending]
-    content = pack(lines(0, 1)) + between + pack(b"") + pack(lines(1, 2)) + between + pack(lines(2, 3)) + behind
-    texts, left_out = read(tmp_path / f"a.jsonl{ending}", content)
-    assert texts == ["document 0", "document 1", "document 2"]
-    assert not left_out
-
-
 @pytest.mark.parametrize("ending", PACK)
 @pytest.mark.parametrize("behind", [lines(1, 3), b"\0" * 3 + b"x", b"BZh9", b"\0" * 5], ids=["plain", "x", "head", "5"])
 def test_what_follows_and_is_no_frame_is_said(ending: str, behind: bytes, tmp_path: Path):

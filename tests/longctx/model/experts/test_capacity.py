@@ -19,7 +19,7 @@ from longctx.model.experts.dispatch import LocalDispatcher
 from longctx.model.experts.router import RouterDiagnostics, RouterStats
 from longctx.model.training_pass import Execution, TrainingPass
 from longctx.objectives.causal_lm import CausalLM
-from tests.longctx.attention_cores import MaskIsPlan
+from tests.longctx.attention_cores import Blind
 from tests.longctx.samples import gradients, packed_batch, step_loss, tiny_config
 
 E, K = 5, 3
@@ -93,13 +93,6 @@ def test_capacity_is_the_mean_load_times_a_factor_rounded_up(factor):
 
 
 # In the decoder
-
-
-class Blind(MaskIsPlan):
-    """Attention that sees nothing: a share of the tokens then gives a share of the results."""
-
-    def __call__(self, q_BtHD, k_BtKD, v_BtKV, **_):
-        return q_BtHD * 0.5 + (v_BtKV - 0.3 * k_BtKD).repeat_interleave(2, 2)
 
 
 class Recording(LocalDispatcher):

@@ -14,7 +14,7 @@ from longctx.model.layers import dropout as module
 from longctx.model.layers.dropout import Dropout, Jitter
 from longctx.model.training_pass import Execution, TrainingPass
 from longctx.objectives.causal_lm import CausalLM
-from tests.longctx.attention_cores import MaskIsPlan
+from tests.longctx.attention_cores import Blind
 from tests.longctx.samples import gradients, packed_batch, step_loss, tiny_config
 from tests.oracles import mix32, mix64
 from tests.rounding import UNIT
@@ -98,13 +98,6 @@ def test_values_and_gradients_are_multiplied(dtype, monkeypatch):
 # In the decoder
 
 BATCH = packed_batch([[7, 11], [15, 3]], padding=2)
-
-
-class Blind(MaskIsPlan):
-    """Attention that sees nothing: a share of the tokens then gives a share of the results."""
-
-    def __call__(self, q_BtHD, k_BtKD, v_BtKV, **_):
-        return q_BtHD * 0.5
 
 
 TRAINING = TrainingPass(seed=11)

@@ -13,7 +13,7 @@ from longctx.model.decoder import Decoder
 from longctx.model.layers import dropout as module
 from longctx.model.layers.dropout import Draw, Dropout
 from longctx.model.training_pass import Execution, TrainingPass
-from tests.longctx.attention_cores import MaskIsPlan
+from tests.longctx.attention_cores import Blind
 from tests.longctx.samples import dense_config, documents_of, gradients, one_document, packed_batch, tiny_config
 from tests.oracles import mix32, mix64
 
@@ -198,13 +198,6 @@ def test_recomputation_drops_the_same_values(experts):
         assert torch.equal(grad, found[1][1][name]), name
 
 
-class Blind(MaskIsPlan):
-    """Attention that sees nothing: a share of the tokens then gives a share of the results."""
-
-    def __call__(self, q_BtHD, k_BtKD, v_BtKV, **_):
-        return q_BtHD * 0.5
-
-
 @pytest.mark.parametrize("rows", [[[17]], [[5, 11, 1]], [[5, 11, 1], [1, 16, 0]]])
 def test_shares_of_a_sequence_drop_what_the_whole_drops(rows):
     batch = packed_batch(rows)
@@ -237,19 +230,6 @@ def test_micro_batches_of_one_seed_continue_its_places():
     for part, start in zip(parts, (0, 6), strict=True):
         found = run(decoder, part, first_tokens=(start,))
         torch.testing.assert_close(found, whole[:, start : start + 6], atol=1e-13, rtol=0)
-
-
-def test_the_mean_over_seeds_is_the_plain_function():
-    """Of a linear network, so that the mean of outputs is the output of means: here the embedding alone."""
-    batch, decoder = one_document(1, 4), decoder_of(rate=0.3)
-    embed = decoder.model._embed
-    means = []
-    for seed in range(400):
-        rule = Dropout(0.3, seed, torch.arange(4)[None])
-        means.append(embed(batch.tokens, batch.positions, rule).detach())
-    plain = embed(batch.tokens, batch.positions, None).detach()
-    error = (torch.stack(means).mean(0) - plain).abs() / plain.abs()
-    assert error.max() < 5 * (0.3 / 0.7 / 400) ** 0.5
 
 
 @pytest.mark.parametrize("flat", [False, True])
