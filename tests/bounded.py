@@ -25,7 +25,6 @@ HOSTILE_JSON: dict[str, tuple[bytes, str]] = {
     "objects in objects": (b'{"a":' * 200_000 + b"1" + b"}" * 200_000, "cannot be read"),
     "100 levels": (b'{"format": ' + b"[" * 100 + b"]" * 100 + b"}", "more than 64 deep"),
     "a key twice": (b'{"format": "longctx-checkpoint", "format": "other"}', "names 'format' twice"),
-    "a million keys": (b"{" + b",".join(b'"%d":0' % n for n in range(1_400_000)) + b"}", "values, and such a file"),
     "millions of lists": (b"[" + b"[]," * 5_000_000 + b"[]]", "values, and such a file"),
     "NaN": (b'{"format": NaN}', "NaN, which is no number"),
     "Infinity": (b'{"format": [-Infinity]}', "Infinity, which is no number"),

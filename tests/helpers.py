@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import importlib
+import inspect
 import json
 import os
 import pickle
@@ -15,7 +16,7 @@ import time
 import traceback
 from collections.abc import Callable
 from datetime import timedelta
-from functools import cache
+from functools import cache, wraps
 from pathlib import Path
 
 REPOSITORY = Path(__file__).resolve().parent.parent
@@ -53,6 +54,30 @@ def run_distributed(function: Callable[..., None], world_size: int, *args, timeo
         failures = [p.read_text() for p in sorted(Path(folder).glob("failed_*"))]
     if failures or answer.strip() != "0":
         raise AssertionError("\n".join(failures) or f"{function.__qualname__}: the workers ended with {answer!r}")
+
+
+def on_ranks(number: int | str, *, timeout: float = 60.0) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Have a test's body run in ``number`` processes; a string names the parameter that says how many.
+
+    What else the test is given goes to ``run_distributed`` as arguments.
+    """
+
+    def decorate(body: Callable[..., None]) -> Callable[..., None]:
+        own = list(inspect.signature(body).parameters.values())
+
+        @wraps(body)
+        def test(**values) -> None:
+            ranks = values[number] if isinstance(number, str) else number
+            run_distributed(test, ranks, *(values[parameter.name] for parameter in own), timeout=timeout)
+
+        asked = list(own)
+        if isinstance(number, str):
+            asked.append(inspect.Parameter(number, inspect.Parameter.KEYWORD_ONLY))
+        test.__signature__ = inspect.Signature(asked)  # type: ignore[attr-defined]
+        test.on_each_rank = body  # type: ignore[attr-defined]
+        return test
+
+    return decorate
 
 
 @cache
@@ -114,6 +139,7 @@ def _lead(folder: str, world_size: int, timeout: float) -> int:
     """Import what the workers need, fork them, and reap them; kill the rest when one fails or time is up."""
     module, name, args = pickle.loads((Path(folder) / "call").read_bytes())
     function = getattr(importlib.import_module(module), name)
+    function = getattr(function, "on_each_rank", function)
     sys.stdout.flush()
     children = []
     for rank in range(world_size):

@@ -298,6 +298,7 @@ def test_a_sealed_manifest_that_cannot_be_right_is_refused(folder: Path, tmp_pat
 
 
 TEXTS = HOSTILE_JSON | {
+    "a million keys": (b"{" + b",".join(b'"%d":0' % n for n in range(1_400_000)) + b"}", "values, and such a file"),
     "text": (b'"longctx-checkpoint"', "not the manifest"),
     "a list": (b"[]", "not the manifest"),
     "a format that is a list": (b'{"format": ["longctx-checkpoint"]}', "not the manifest"),

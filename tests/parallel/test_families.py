@@ -14,7 +14,7 @@ from longctx.conversion import load_hf
 from parallel.layout.sequence import SequenceLayout
 from parallel.mesh import Mesh
 from parallel.parallelize import build_parallel_model
-from tests.helpers import run_distributed
+from tests.helpers import on_ranks
 from tests.longctx.families import hf_models
 
 FAMILIES = (
@@ -47,11 +47,8 @@ def folders(tmp_path_factory) -> list[str]:
 
 
 @pytest.mark.parametrize("world_size", [2, pytest.param(4, marks=pytest.mark.slow)])
-def test_every_family_equals_transformers(world_size, folders):
-    run_distributed(check_families, world_size, folders)
-
-
-def check_families(folders: list[str]) -> None:
+@on_ranks("world_size")
+def test_every_family_equals_transformers(folders: list[str]) -> None:
     world = dist.get_world_size()
     for number, folder in enumerate(folders):
         layout, ulysses = WAYS[(number + world // 2) % len(WAYS)]

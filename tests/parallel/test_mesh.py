@@ -9,7 +9,7 @@ import torch.distributed as dist
 from longctx.errors import ConfigError, DataError
 from parallel.comm.world import agree_or_raise, broadcast_object, gather_objects, on_every_rank
 from parallel.mesh import Mesh, check_degrees
-from tests.helpers import run_distributed
+from tests.helpers import on_ranks
 
 
 def test_a_lone_process_is_a_mesh_of_one():
@@ -37,7 +37,8 @@ def test_degrees_that_do_not_fit_are_refused(degrees, said):
         check_degrees(4, **degrees)
 
 
-def check_axes():
+@on_ranks(4)
+def test_context_ranks_are_neighbours():
     mesh = Mesh.build(context=2)
     rank = dist.get_rank()
     assert (mesh.data, mesh.data_rank, mesh.context_rank) == (2, rank // 2, rank % 2)
@@ -49,11 +50,8 @@ def check_axes():
     assert broadcast_object(rank) == 0
 
 
-def test_context_ranks_are_neighbours():
-    run_distributed(check_axes, 4)
-
-
-def check_heads_inside_rings():
+@on_ranks(8)
+def test_those_that_split_heads_are_the_closest_neighbours():
     mesh = Mesh.build(context=4, ulysses=2, ranks_per_node=2)
     rank = dist.get_rank()
     assert (mesh.ring_degree, mesh.ring_rank, mesh.ulysses_rank) == (2, rank // 2 % 2, rank % 2)
@@ -66,11 +64,8 @@ def check_heads_inside_rings():
         assert rank in dist.get_process_group_ranks(group)
 
 
-def test_those_that_split_heads_are_the_closest_neighbours():
-    run_distributed(check_heads_inside_rings, 8)
-
-
-def check_experts_across_sequences():
+@on_ranks(8)
+def test_neighbours_share_out_the_experts_whatever_they_read():
     rank = dist.get_rank()
     for context, expert in ((2, 4), (4, 2)):
         first = rank - rank % expert
@@ -84,10 +79,6 @@ def check_experts_across_sequences():
     assert (odd.expert_rank, odd.data_rank, odd.context_rank) == (2, 2, 1), "groups may cut across sequences"
 
 
-def test_neighbours_share_out_the_experts_whatever_they_read():
-    run_distributed(check_experts_across_sequences, 8)
-
-
 def test_nodes_that_hold_equally_many_ranks_of_a_ring():
     def places(ranks_per_node, **axes):
         mesh = Mesh(rank=0, world_size=12, context=12, ranks_per_node=ranks_per_node, **axes)
@@ -98,7 +89,8 @@ def test_nodes_that_hold_equally_many_ranks_of_a_ring():
     assert [places(n, ulysses=2) for n in (2, 4, 6)] == [1, 2, 3]
 
 
-def check_agreement():
+@on_ranks(3)
+def test_one_rank_s_error_is_everybody_s():
     rank = dist.get_rank()
     agree_or_raise(None)
     assert on_every_rank(lambda: rank) == rank
@@ -110,7 +102,3 @@ def check_agreement():
     with pytest.raises(DataError, match="a shard is damaged") as caught:
         on_every_rank(fail_on_one)
     assert str(caught.value).startswith("rank 1: ") == (rank != 1)
-
-
-def test_one_rank_s_error_is_everybody_s():
-    run_distributed(check_agreement, 3)

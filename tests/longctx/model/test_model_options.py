@@ -249,7 +249,8 @@ def test_every_field_is_read_by_the_model():
     import longctx.model
 
     folder = Path(longctx.model.__file__).parent
-    sources = "".join(p.read_text() for p in [*folder.rglob("*.py"), *folder.parent.glob("kernels/**/*.py")])
+    others = (path for part in ("kernels", "architecture/mixers") for path in folder.parent.glob(f"{part}/**/*.py"))
+    sources = "".join(path.read_text() for path in [*folder.rglob("*.py"), *others])
     config = (folder.parent / "architecture" / "fields.py").read_text()
     objective = "".join(p.read_text() for p in (folder.parent / "objectives").glob("*.py"))
     elsewhere = {"balance_loss_weight", "selection_bias_rate"}  # of whoever adds up the loss and takes the step

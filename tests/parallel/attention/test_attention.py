@@ -20,7 +20,7 @@ from parallel.layout.sequence import KINDS, SequenceLayout
 from parallel.mesh import Mesh
 from parallel.schedule.schedule import Schedule
 from parallel.transport.select import TRANSPORTS
-from tests.helpers import run_distributed
+from tests.helpers import on_ranks, run_distributed
 from tests.parallel.attention.attention_cases import DOCUMENTS, MASKS, Case, check_case, errors_of, spread
 from tests.rounding import ATTENTION, both_ways, rounded
 
@@ -54,11 +54,8 @@ def build_mesh(case: Case) -> Mesh:
     ("world_size", "all_p2p"),
     [(1, False), (3, True), (4, False), *(pytest.param(n, True, marks=pytest.mark.slow) for n in (1, 2, 4))],
 )
-def test_every_way_layout_packing_and_mask_equals_one_process(world_size, all_p2p):
-    run_distributed(check_every_way, world_size, all_p2p)
-
-
-def check_every_way(all_p2p):
+@on_ranks("world_size")
+def test_every_way_layout_packing_and_mask_equals_one_process(all_p2p):
     for way in ways(dist.get_world_size()):
         mesh = build_mesh(Case(**way))
         for layout, documents, mask in shares(way, KINDS, DOCUMENTS, MASKS, all_p2p=all_p2p):
@@ -94,11 +91,8 @@ ODD_TOKENS = 70
 @pytest.mark.parametrize(
     ("world_size", "cases"), [(5, 6), *(pytest.param(n, 18, marks=pytest.mark.slow) for n in (5, 7))]
 )
-def test_five_and_seven_ranks(world_size, cases):
-    run_distributed(check_odd, world_size, cases, timeout=150)
-
-
-def check_odd(cases):
+@on_ranks("world_size", timeout=150)
+def test_five_and_seven_ranks(cases):
     """Numbers of ranks that no power of two divides: rows lie side by side on any (``parallel.tokens_per_rank``)."""
     for way in ({"transport": "p2p"}, {"transport": "all_gather"}):
         mesh = build_mesh(Case(**way))
@@ -129,11 +123,8 @@ RULES_ON = (("blockwise", 2), ("reference", 3), ("blockwise", 4))
         *(pytest.param(kernel, n, True, marks=pytest.mark.slow) for kernel, n in RULES_ON),
     ],
 )
-def test_score_rules_and_sinks_equal_one_process(kernel, world_size, all_p2p):
-    run_distributed(check_rules, world_size, kernel, all_p2p)
-
-
-def check_rules(kernel, all_p2p):
+@on_ranks("world_size")
+def test_score_rules_and_sinks_equal_one_process(kernel, all_p2p):
     for way in ways(dist.get_world_size()):
         mesh = build_mesh(Case(**way))
         for layout, rule, mask in shares(way, KINDS, RULES, ("causal", "near"), all_p2p=all_p2p):
@@ -150,11 +141,8 @@ def ways_in(layouts: int) -> list[tuple[dict, tuple[str, ...]]]:
 
 
 @each_layout
+@on_ranks(4)
 def test_float32_is_no_worse_on_many_ranks(layouts):
-    run_distributed(check_float32, 4, layouts)
-
-
-def check_float32(layouts):
     """One process's fp32 SDPA is 4e-7 off."""
     for way, kinds in ways_in(layouts):
         mesh = build_mesh(Case(**way))
@@ -176,11 +164,8 @@ the sum of many is rounded once more: √2 where the first was all, less where s
 @pytest.mark.few(1)
 @each_layout
 @both_ways
+@on_ranks(4)
 def test_bfloat16_is_no_worse_on_many_ranks(products, layouts):
-    run_distributed(check_bfloat16, 4, products, layouts)
-
-
-def check_bfloat16(products, layouts):
     for mask in ("causal", "sinks"):
         one = Case(mask=mask, tokens=192, kernel="cpu_flash", dtype=torch.bfloat16, products=products)
         alone = errors_of(one, Mesh.build())
@@ -197,11 +182,8 @@ HEADS = [(5, 5), (6, 3), (7, 1), (12, 4), (6, 2)]
 """Query and key heads: a prime, groups that a split cuts through, one key head for all, more ranks than key heads."""
 
 
+@on_ranks(4)
 def test_heads_that_do_not_divide():
-    run_distributed(check_heads, 4)
-
-
-def check_heads():
     for ulysses in (2, 4):
         mesh = build_mesh(Case(ulysses=ulysses))
         for heads, kv_heads in HEADS:
@@ -209,11 +191,8 @@ def check_heads():
             check_case(case, mesh, EXACT)
 
 
+@on_ranks(3)
 def test_gradients_may_travel_in_bfloat16():
-    run_distributed(check_wire, 3)
-
-
-def check_wire():
     """What other ranks made of a rank's gradients is rounded once each; its own share may be √3 times the mean."""
     mesh = build_mesh(Case())
     for transport in ("p2p", "all_gather"):
@@ -223,11 +202,8 @@ def check_wire():
             check_case(replace(case, communication_dtype=torch.bfloat16), mesh, 1e-6)
 
 
+@on_ranks(4)
 def test_repetition_gives_equal_bits():
-    run_distributed(check_repetition, 4)
-
-
-def check_repetition():
     for way in ways(4):
         mesh = build_mesh(Case(**way))
         case = Case(dtype=torch.float32, kernel="cpu_flash", sinks=True, **way)
@@ -235,11 +211,8 @@ def check_repetition():
         assert all(torch.equal(first[name], second[name]) for name in first)
 
 
+@on_ranks(4)
 def test_stacked_sequences_share_a_schedule():
-    run_distributed(check_stacked, 4)
-
-
-def check_stacked():
     for way in ways(4):
         check_case(Case(batch=2, **way), build_mesh(Case(**way)), EXACT)
 
@@ -253,11 +226,8 @@ def test_rows_of_a_batch_equal_their_flattened_sequence():
     assert torch.equal(attend(*rows, schedule=schedule, mesh=Mesh.build()).view(flat.shape), flat)
 
 
+@on_ranks(3)
 def test_keys_in_a_layout_of_their_own():
-    run_distributed(check_key_layout, 3)
-
-
-def check_key_layout():
     case, mesh = Case(), build_mesh(Case())
     queries, keys = (SequenceLayout.build(kind, 48, 3, case.cu_seqlens) for kind in ("zigzag", "striped"))
     schedule = Schedule.build(queries, case.cu_seqlens, key_layout=keys)
@@ -268,11 +238,8 @@ def check_key_layout():
     torch.testing.assert_close(attend(*mine, schedule=schedule, mesh=mesh), want)
 
 
+@on_ranks(2)
 def test_what_a_rank_cannot_take_is_said_on_every_rank():
-    run_distributed(check_bad_input, 2)
-
-
-def check_bad_input():
     mesh = build_mesh(Case())
     layout = SequenceLayout.build("contiguous", 16, 2)
     q, k, v, _ = (layout.split(x, mesh.rank, 1) for x in Case(tokens=16).inputs())

@@ -23,7 +23,7 @@ from longctx.model.decoder import Decoder
 from parallel.attention.cache import ShardedKVCache
 from parallel.mesh import Mesh
 from parallel.parallelize import build_parallel_model
-from tests.helpers import run_distributed
+from tests.helpers import on_ranks, run_distributed
 from tests.longctx.cached_models import MODELS, config_of, ids_of, whole_nll
 
 LENGTHS = (1, 2, 3, 5, 8, 13, 31)
@@ -138,11 +138,8 @@ def check_sequences(names: list[str]):
         assert generate(decoder, prompts[0], NEW_TOKENS, Beams(num_beams=2), chunk_tokens=CHUNK_TOKENS) == wanted, name
 
 
+@on_ranks(2)
 def test_one_gather_a_layer_for_all_sequences():
-    run_distributed(check_gathers, 2)
-
-
-def check_gathers():
     """Messages of a step do not grow with the sequences; a step in which another prompt is read has its own."""
     decoder, counts = parallel_decoder("grouped"), []
     for count in (1, 2, 4):
@@ -157,12 +154,9 @@ def check_gathers():
 
 @pytest.mark.slow
 @pytest.mark.parametrize("world_size", [2, pytest.param(4, marks=pytest.mark.slow)])
-def test_text_that_comes_in_turns(world_size):
+@on_ranks("world_size")
+def test_text_that_comes_in_turns():
     """Chunks after generated tokens: a rank's keys are then runs of chunks and dealt tokens in turn."""
-    run_distributed(check_turns, world_size)
-
-
-def check_turns():
     for name, layout in (("all kinds", "zigzag"), ("sparse, prime stride", "striped"), ("t5", "contiguous")):
         ids = ids_of(121)
         local = Decoder(config_of(name), {"softmax": LocalAttention("blockwise")}).double()
@@ -178,11 +172,8 @@ def check_turns():
 
 
 @pytest.mark.parametrize("world_size", [2, pytest.param(4, marks=pytest.mark.slow)])
-def test_float32_and_the_fast_kernel(world_size):
-    run_distributed(check_float32, world_size)
-
-
-def check_float32():
+@on_ranks("world_size")
+def test_float32_and_the_fast_kernel():
     for name in ("grouped", "window", "latent", "experts"):
         local, decoder = Decoder(config_of(name)), parallel_decoder(name, kernel="auto")
         compare(decoder, ids_of(61), one_process(local, ids_of(61), name), name)
@@ -191,11 +182,8 @@ def check_float32():
 # --- what ranks store, send and choose ------------------------------------------------------------------------------
 
 
+@on_ranks(3)
 def test_ranks_store_equally_many_keys():
-    run_distributed(check_rows, 3)
-
-
-def check_rows():
     decoder = parallel_decoder("window")
     cache = decoder.new_cache()
     assert isinstance(cache, ShardedKVCache)
@@ -210,11 +198,8 @@ def check_rows():
         assert window.sum() <= 4 + 18
 
 
+@on_ranks(2)
 def test_sampling_is_done_once():
-    run_distributed(check_sampling, 2)
-
-
-def check_sampling():
     """Ranks with other seeds, and so other draws, follow the first one."""
     decoder, rank = parallel_decoder("grouped"), dist.get_rank()
     wanted = generate(Decoder(config_of("grouped")), ids_of(9), 12, Sample(seed=0))
@@ -226,11 +211,8 @@ def check_sampling():
     assert drawn.call_count == 3 * (rank == 0)
 
 
+@on_ranks(2)
 def test_a_generated_token_goes_to_its_experts_once():
-    run_distributed(check_routed_once, 2)
-
-
-def check_routed_once():
     """No token is sent: each rank has it, and computes the part of its own experts."""
     decoder = parallel_decoder("experts")
     cache = decoder.new_cache()
@@ -242,11 +224,8 @@ def check_routed_once():
         assert not sent.called
 
 
+@on_ranks(2)
 def test_what_is_sent_does_not_grow_with_the_cache():
-    run_distributed(check_messages, 2)
-
-
-def check_messages():
     decoder = parallel_decoder("grouped")
     cache = decoder.new_cache()
     read(decoder, ids_of(13), cache, 12)
@@ -272,11 +251,8 @@ def bytes_sent(action) -> int:
 # --- refusals -------------------------------------------------------------------------------------------------------
 
 
+@on_ranks(2)
 def test_refusals():
-    run_distributed(check_refusals, 2)
-
-
-def check_refusals():
     decoder = parallel_decoder("all kinds")
     with pytest.raises(ConfigError, match=r"Take Decoder.new_cache\(\)"):
         generate(decoder, ids_of(5), 2, cache=LocalKVCache())

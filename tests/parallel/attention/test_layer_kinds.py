@@ -28,7 +28,7 @@ from parallel.mesh import Mesh
 from parallel.parallelize import build_parallel_model
 from parallel.schedule.heads import AttentionShape
 from parallel.schedule.schedule import Schedule
-from tests.helpers import run_distributed
+from tests.helpers import on_ranks, run_distributed
 from tests.longctx.attention_cores import attend_once
 from tests.oracles import packed_batch
 from tests.parallel.attention.attention_cases import DOCUMENTS, MASKS, Case, check_case
@@ -173,11 +173,8 @@ def run(decoder: Decoder, batch) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize("world_size", [1, 3, *(pytest.param(n, marks=pytest.mark.slow) for n in (2, 4))])
-def test_models_of_all_kinds_equal_one_process(world_size):
-    run_distributed(check_models, world_size)
-
-
-def check_models():
+@on_ranks("world_size")
+def test_models_of_all_kinds_equal_one_process():
     world, batch = dist.get_world_size(), batch_of(MODEL)
     want = run(Decoder(MODEL, {"softmax": LocalAttention("blockwise")}).double(), batch)
     for ulysses, layout, keep in itertools.product((1, 2), LAYOUTS, ("all", "attention")):
@@ -199,11 +196,8 @@ def check_models():
             assert error <= 1e-12, f"{name}, {layout}, ulysses {ulysses}, keep {keep}: {error:.1e}"
 
 
+@on_ranks(4)
 def test_recomputed_layers_send_nothing():
-    run_distributed(check_messages, 4)
-
-
-def check_messages():
     """As many messages with recomputation as without, in linear layers alone and in all kinds together."""
     for layers in (("linear",), MODEL.layers):
         counts = [count_messages(layers, keep=keep) for keep in ("all", "attention")]
@@ -237,11 +231,8 @@ def count_messages(layers: tuple[str, ...], *, keep: Keep) -> tuple[int, dict[st
     return sent[0], found
 
 
+@on_ranks(2)
 def test_a_second_backward_through_recomputed_linear_layers_is_refused():
-    run_distributed(check_second_backward, 2)
-
-
-def check_second_backward():
     mesh, batch = Mesh.build(context=2), batch_of(MODEL)
     config = ModelConfig(**{**vars(MODEL), "layers": ("linear",), "window": 0, "sparse_stride": 0})
     model = build_parallel_model(config, mesh, layout="zigzag", execution=Execution("attention"))

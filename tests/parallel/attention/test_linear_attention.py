@@ -13,7 +13,7 @@ from parallel.attention.linear import linear_attend
 from parallel.layout.sequence import SequenceLayout
 from parallel.mesh import Mesh
 from parallel.schedule.states import StatePlan, bytes_received
-from tests.helpers import run_distributed
+from tests.helpers import on_ranks
 from tests.longctx.kernels.test_linear_attention import closed_form, inputs, relative_errors
 
 DOCUMENTS = {
@@ -44,11 +44,8 @@ BOUNDS = {torch.float64: 1e-13, torch.float32: 5e-7, torch.bfloat16: 5e-3}
 
 @pytest.mark.few(1)
 @pytest.mark.parametrize("world_size", [1, 2, 3, pytest.param(4, marks=pytest.mark.slow)])
-def test_every_layout_and_packing_is_the_closed_form(world_size):
-    run_distributed(check_layouts, world_size)
-
-
-def check_layouts():
+@on_ranks("world_size")
+def test_every_layout_and_packing_is_the_closed_form():
     T, world = 96, dist.get_world_size()
     for ulysses in (1, 2, 3):
         if world % ulysses:
@@ -66,11 +63,8 @@ def check_layouts():
                         assert all(x.dtype == dtype for x in got), where
 
 
+@on_ranks(3)
 def test_bytes_do_not_grow_with_the_sequence_bits_repeat_and_ranks_agree():
-    run_distributed(check_bytes, 3)
-
-
-def check_bytes():
     mesh = Mesh.build(context=3)
     _, kv_heads, D, V = HEADS
     real, seen = dist.all_gather_into_tensor, []

@@ -23,7 +23,7 @@ from parallel.layout.sequence import SequenceLayout
 from parallel.mesh import Mesh
 from parallel.parallelize import build_parallel_model
 from parallel.schedule.schedule import Schedule
-from tests.helpers import run_distributed
+from tests.helpers import on_ranks
 from tests.oracles import packed_batch
 from tests.parallel.attention.attention_cases import Case, by_definition
 
@@ -46,11 +46,8 @@ def shard_of(mesh: Mesh, layout: SequenceLayout, seed: int = 3):
     return replace(batch.map_tokens(lambda x: layout.split(x, mesh.context_rank, 1)), placement=layout)
 
 
+@on_ranks(2)
 def test_ranks_agree_once_a_forward_pass_and_kind_of_layer():
-    run_distributed(check_agreements, 2)
-
-
-def check_agreements():
     mesh, layout = Mesh.build(context=2), SequenceLayout.build("zigzag", 96, 2)
     lm = build_parallel_model(MODEL, mesh, layout="zigzag", execution=Execution("attention"))
     mine, agreed = shard_of(mesh, layout), []
@@ -68,11 +65,8 @@ def check_agreements():
     assert all(schedule.layout is layout for schedule in agreed), "plans start from the layout of the batch"
 
 
+@on_ranks(3)
 def test_ranks_that_plan_otherwise_are_all_refused_alike():
-    run_distributed(check_refusals, 3)
-
-
-def check_refusals():
     mesh, layout = Mesh.build(context=3), SequenceLayout.build("contiguous", 96, 3)
     odd = mesh.rank == 1
     full = replace(MODEL, layers=("full",), window=0, sparse_stride=0, num_layers=2)
@@ -115,11 +109,8 @@ def check_refusals():
     assert "not built yet" in said
 
 
+@on_ranks(4)
 def test_each_batch_may_have_a_degree_of_its_own():
-    run_distributed(check_degrees, 4)
-
-
-def check_degrees():
     """The same ranks as one ring of four, as two of two and each alone, in turns."""
     case = Case(dtype=torch.float64)
     q, k, v, dout = case.inputs()

@@ -14,7 +14,7 @@ from longctx.model.training_pass import Execution, TrainingPass
 from parallel.attention.core import ContextParallelAttention
 from parallel.layout.sequence import SequenceLayout
 from parallel.mesh import Mesh
-from tests.helpers import run_distributed
+from tests.helpers import on_ranks
 from tests.longctx.model.test_positions import POSITIONS, odd_config
 from tests.longctx.samples import packed_batch, randomize
 
@@ -82,42 +82,30 @@ def same(found: torch.Tensor, wanted: torch.Tensor, what: str) -> None:
 
 
 @pytest.mark.parametrize("world_size", [2, pytest.param(4, marks=pytest.mark.slow)])
-def test_every_kind_equals_one_process(world_size):
-    run_distributed(check_kinds, world_size)
-
-
-def check_kinds():
+@on_ranks("world_size")
+def test_every_kind_equals_one_process():
     mesh = Mesh.build(context=dist.get_world_size())
     for name in KINDS:
         check_kind(name, mesh)
 
 
 @pytest.mark.slow
+@on_ranks(4)
 def test_kinds_equal_one_process_where_heads_are_split_too():
-    run_distributed(check_split_heads, 4)
-
-
-def check_split_heads():
     mesh = Mesh.build(context=4, ulysses=2)  # of 3 heads, one rank has 2
     for name in ("dynamic", "alibi", "t5", "relative", "relative in windows, with sinks"):
         check_kind(name, mesh, ("zigzag",))
 
 
+@on_ranks(4)
 def test_dropout_drops_the_same_values_on_any_rank():
-    run_distributed(check_dropout, 4)
-
-
-def check_dropout():
     mesh = Mesh.build(context=4)
     for keep in ("all", "attention"):
         check_kind("t5", mesh, residual_dropout=0.3, seed=5, keep=keep)
 
 
+@on_ranks(2)
 def test_a_document_too_long_for_a_learned_table_is_refused_on_every_rank():
-    run_distributed(check_refused, 2)
-
-
-def check_refused():
     mesh = Mesh.build(context=2)
     decoder = build("learned", mesh, "zigzag", max_positions=15)
     batch = packed_batch(DOCUMENTS, vocab_size=31).flatten_rows()

@@ -19,7 +19,7 @@ from parallel.audit.verdict import Finding
 from parallel.comm.groups import control_group
 from parallel.zero.uncompiled import AdamW
 from tests.as_on_a_gpu import computing_as_on_a_gpu
-from tests.helpers import run_distributed
+from tests.helpers import on_ranks, run_distributed
 
 pytestmark = pytest.mark.timeout(240)
 
@@ -112,17 +112,14 @@ def test_right_numbers_are_never_called_wrong(limit_bytes):
     run_distributed(audit_right_steps, 3, limit_bytes, timeout=150)
 
 
-def audit_as_on_a_gpu() -> None:
+@pytest.mark.slow
+@on_ranks(3, timeout=150)
+def test_the_operators_of_a_gpu_are_audited() -> None:
     """Of a GPU's operators, and without the bound of rounding, which its sums need not keep."""
     parallel.audit.auditor.operators_of = lambda kind, _: operators_of(kind, "cuda")
     with computing_as_on_a_gpu():
         audit_right_steps(SMALL)
         audit_wrong_steps_of_tiles()
-
-
-@pytest.mark.slow
-def test_the_operators_of_a_gpu_are_audited():
-    run_distributed(audit_as_on_a_gpu, 3, timeout=150)
 
 
 def audit_wrong_steps() -> None:
@@ -190,16 +187,13 @@ def audit_wrong_steps_of_tiles() -> None:
     assert "made the same call once more" in found[0].evidence
 
 
-def find_every_fault() -> None:
+@on_ranks(3, timeout=150)
+def test_a_wrong_number_is_found_and_its_rank_named() -> None:
     audit_wrong_steps()
     audit_repeating_faults()
     audit_wrong_updates()
     audit_wrong_steps_of_tiles()
     audit_a_rank_that_was_never_well()
-
-
-def test_a_wrong_number_is_found_and_its_rank_named():
-    run_distributed(find_every_fault, 3, timeout=150)
 
 
 def audit_a_rank_that_was_never_well() -> None:
@@ -245,7 +239,9 @@ def test_fewer_ranks_say_less(ranks, check):
     run_distributed(check, ranks, timeout=150)
 
 
-def audit_unlike_machines() -> None:
+@pytest.mark.slow
+@on_ranks(3, timeout=150)
+def test_ranks_of_other_kinds_compare_within_rounding() -> None:
     control_group()
     likeness = parallel.audit.auditor.likeness
 
@@ -260,8 +256,3 @@ def audit_unlike_machines() -> None:
     flip = Flip()
     flip.bit, flip.repeats = 28, True
     check_named(steps.wrong(flip, "product"))
-
-
-@pytest.mark.slow
-def test_ranks_of_other_kinds_compare_within_rounding():
-    run_distributed(audit_unlike_machines, 3, timeout=150)

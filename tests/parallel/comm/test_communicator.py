@@ -23,7 +23,7 @@ from parallel.comm.world import num_ranks, own_rank, sum_over_ranks
 from parallel.runtime.watch.spans import DOING
 from parallel.runtime.watch.stacks import place_of_main
 from parallel.zero.gradients import named_on_any_rank
-from tests.helpers import run_distributed
+from tests.helpers import on_ranks
 
 DTYPES = (torch.float32, torch.bfloat16, torch.uint8)
 
@@ -38,7 +38,8 @@ def rows_between(sender: int, receiver: int) -> int:
     return (2 * sender + receiver) % 4
 
 
-def check_what_arrives() -> None:
+@on_ranks(3)
+def test_what_ranks_send_arrives_and_is_noted_alike_on_both_sides() -> None:
     rank, ranks, group = own_rank(), range(num_ranks()), world_group()
     ledger = Ledger(rank)
     comm = Communicator(ledger)
@@ -98,11 +99,8 @@ def check_what_arrives() -> None:
     assert rank or gathered == [torch.tensor([other]) for other in ranks]
 
 
-def test_what_ranks_send_arrives_and_is_noted_alike_on_both_sides():
-    run_distributed(check_what_arrives, 3)
-
-
-def check_groups() -> None:
+@on_ranks(4)
+def test_messages_are_known_by_the_ranks_of_the_world() -> None:
     """Ranks 1 and 3 of four: another order of numbers in the group than in the world."""
     rank = own_rank()
     if rank % 2 == 0:
@@ -114,10 +112,6 @@ def check_groups() -> None:
     assert [x.message.sender for x in comm.ledger.received] == [4 - rank]
     gathered = comm.gather(torch.tensor([rank]), group, doing="x")
     assert (gathered is None) == (rank == 3)
-
-
-def test_messages_are_known_by_the_ranks_of_the_world():
-    run_distributed(check_groups, 4)
 
 
 CALLS: dict[str, Callable[[Communicator], object]] = {
@@ -135,7 +129,9 @@ CALLS: dict[str, Callable[[Communicator], object]] = {
 SAID = r"^rank 0 gathering things( among ranks 0, 1)? \(forward\): .*\n.*died or did not answer"
 
 
-def lose_a_rank(name: str) -> None:
+@pytest.mark.parametrize("name", CALLS)
+@on_ranks(2)
+def test_a_rank_that_is_gone_is_named_by_what_was_under_way(name: str) -> None:
     dist.barrier()
     if own_rank() == 1:
         os._exit(0)
@@ -147,22 +143,15 @@ def lose_a_rank(name: str) -> None:
     os._exit(0)
 
 
-@pytest.mark.parametrize("name", CALLS)
-def test_a_rank_that_is_gone_is_named_by_what_was_under_way(name):
-    run_distributed(lose_a_rank, 2, name)
-
-
-def check_what_is_no_loss_of_a_rank() -> None:
+@on_ranks(1)
+def test_an_error_of_the_device_is_told_as_it_is() -> None:
     for error in (torch.OutOfMemoryError("CUDA out of memory"), RuntimeError("CUDA error: an illegal access")):
         with patch.object(dist, "all_reduce", side_effect=error), pytest.raises(type(error)):
             Communicator().all_reduce(torch.ones(1), world_group(), doing="x")
 
 
-def test_an_error_of_the_device_is_told_as_it_is():
-    run_distributed(check_what_is_no_loss_of_a_rank, 1)
-
-
-def check_place() -> None:
+@on_ranks(1)
+def test_a_hang_is_placed_where_the_communicator_was_called() -> None:
     places: list[str] = []
 
     def look(*_: object) -> None:
@@ -175,7 +164,3 @@ def check_place() -> None:
         sum_over_ranks(torch.ones(1))
         named_on_any_rank(torch.ones(1), ["one"])
     assert [place.split(":")[0] for place in places] == ["parallel/comm/world.py", "parallel/zero/gradients.py"]
-
-
-def test_a_hang_is_placed_where_the_communicator_was_called():
-    run_distributed(check_place, 1)

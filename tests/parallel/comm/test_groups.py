@@ -38,7 +38,7 @@ from parallel.transport.exchange import (
 )
 from parallel.zero.engine import ZeroEngine
 from parallel.zero.optimizer import OptimizerOptions
-from tests.helpers import run_distributed
+from tests.helpers import on_ranks
 
 TIMEOUT = timedelta(seconds=37)
 MOE = ModelConfig(
@@ -60,7 +60,9 @@ def build_engine(mesh: Mesh, stage: int) -> None:
     ZeroEngine(model, stage=stage, dtype=torch.float32, accumulation=1, options=OptimizerOptions())
 
 
-def check_every_group(stage: int):
+@pytest.mark.parametrize("stage", [2, 3])
+@on_ranks(4)
+def test_every_group_has_the_run_s_time_out_and_is_warm(stage: int):
     distributed_c10d._set_pg_timeout(TIMEOUT, dist.group.WORLD)
     before = len(all_groups())
     mesh = Mesh.build(context=4, ulysses=2, expert=2, ranks_per_node=2)
@@ -81,12 +83,8 @@ def check_every_group(stage: int):
     assert world_timeout() == TIMEOUT
 
 
-@pytest.mark.parametrize("stage", [2, 3])
-def test_every_group_has_the_run_s_time_out_and_is_warm(stage):
-    run_distributed(check_every_group, 4, stage)
-
-
-def check_world():
+@on_ranks(1)
+def test_so_is_the_world_s_group():
     dist.destroy_process_group()
     forget_groups()
     del os.environ["RANK"]
@@ -96,11 +94,8 @@ def check_world():
     assert dist.group.WORLD._get_sequence_number_for_group() > 0
 
 
-def test_so_is_the_world_s_group():
-    run_distributed(check_world, 1)
-
-
-def check_own_groups_alone():
+@on_ranks(8)
+def test_a_rank_makes_its_own_groups_and_no_others():
     made = []
     new_group = dist.new_group
 
@@ -121,11 +116,8 @@ def check_own_groups_alone():
         assert total.item() == sum(range(rank // context * context, (rank // context + 1) * context))
 
 
-def test_a_rank_makes_its_own_groups_and_no_others():
-    run_distributed(check_own_groups_alone, 8)
-
-
-def check_two_streams():
+@on_ranks(4)
+def test_rows_between_nodes_have_a_group_and_so_a_stream_of_their_own():
     mesh = Mesh.build(context=4, ranks_per_node=2)
     assert mesh.between_nodes_group is not None
     assert mesh.between_nodes_group is not mesh.ring_group
@@ -143,11 +135,9 @@ def check_two_streams():
     assert Mesh.build(context=4, ranks_per_node=1).between_nodes_group is None
 
 
-def test_rows_between_nodes_have_a_group_and_so_a_stream_of_their_own():
-    run_distributed(check_two_streams, 4)
-
-
-def check_patience():
+@pytest.mark.slow
+@on_ranks(2)
+def test_ranks_wait_for_one_that_hashes_or_saves_longer_than_the_time_out():
     rank = dist.get_rank()
     control_group()
     dist.barrier()
@@ -173,11 +163,6 @@ def check_patience():
     with pytest.raises(DataError):
         agree_or_raise(problem)
     distributed_c10d._set_pg_timeout(timedelta(seconds=60), dist.group.WORLD)
-
-
-@pytest.mark.slow
-def test_ranks_wait_for_one_that_hashes_or_saves_longer_than_the_time_out():
-    run_distributed(check_patience, 2)
 
 
 def test_groups_for_gpus_are_nccl_alone(monkeypatch):

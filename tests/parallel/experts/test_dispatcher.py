@@ -22,7 +22,7 @@ from parallel.experts.dispatcher import AllToAllDispatcher, PendingTokens, _Pend
 from parallel.experts.tiles import default_tile_tokens
 from parallel.mesh import Mesh
 from tests.as_on_a_gpu import computing_as_on_a_gpu
-from tests.helpers import run_distributed
+from tests.helpers import on_ranks, run_distributed
 from tests.longctx.samples import randomize, tiny_config
 from tests.rounding import both_ways, rounded
 
@@ -119,11 +119,8 @@ def check_all():
             check(mesh, case, tile_tokens=12, choices=choices)
 
 
+@on_ranks(4)
 def test_two_groups_of_two_ranks():
-    run_distributed(check_groups, 4)
-
-
-def check_groups():
     mesh = Mesh.build(context=2, expert=2)
     for case in CASES:
         check(mesh, case, tile_tokens=12)
@@ -154,21 +151,15 @@ def check_options(products):
 
 
 @pytest.mark.slow
+@on_ranks(3)
 def test_grouped_products_of_gpus_across_ranks_equal_one_process():
-    run_distributed(check_as_on_gpus, 3)
-
-
-def check_as_on_gpus():
     with computing_as_on_a_gpu():
         check_all()
         check_options("native")
 
 
+@on_ranks(2)
 def test_ways_to_recompute_give_equal_bits():
-    run_distributed(check_bits, 2)
-
-
-def check_bits():
     mesh = Mesh.build(expert=2)
     first = check(mesh, "plain", 1e-6, torch.float32, tile_tokens=12)
     for options in ({}, {"recompute": "all"}, {"recompute": "none"}, {"layer_again": True}):
@@ -176,11 +167,8 @@ def check_bits():
         assert all(torch.equal(a, b) for a, b in zip(first, other, strict=True)), options
 
 
+@on_ranks(2)
 def test_a_recomputed_layer_sends_in_backward_alone():
-    run_distributed(check_messages, 2)
-
-
-def check_messages():
     mesh, sent = Mesh.build(expert=2), []
     plain = dist.all_to_all_single
     dist.all_to_all_single = lambda *a, **k: sent.append(a[0].dtype) or plain(*a, **k)
@@ -195,11 +183,8 @@ def check_messages():
     dist.all_to_all_single = plain
 
 
+@on_ranks(3)
 def test_no_more_is_sent_than_each_token_once_to_each_rank():
-    run_distributed(check_bytes, 3)
-
-
-def check_bytes():
     mesh = Mesh.build(expert=3)
     dispatcher = AllToAllDispatcher(mesh, E)
     for case in CASES:
@@ -217,11 +202,8 @@ def test_tiles_hide_the_all_to_all_of_gpus():
     assert {case: default_tile_tokens(*case) for case in degrees} == degrees
 
 
+@on_ranks(2)
 def test_sums_over_ranks_are_not_rounded():
-    run_distributed(check_sums, 2)
-
-
-def check_sums():
     """256 from one rank and 1 from the other are 257, which bfloat16 has not."""
     mesh = Mesh.build(expert=2)
     dispatcher = AllToAllDispatcher(mesh, E)
@@ -277,11 +259,8 @@ def test_results_of_many_ranks_are_not_added_up_rank_by_rank():
     assert calls[0] == calls[1]
 
 
+@on_ranks(4)
 def test_gathering_over_a_sequence():
-    run_distributed(check_gather, 4)
-
-
-def check_gather():
     mesh = Mesh.build(context=2, expert=4)
     dispatcher = AllToAllDispatcher(mesh, E)
     values = torch.arange(6).view(3, 2) + 10 * mesh.rank

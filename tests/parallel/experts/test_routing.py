@@ -19,7 +19,7 @@ from longctx.objectives.loss_sum import LossSum
 from parallel.layout.sequence import SequenceLayout
 from parallel.mesh import Mesh
 from parallel.parallelize import build_parallel_model
-from tests.helpers import run_distributed
+from tests.helpers import on_ranks
 from tests.oracles import packed_batch
 
 CONFIG = ModelConfig(
@@ -50,11 +50,8 @@ WAYS = {
 
 
 @pytest.mark.parametrize("world_size", [2, pytest.param(4, marks=pytest.mark.slow)])
-def test_training_routes_as_in_one_process(world_size):
-    run_distributed(check_ways, world_size)
-
-
-def check_ways() -> None:
+@on_ranks("world_size")
+def test_training_routes_as_in_one_process() -> None:
     for number, (layout, context, expert) in enumerate(WAYS[dist.get_world_size()]):
         scope = ("sequence", "micro_batch", "global_batch")[number % 3]
         check(replace(CONFIG, balance_scope=scope), layout, context, expert, keep="attention" if number else "all")
@@ -62,12 +59,9 @@ def check_ways() -> None:
 
 @pytest.mark.few(1)
 @pytest.mark.parametrize("experts_per_token", [1, 2, 3])
-def test_ranks_and_chunks_of_padding_alone(experts_per_token):
+@on_ranks(2)
+def test_ranks_and_chunks_of_padding_alone(experts_per_token: int) -> None:
     """They send nobody a token, and enter every exchange."""
-    run_distributed(check_padding, 2, experts_per_token)
-
-
-def check_padding(experts_per_token: int) -> None:
     config = replace(CONFIG, experts_per_token=experts_per_token)
     mesh = Mesh.build(context=2, expert=2)
     batch = micro_batch(0).padded(3 * ROWS * LENGTH)

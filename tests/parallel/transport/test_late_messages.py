@@ -14,7 +14,7 @@ from parallel.schedule import Schedule
 from parallel.transport.block import KVBlock
 from parallel.transport.query_ring import attend_by_visits
 from parallel.transport.select import build_transport
-from tests.helpers import run_distributed
+from tests.helpers import on_ranks
 from tests.late_messages import late_messages
 from tests.parallel.transport.test_transports import DOCUMENTS, HEAD_DIM, MASKS, SCORES, TOKENS, attend_here, inputs
 
@@ -22,11 +22,8 @@ CASES = [("contiguous", "sinks"), ("balanced", "causal"), ("striped", "sparse")]
 """Layouts and masks: rows in one range, which are sent where they are, and in several, which are copied first."""
 
 
+@on_ranks(4, timeout=110)
 def test_what_is_sent_stays_and_what_arrives_is_read_behind_the_wait():
-    run_distributed(check_transports, 4, timeout=110)
-
-
-def check_transports():
     mesh = Mesh.build(context=4, ranks_per_node=2)
     for kind, mask in CASES:
         schedule = Schedule.build(SequenceLayout.build(kind, TOKENS, 4, DOCUMENTS), DOCUMENTS, **MASKS[mask])
@@ -38,12 +35,9 @@ def check_transports():
                 assert torch.equal(got[name], want), f"{name} on rank {mesh.rank}, {kind}, {mask}, {transport}"
 
 
+@on_ranks(4, timeout=110)
 def test_a_copy_that_is_sent_stays():
     """Of keys that lie apart a transport sends a copy of its own."""
-    run_distributed(check_copies, 4, timeout=110)
-
-
-def check_copies():
     mesh, kernel = Mesh.build(context=4, ranks_per_node=2), CpuFlashKernel()
     schedule = Schedule.build(SequenceLayout.build("zigzag", TOKENS, 4, DOCUMENTS), DOCUMENTS)
     q, k, v, _ = (schedule.layout.split(x, mesh.context_rank, 1) for x in inputs())
@@ -62,11 +56,8 @@ def check_copies():
         assert all(torch.equal(x, y) for x, y in zip(got, wanted, strict=True)), transport
 
 
+@on_ranks(3)
 def test_visits_bring_back_what_they_found():
-    run_distributed(check_visits, 3)
-
-
-def check_visits():
     mesh = Mesh.build(context=3)
     generator = torch.Generator().manual_seed(mesh.rank)
     q, k, v = torch.randn(3, 1, 7, 2, HEAD_DIM, generator=generator).unbind()

@@ -18,7 +18,7 @@ from parallel.layout.sequence import KINDS, SequenceLayout
 from parallel.mesh import Mesh
 from parallel.schedule import AttentionShape, Schedule
 from parallel.schedule.schedule import Hop
-from tests.helpers import run_distributed
+from tests.helpers import on_ranks
 
 TOKENS, HEADS, KV_HEADS, HEAD_DIM = 192, 4, 2, 8
 DOCUMENTS = [0, 1, 5, 64, 65, 120, 185, TOKENS]
@@ -117,12 +117,9 @@ class Walk:
 
 
 @pytest.mark.parametrize("world_size", [3, *(pytest.param(n, marks=pytest.mark.slow) for n in (2, 4))])
-def test_the_ring_merges_and_adds_in_the_order_of_its_hops(world_size):
+@on_ranks("world_size")
+def test_the_ring_merges_and_adds_in_the_order_of_its_hops():
     """Bit for bit: float32 sums tell their order."""
-    run_distributed(check_ring_order, world_size)
-
-
-def check_ring_order():
     mesh = Mesh.build(context=dist.get_world_size())
     for kind, mask in itertools.product(KINDS, MASKS.values()):
         schedule = Schedule.build(SequenceLayout.build(kind, TOKENS, mesh.context, DOCUMENTS), DOCUMENTS, **mask)
@@ -132,11 +129,8 @@ def check_ring_order():
             assert torch.equal(found, want[name]), f"{name} on rank {mesh.rank}, {kind}, {mask}"
 
 
+@on_ranks(4)
 def test_two_levels_merge_node_after_node():
-    run_distributed(check_two_level_order, 4)
-
-
-def check_two_level_order():
     mesh = Mesh.build(context=4, ranks_per_node=2)
     owners = {0: [0, 1, 2, 3], 1: [1, 0, 3, 2], 2: [2, 3, 0, 1], 3: [3, 2, 1, 0]}
     for kind, mask in itertools.product(KINDS, MASKS.values()):
@@ -201,11 +195,8 @@ def watch(schedule: Schedule, mesh: Mesh, transport: str) -> Events:
     return events
 
 
+@on_ranks(3)
 def test_the_next_hop_is_in_flight_while_one_computes():
-    run_distributed(check_events, 3)
-
-
-def check_events():
     mesh = Mesh.build(context=3)
     schedule = Schedule.build(SequenceLayout.build("striped", TOKENS, 3))  # where every rank needs every other's rows
     before, after = (mesh.rank - 1) % 3, (mesh.rank + 1) % 3
@@ -216,11 +207,8 @@ def check_events():
     assert watch(schedule, mesh, "all_gather").log == [*gather, "compute", "wait", "compute"]
 
 
+@on_ranks(4)
 def test_bytes_that_arrive_are_those_the_schedule_tells():
-    run_distributed(check_bytes, 4)
-
-
-def check_bytes():
     shape = AttentionShape(HEADS, KV_HEADS, HEAD_DIM, bytes_per_value=4)
     for transport, kind, mask in itertools.product(("p2p", "two_level", "all_gather"), KINDS, MASKS.values()):
         mesh = Mesh.build(context=4, ranks_per_node=2)

@@ -5,13 +5,8 @@ from __future__ import annotations
 import pytest
 
 from tests.as_on_a_gpu import computing_as_on_a_gpu
-from tests.helpers import run_distributed
+from tests.helpers import on_ranks
 from tests.parallel.zero.test_zero import BOUNDS, FEW, SMALL, check_parity
-
-
-def check(kind: str, stages: tuple[int, ...], way: dict) -> None:
-    with computing_as_on_a_gpu():
-        check_parity(kind, 2, BOUNDS[kind], FEW, stages, fused=True, zero=SMALL, **way)
 
 
 @pytest.mark.timeout(200)
@@ -26,5 +21,7 @@ def check(kind: str, stages: tuple[int, ...], way: dict) -> None:
     ],
     ids=str,
 )
-def test_ranks_train_like_one_process(kind, stages, way):
-    run_distributed(check, 2, kind, stages, way, timeout=150)
+@on_ranks(2, timeout=150)
+def test_ranks_train_like_one_process(kind: str, stages: tuple[int, ...], way: dict) -> None:
+    with computing_as_on_a_gpu():
+        check_parity(kind, 2, BOUNDS[kind], FEW, stages, fused=True, zero=SMALL, **way)

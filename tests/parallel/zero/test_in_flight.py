@@ -18,7 +18,7 @@ from parallel.zero import in_flight
 from parallel.zero.engine import ZeroEngine
 from parallel.zero.optimizer import OptimizerOptions
 from parallel.zero.options import ZeroOptions
-from tests.helpers import run_distributed
+from tests.helpers import on_ranks, run_distributed
 from tests.oracles import packed_batch
 from tests.parallel.zero.streams import Spy, claim_streams
 
@@ -103,11 +103,8 @@ def test_one_of_which_a_rank_holds_padding_alone_is_kept():
     run_distributed(check, 4, [(3, torch.float32, True)], config, 4)
 
 
-def check_that_a_new_name_is_noticed() -> None:
+@on_ranks(1)
+def test_deepspeed_without_the_method_is_refused() -> None:
     claim_streams()
     with pytest.raises(AssertionError, match="has no another_name"):
         in_flight._record_before(object(), "another_name", "reduction_stream", lambda: [])
-
-
-def test_deepspeed_without_the_method_is_refused():
-    run_distributed(check_that_a_new_name_is_noticed, 1)

@@ -16,7 +16,7 @@ from parallel.parallelize import build_parallel_model
 from parallel.zero import allocate, fill
 from parallel.zero.engine import ZeroEngine
 from parallel.zero.optimizer import OptimizerOptions
-from tests.helpers import run_distributed
+from tests.helpers import on_ranks, run_distributed
 from tests.parallel.experts.expert_cases import RanksRun, Spread, gather_whole
 from tests.parallel.zero.test_loading import CASES, ODD, Case, own_part
 
@@ -77,7 +77,8 @@ def test_they_are_in_every_case(world):
     run_distributed(check_initial_weights, world, every, timeout=600)
 
 
-def check_nothing_is_allocated() -> None:
+@on_ranks(2)
+def test_a_model_without_a_seed_holds_no_memory() -> None:
     model = build_parallel_model(ODD, Mesh.build(context=2, expert=2), layout="zigzag", seed=None)
     for name, tensor in model.state_dict().items():
         assert tensor.is_meta, name
@@ -85,11 +86,8 @@ def check_nothing_is_allocated() -> None:
             assert len(tensor) == ODD.num_experts // 2
 
 
-def test_a_model_without_a_seed_holds_no_memory():
-    run_distributed(check_nothing_is_allocated, 2)
-
-
-def check_one_at_a_time() -> None:
+@on_ranks(2)
+def test_stage_3_holds_one_whole_parameter_at_a_time() -> None:
     model = build_parallel_model(ODD, Mesh.build(expert=2), layout="zigzag", seed=None)
     held: list[int] = []
     make_whole = allocate._make_whole
@@ -101,10 +99,6 @@ def check_one_at_a_time() -> None:
     allocate._make_whole = counted
     ZeroEngine(model, stage=3, dtype=torch.bfloat16, accumulation=1, options=OptimizerOptions())
     assert held == [1] * len(list(model.parameters()))
-
-
-def test_stage_3_holds_one_whole_parameter_at_a_time():
-    run_distributed(check_one_at_a_time, 2)
 
 
 def check_given_weights(cases: list[Case]) -> None:

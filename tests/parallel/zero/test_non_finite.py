@@ -20,7 +20,7 @@ from longctx.model.experts.experts import is_expert_weight
 from parallel.comm.world import gather_objects
 from parallel.layout.sequence import SequenceLayout
 from parallel.loss import count_step
-from tests.helpers import run_distributed
+from tests.helpers import on_ranks, run_distributed
 from tests.parallel.experts.expert_cases import CONFIG, LENGTH, LR, ROWS, RanksRun, Spread, rows_of_step
 
 DENSE = replace(CONFIG, num_experts=0, selection_bias=False, num_layers=2, dense_layers=())
@@ -150,8 +150,13 @@ def test_nor_where_ranks_hold_the_same_experts_in_pairs():
     run_distributed(check_gradients, 4, ALL_WAYS, 2, torch.inf, timeout=240)
 
 
-def check_huge(stage: int) -> None:
-    """Every gradient is finite, the sum of two squares is beyond float32."""
+@pytest.mark.parametrize("stage", range(3))
+@on_ranks(1)
+def test_nor_do_finite_gradients_whose_norm_is_not(stage: int) -> None:
+    """In stage 3 it is: DeepSpeed adds it up in float64 to the end, and the step is taken.
+
+    Every gradient is finite, the sum of two squares is beyond float32.
+    """
     runner = Spoilt(DENSE, Spread(stage=stage))
     runner.step(0)
     for layer in range(2):
@@ -159,13 +164,16 @@ def check_huge(stage: int) -> None:
     assert check_refused(runner, 1).names == []
 
 
-@pytest.mark.parametrize("stage", range(3))
-def test_nor_do_finite_gradients_whose_norm_is_not(stage):
-    """In stage 3 it is: DeepSpeed adds it up in float64 to the end, and the step is taken."""
-    run_distributed(check_huge, 1, stage)
-
-
-def check_goes_on(ways: list[Way], expert: int) -> None:
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("ways", "expert"),
+    [
+        (WAYS["float32"][::3], 1),
+        *(pytest.param(ways, n, marks=pytest.mark.slow) for ways in WAYS.values() for n in (1, 2)),
+    ],
+)
+@on_ranks(2, timeout=200)
+def test_the_next_steps_are_as_if_it_had_never_been(ways: list[Way], expert: int) -> None:
     """Steps that were left out change nothing of those behind them: not one bit, however they were left out."""
     context = dist.get_world_size()
     for stage, dtype, products in ways:
@@ -187,18 +195,6 @@ def check_goes_on(ways: list[Way], expert: int) -> None:
         check_unchanged(runner, held(plain))
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("ways", "expert"),
-    [
-        (WAYS["float32"][::3], 1),
-        *(pytest.param(ways, n, marks=pytest.mark.slow) for ways in WAYS.values() for n in (1, 2)),
-    ],
-)
-def test_the_next_steps_are_as_if_it_had_never_been(ways, expert):
-    run_distributed(check_goes_on, 2, ways, expert, timeout=200)
-
-
 def check_weights(stages: list[int]) -> None:
     """A weight that one rank alone holds is found on all."""
     for stage in stages:
@@ -217,7 +213,10 @@ def test_broken_weights_are_found_in_every_stage():
     run_distributed(check_weights, 2, list(range(4)))
 
 
-def check_no_targets(stage: int) -> None:
+@pytest.mark.few(1)
+@pytest.mark.parametrize("stage", range(4))
+@on_ranks(2)
+def test_a_step_without_targets_is_taken(stage: int) -> None:
     """A step of padding and unscored tokens: a loss and a gradient of exactly zero, and the step is taken."""
     runner = Spoilt(DENSE, Spread(context=dist.get_world_size(), stage=stage))
     runner.step(0)
@@ -234,9 +233,3 @@ def check_no_targets(stage: int) -> None:
     assert not runner.engine.broken_weights()
     runner.step(2)
     assert runner.run.norms[-1] > 0
-
-
-@pytest.mark.few(1)
-@pytest.mark.parametrize("stage", range(4))
-def test_a_step_without_targets_is_taken(stage):
-    run_distributed(check_no_targets, 2, stage)

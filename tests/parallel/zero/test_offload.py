@@ -12,7 +12,7 @@ from parallel.layout.sequence import SequenceLayout
 from parallel.loss import count_step
 from parallel.zero.cpu_adam import compile_cpu_adam
 from parallel.zero.options import ZeroOptions, check_device
-from tests.helpers import run_distributed
+from tests.helpers import on_ranks, run_distributed
 from tests.parallel.zero.test_zero import (
     BOUNDS,
     DENSE,
@@ -70,11 +70,6 @@ def test_offloaded_they_train_like_one_process(kind, stages, zero):
     run_distributed(check, 2, kind, 2, stages, zero, timeout=350)
 
 
-def check_move(stage: int, other: int, zero: ZeroOptions, other_zero: ZeroOptions) -> None:
-    compile_cpu_adam()
-    check_state(stage, other, zero, other_zero)
-
-
 PLAIN = ZeroOptions()
 
 
@@ -91,11 +86,19 @@ PLAIN = ZeroOptions()
     ],
 )
 @pytest.mark.timeout(400)
-def test_a_checkpoint_does_not_know_where_state_lived(stage, other, zero, other_zero):
-    run_distributed(check_move, 2, stage, other, zero, other_zero, timeout=350)
+@on_ranks(2, timeout=350)
+def test_a_checkpoint_does_not_know_where_state_lived(
+    stage: int, other: int, zero: ZeroOptions, other_zero: ZeroOptions
+) -> None:
+    compile_cpu_adam()
+    check_state(stage, other, zero, other_zero)
 
 
-def check_bfloat16(stage: int) -> None:
+@pytest.mark.slow
+@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.timeout(400)
+@on_ranks(2, timeout=350)
+def test_so_they_do_in_bfloat16(stage: int) -> None:
     """In bfloat16 masters, gradients and moments are float32 as well: only a weight's last bit may fall otherwise."""
     compile_cpu_adam()
     ways = {"offload": {"zero": OFFLOAD}, "as on GPUs": {"fused": True, "zero": SMALL}}
@@ -107,14 +110,22 @@ def check_bfloat16(stage: int) -> None:
         assert got.norms == pytest.approx(wanted.norms, rel=1e-2), name
 
 
+def check_where_it_lives(engine) -> None:
+    """Masters and moments are read and written where they are, and not as copies on the device."""
+    device = get_accelerator()
+    real, device.current_device_name = device.current_device_name, lambda: "meta"
+    try:
+        parts = [engine.partition.part(name, p) for name, p in engine.model.network.named_parameters()]
+    finally:
+        device.current_device_name = real
+    assert {values.device.type for part in parts for values in part.values()} == {"cpu"}
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("stage", [1, 2, 3])
 @pytest.mark.timeout(400)
-def test_so_they_do_in_bfloat16(stage):
-    run_distributed(check_bfloat16, 2, stage, timeout=350)
-
-
-def check_broken(stage: int) -> None:
+@on_ranks(2, timeout=350)
+def test_an_offloaded_gradient_that_is_not_finite_changes_nothing(stage: int) -> None:
     """A gradient that is not finite is named, and changes neither masters nor moments."""
     compile_cpu_adam()
     _, engine = train_together(DENSE, context=2, layout="zigzag", stage=stage, steps=1, zero=OFFLOAD)
@@ -133,21 +144,3 @@ def check_broken(stage: int) -> None:
     after = {(r.name, r.role, r.start): r.values for r in engine.owned_ranges()}
     assert all(torch.equal(before[key], after[key]) for key in before)
     check_where_it_lives(engine)
-
-
-def check_where_it_lives(engine) -> None:
-    """Masters and moments are read and written where they are, and not as copies on the device."""
-    device = get_accelerator()
-    real, device.current_device_name = device.current_device_name, lambda: "meta"
-    try:
-        parts = [engine.partition.part(name, p) for name, p in engine.model.network.named_parameters()]
-    finally:
-        device.current_device_name = real
-    assert {values.device.type for part in parts for values in part.values()} == {"cpu"}
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("stage", [1, 2, 3])
-@pytest.mark.timeout(400)
-def test_an_offloaded_gradient_that_is_not_finite_changes_nothing(stage):
-    run_distributed(check_broken, 2, stage, timeout=350)

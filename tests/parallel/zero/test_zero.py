@@ -21,7 +21,7 @@ from parallel.parallelize import build_parallel_model
 from parallel.zero.engine import ZeroEngine
 from parallel.zero.optimizer import OptimizerOptions
 from parallel.zero.options import ZeroOptions, check_zero
-from tests.helpers import run_distributed
+from tests.helpers import on_ranks, run_distributed
 from tests.oracles import Curve, packed_batch, train_alone
 
 ROWS, SEQ_LEN, LR, CLIP = 4, 96, 1e-3, 0.5
@@ -171,14 +171,11 @@ def check_as_on_gpus(stages: tuple[int, ...]):
     check_parity("odd", 2, BOUNDS["odd"], FEW, stages, fused=True, zero=SMALL)
 
 
-def check_alignment():
+@on_ranks(2)
+def test_parameters_start_where_grouped_products_of_gpus_want_them():
     for stage, zero, wanted in ((2, SMALL, True), (1, SMALL, True), (2, None, False)):
         _, engine = train_together(ODD, context=2, layout="zigzag", stage=stage, steps=0, zero=zero)
         assert all(p.data_ptr() % 16 == 0 for p in engine.model.network.parameters()) == wanted
-
-
-def test_parameters_start_where_grouped_products_of_gpus_want_them():
-    run_distributed(check_alignment, 2)
 
 
 @pytest.mark.slow
@@ -196,18 +193,15 @@ def test_they_still_agree_after_20_steps(kind, world_size, context):
     run_distributed(check_parity, world_size, kind, context, BOUNDS[kind], MANY, timeout=900)
 
 
-def check_recompute():
+@pytest.mark.slow
+@on_ranks(2)
+def test_recomputation_changes_no_bit():
     for ulysses in (1, 2):
         spread = {"context": 2, "layout": "zigzag", "ulysses": ulysses, "stage": 2}
         plain, _ = train_together(MOE, **spread)
         again, _ = train_together(MOE, **spread, keep="attention")
         assert (plain.losses, plain.norms) == (again.losses, again.norms), "recomputation must not change a bit"
         assert all(torch.equal(a, b) for a, b in zip(plain.counts, again.counts, strict=True))
-
-
-@pytest.mark.slow
-def test_recomputation_changes_no_bit():
-    run_distributed(check_recompute, 2)
 
 
 MORE_MOVES = [(1, 2), (3, 0), (3, 3)]

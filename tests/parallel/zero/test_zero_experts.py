@@ -20,7 +20,7 @@ from longctx.model.decoder import Decoder
 from longctx.model.experts.experts import is_expert_weight
 from parallel.mesh import Mesh
 from parallel.parallelize import build_parallel_model, check_experts
-from tests.helpers import run_distributed
+from tests.helpers import on_ranks, run_distributed
 from tests.parallel.experts.expert_cases import (
     BETAS,
     CLIP,
@@ -239,7 +239,8 @@ def test_bfloat16_stays_close_to_float32(expected, products, stages):
     run_distributed(check_bfloat16, 2, expected("sequence", FEW), products, stages, timeout=100)
 
 
-def check_shares() -> None:
+@on_ranks(4)
+def test_ranks_start_with_their_share_of_one_process_s_weights() -> None:
     for expert in (1, 2, 4):
         mesh = Mesh.build(context=2, expert=expert)
         model = build_parallel_model(CONFIG, mesh, layout="zigzag", seed=5)
@@ -248,10 +249,6 @@ def check_shares() -> None:
         for name, p in model.network.named_parameters():
             own = whole[name][mesh.expert_rank * e :][:e] if is_expert_weight(name) else whole[name]
             assert torch.equal(p, own), name
-
-
-def test_ranks_start_with_their_share_of_one_process_s_weights():
-    run_distributed(check_shares, 4)
 
 
 @pytest.mark.parametrize(
@@ -277,10 +274,7 @@ def test_degrees_that_do_not_divide_the_experts_are_refused(changed, degree, wor
         check_experts(replace(CONFIG, **changed), degree, world)
 
 
-def check_refusal() -> None:
+@on_ranks(2)
+def test_every_rank_refuses_alike() -> None:
     with pytest.raises(ConfigError, match=r"parallel\.expert=2 does not divide model\.num_experts=3"):
         build_parallel_model(replace(CONFIG, num_experts=3), Mesh.build(expert=2), layout="zigzag")
-
-
-def test_every_rank_refuses_alike():
-    run_distributed(check_refusal, 2)

@@ -19,7 +19,7 @@ from parallel.comm.world import sum_over_ranks
 from parallel.mesh import Mesh
 from parallel.runtime.watch.spans import begin, enter_layer
 from parallel.transport.exchange import TAG_GRADIENTS, TAG_KEYS
-from tests.helpers import run_distributed
+from tests.helpers import on_ranks, run_distributed
 from tests.parallel.attention.attention_cases import Case, spread
 from tests.parallel.comm.messages import faults
 
@@ -81,7 +81,8 @@ def test_nothing_is_found_over_all_layouts_transports_documents_and_masks(world_
     run_distributed(attend_many, world_size, ways, LAYOUTS, ["one", "packed", "short"], masks, timeout=500.0)
 
 
-def notes_of_odd_sizes() -> None:
+@on_ranks(3)
+def test_ranks_that_differ_and_send_nothing() -> None:
     """Messages of one value or none, ranks that send nothing, and more to some ranks than to others."""
     rank, world = torch.distributed.get_rank(), torch.distributed.get_world_size()
     ledger, draw = Ledger(rank), random.Random(0)
@@ -98,10 +99,6 @@ def notes_of_odd_sizes() -> None:
             ledger.post(kind, sent, sources).note([[content[source, rank].clone()] for source in sources])
         settle(ledger)
     assert not ledger.sent
-
-
-def test_ranks_that_differ_and_send_nothing():
-    run_distributed(notes_of_odd_sizes, 3)
 
 
 def balanced(sender: Ledger, receiver: Ledger) -> bool:
@@ -144,7 +141,23 @@ EXCHANGES: dict[str, tuple[Callable[[faults.Seen], faults.Change], int, str]] = 
 """What is injected, the rank on which it is, and what is said of it. Rank 1 is the one that gets it."""
 
 
-def find_exchange_fault(name: str) -> None:
+def spread_scaled(case: Case, mesh: Mesh, scale: float) -> None:
+    class Scaled(Case):
+        def inputs(self):
+            return [scale * x for x in super().inputs()]
+
+    spread(Scaled(**{**case.__dict__}), mesh)
+
+
+def gathered(value: str) -> list[str]:
+    from parallel.comm.world import gather_objects
+
+    return gather_objects(value)
+
+
+@pytest.mark.parametrize("name", EXCHANGES)
+@on_ranks(2)
+def test_each_fault_of_an_exchange_is_found_and_named(name: str) -> None:
     """Two layers, forward and backward, of which some exchange goes wrong in the second step."""
     change, on, words = EXCHANGES[name]
     mesh, seen = Mesh.build(context=2, check_rows=True), faults.Seen()
@@ -174,25 +187,6 @@ def find_exchange_fault(name: str) -> None:
     assert words in said, said
 
 
-def spread_scaled(case: Case, mesh: Mesh, scale: float) -> None:
-    class Scaled(Case):
-        def inputs(self):
-            return [scale * x for x in super().inputs()]
-
-    spread(Scaled(**{**case.__dict__}), mesh)
-
-
-def gathered(value: str) -> list[str]:
-    from parallel.comm.world import gather_objects
-
-    return gather_objects(value)
-
-
-@pytest.mark.parametrize("name", EXCHANGES)
-def test_each_fault_of_an_exchange_is_found_and_named(name):
-    run_distributed(find_exchange_fault, 2, name)
-
-
 def find_any_bit(count: int) -> None:
     """One bit of one exchange, drawn: of every byte of a float, and in any place."""
     mesh, case = Mesh.build(context=2, check_rows=True), Case(dtype=torch.float32, documents="one")
@@ -214,7 +208,16 @@ def test_each_bit_of_a_float_is_found():
     run_distributed(find_any_bit, 2, 32)
 
 
-def find_in_collective(name: str, way: dict[str, Any], kind: str) -> None:
+@pytest.mark.parametrize(
+    ("name", "way", "kind"),
+    [
+        ("all_gather_into_tensor", {"transport": "all_gather"}, "keys and values of all ranks"),
+        ("all_to_all_single", {"transport": "all_gather"}, "gradients of the keys and values of all ranks"),
+        ("all_to_all_single", {"ulysses": 2}, "heads (Ulysses)"),
+    ],
+)
+@on_ranks(2)
+def test_a_bit_of_a_collective_is_found(name: str, way: dict[str, Any], kind: str) -> None:
     """A bit in what the last rank's message brings to rank 0."""
     case = Case(dtype=torch.float32, documents="one", **way)
     mesh, seen = mesh_of(case), faults.Seen()
@@ -230,18 +233,6 @@ def find_in_collective(name: str, way: dict[str, Any], kind: str) -> None:
     assert said.startswith(f"Rank 0 got {kind} from rank {last} ("), said
     assert "layer 1" in said, said
     assert "Messages that differ" not in said, said
-
-
-@pytest.mark.parametrize(
-    ("name", "way", "kind"),
-    [
-        ("all_gather_into_tensor", {"transport": "all_gather"}, "keys and values of all ranks"),
-        ("all_to_all_single", {"transport": "all_gather"}, "gradients of the keys and values of all ranks"),
-        ("all_to_all_single", {"ulysses": 2}, "heads (Ulysses)"),
-    ],
-)
-def test_a_bit_of_a_collective_is_found(name, way, kind):
-    run_distributed(find_in_collective, 2, name, way, kind)
 
 
 def find_in_two_levels(bit: int) -> None:
@@ -263,11 +254,8 @@ def test_a_bit_between_nodes_and_inside_of_one_is_found():
     run_distributed(find_in_two_levels, 4, 1001)
 
 
-def test_a_message_that_the_other_side_does_not_know_is_told():
-    run_distributed(tell_unknown, 2)
-
-
-def tell_unknown() -> None:
+@on_ranks(2)
+def test_a_message_that_the_other_side_does_not_know_is_told() -> None:
     ledger = Ledger(torch.distributed.get_rank())
     if ledger.rank == 0:
         ledger.post(Kind.KEYS, {1: [torch.ones(3)]}, [])
