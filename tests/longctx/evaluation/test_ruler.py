@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from longctx.errors import ConfigError, DataError
 from longctx.evaluation import TASKS, Haystack, RulerFiles, Setting
 from longctx.evaluation.ruler import word_lists
-from longctx.evaluation.ruler.word_lists import JoinedWords, adjective_nouns
+from longctx.evaluation.ruler.word_lists import JoinedWords
 from longctx.evaluation.scorers import string_match_all, string_match_part
 from tests.longctx.evaluation.nvidia import SCRIPTS, Nvidia, ruler_folder
 from tests.longctx.evaluation.pieces import PieceTokenizer
@@ -137,15 +137,6 @@ def test_joined_words_are_the_sorted_set(firsts: list[str], seconds: list[str]):
     assert joined[1:3] == expected[1:3]
     with pytest.raises(IndexError):
         joined[len(expected)]
-
-
-@pytest.mark.slow
-def test_all_six_million_keys_are_the_sorted_set():
-    adjectives, nouns = word_lists.read_words("adjectivelist.txt"), word_lists.read_words("nounlist.txt")
-    expected = sorted({f"{adjective}-{noun}" for adjective in adjectives for noun in nouns})
-    joined = adjective_nouns()
-    assert len(joined) == len(expected)
-    assert all(joined[at] == expected[at] for at in range(len(expected)))
 
 
 def test_a_tokenizer_whose_pieces_are_too_small_for_the_worked_example_is_refused(setting: Setting):

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from longctx.errors import ConfigError, DataError
-from longctx.evaluation import GROUPS, TASKS, Haystack, Sample, Setting, find_tasks, task_lines
+from longctx.evaluation import GROUPS, TASKS, Haystack, Sample, Setting, find_tasks
 from longctx.evaluation.fitted import FittedTask
 from longctx.evaluation.values import distinct
 from tests.longctx.evaluation.pieces import PieceTokenizer
@@ -163,13 +163,6 @@ def test_groups_are_tasks_and_each_is_found_once():
     assert len(GROUPS["ruler"]) == 13
     for group in GROUPS.values():
         assert all(name in TASKS for name in group)
-
-
-def test_each_task_has_a_line():
-    lines = list(task_lines())
-    assert len(lines) == len(TASKS)
-    budget = "filled with words of the haystack, 16 tokens for the answer"
-    assert " ".join(lines[0].split()) == f"niah one number in a text, by depth; {budget}"
 
 
 def test_a_task_on_a_text_asks_for_one(setting: Setting):

@@ -15,7 +15,7 @@ from longctx.architecture.rope import Rope
 from longctx.config import PRESETS, ModelConfig
 from longctx.conversion.tensors import parameter_shapes, tensor_specs
 from longctx.errors import ConfigError
-from longctx.families import FAMILIES, config_to_hf, effective, family_of, left_behind
+from longctx.families import FAMILIES, config_to_hf, effective, family_of
 from longctx.model.decoder import Decoder
 from tests.longctx.families.hf_models import CASES
 from tests.longctx.families.hub_configs import HUB, PARAMETERS
@@ -404,18 +404,6 @@ class TestUnsaid:
         said |= {"max_positions", "relative_buckets", "relative_max_distance"}  # of learned positions, and of t5
         said |= {"local_rope_theta"}  # part of what ``rope`` says of each layer
         assert {f.name for f in dataclasses.fields(ModelConfig)} == said | names_of_role("training")
-
-    @pytest.mark.parametrize("name", sorted(names_of_role("training")))
-    def test_what_training_alone_reads_stops_no_export(self, name, caplog):
-        """It is left behind, which ``left_behind`` says where the family's config.json has no key for it."""
-        value = {"balance_scope": "global_batch", "capacity_factor": 1.25}.get(name, 0.5)
-        usual = PRESETS["deepseek-v3"] if name == "selection_bias_rate" else tiny_config()
-        config = dataclasses.replace(usual, **{name: value})
-        hf = config.to_hf()
-        again = ModelConfig.from_hf(hf)
-        assert not config.differences(again)
-        kept = getattr(again, name) == getattr(config, name)
-        assert left_behind(config, hf) == ({} if kept else {name: getattr(config, name)})
 
 
 def test_families_that_can_be_the_same_model():

@@ -16,7 +16,6 @@ from longctx.architecture.rope import Rope
 from longctx.config import PRESETS, ModelConfig
 from longctx.conversion import export_checkpoint, load_hf
 from longctx.conversion.checkpoint_writer import save_masters
-from longctx.errors import ConfigError
 from longctx.families import FAMILIES, config_to_hf, effective, family_of, left_behind
 from tests.longctx.families import hf_models
 from tests.longctx.families.hf_models import CASES
@@ -169,8 +168,3 @@ def test_a_miniature_trained_with_every_option_says_the_same_in_transformers(mod
     done = export_checkpoint(ours, tmp_path / "again", verify="logits")
     assert done.logits is not None
     assert json.loads((tmp_path / "again" / "config.json").read_text())["model_type"] == model_type
-
-
-def test_what_no_family_can_be_stays_an_error_whatever_the_training():
-    with pytest.raises(ConfigError, match="no supported Hugging Face family"):
-        config_to_hf(dense_config(position="alibi", residual_dropout=0.1))

@@ -174,22 +174,8 @@ def replace(pattern: dict[str, str], content: str) -> dict[str, object]:
 @pytest.mark.parametrize("part", ["normalizer", "decoder"])
 @pytest.mark.parametrize(
     "steps",
-    [
-        [replace({"String": "a"}, "b" * 1_000_000)],
-        [replace({"Regex": "a?"}, "b" * 1_000)],
-        [replace({"Regex": ""}, "b" * 1_000)],
-        [replace({"String": "a"}, "aa")] * 40,
-        [
-            {
-                "type": "Sequence",
-                "normalizers": [replace({"String": "a"}, "aaaa")] * 8,
-                "decoders": [{"type": "Fuse"}] * 300,
-            }
-        ],
-        [{"type": "Prepend", "prepend": "a" * 100_000}],
-        [{"type": "Fuse"}] * 300,
-    ],
-    ids=range(7),
+    [[replace({"String": "a"}, "b" * 1_000_000)], [replace({"Regex": ""}, "b" * 1_000)], [{"type": "Fuse"}] * 300],
+    ids=range(3),
 )
 def test_a_tokenizer_that_multiplies_text_is_refused(family: Family, tmp_path: Path, part, steps):
     folder = with_parts(family, tmp_path, **{part: {"type": "Sequence", f"{part}s": steps}})
@@ -201,10 +187,3 @@ def test_what_published_tokenizers_do_to_text_is_far_below_the_bound(family: Fam
     steps = [{"type": "Prepend", "prepend": "▁"}, replace({"String": " "}, "▁"), replace({"Regex": " {2,}"}, "▁▁")]
     folder = with_parts(family, tmp_path, normalizer={"type": "Sequence", "normalizers": [{"type": "NFKC"}, *steps]})
     assert len(load_tokenizer(folder).encode("a b")) > 0
-
-
-def test_a_regular_expression_without_end_is_one_screen(family: Family, tmp_path: Path):
-    bomb = {"type": "Split", "pattern": {"Regex": "(x+x+)+y"}, "behavior": "Isolated", "invert": False}
-    folder = with_parts(family, tmp_path, pre_tokenizer=bomb)
-    with pytest.raises(DataError, match="`tokenizers` fails on it"):
-        load_tokenizer(folder).encode("x" * 4_000)

@@ -74,17 +74,6 @@ def test_of_two_files_that_name_the_end_transformers_choice_holds(tmp_path: Path
     assert ours.special.end == int(lists_added_tokens)
 
 
-def test_both_opinions_are_in_one_sentence(tmp_path: Path):
-    write_tokenizer(tmp_path, tokenizer_json(post_processor=frame(begins=True)), add_bos_token=False)
-    (said,) = frame_remarks(load_tokenizer(tmp_path))
-    assert "add_bos_token=false" in said
-    assert "puts <|begin|> (0) before a text" in said
-    assert "Taken is the post-processor" in said
-    write_tokenizer(tmp_path, tokenizer_json(post_processor=frame(begins=True)), bos_token="<|end|>")
-    (said,) = frame_remarks(load_tokenizer(tmp_path))
-    assert "named <|end|> (1), the post-processor" in said
-
-
 @pytest.mark.parametrize(("begins", "ends"), itertools.product(_SAID, _SAID))
 def test_a_model_file_alone_begins_as_its_settings_say(
     family: Callable[[str], Path], tmp_path: Path, begins: bool | None, ends: bool | None
