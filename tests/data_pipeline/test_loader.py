@@ -195,10 +195,7 @@ class TestMistakes:
         ("options", "message"),
         [
             ({"rows_per_step": 10, "data_degree": 4, "micro_batch_rows": 1}, "Try rows_per_step=8 or 12"),
-            (
-                {"rows_per_step": 3, "data_degree": 4},
-                r"data_degree=4 ranks. Try rows_per_step=4",
-            ),
+            ({"rows_per_step": 3, "data_degree": 4}, "Try rows_per_step=4"),
             ({"rows_per_step": 0}, "Try rows_per_step=1"),
             ({"rows_per_step": 4, "data_degree": 2, "data_rank": 2}, "data_rank=2 must be"),
             ({"rows_per_step": 4, "seq_len": 0}, "seq_len=0 must be"),

@@ -81,9 +81,7 @@ def test_boundaries_ascend_from_0_to_the_end_or_are_refused(bounds, num_tokens):
         assert PackedDocuments.of(bounds, num_tokens).bounds == tuple(bounds)
         return
     for given_bounds in (bounds, torch.tensor(bounds, dtype=torch.int64)):
-        with pytest.raises(
-            ConfigError, match=r"^cu_seqlens must ascend from 0.*; got \[.*\] \(\d+ entries\)\. .+\. .+\.$"
-        ):
+        with pytest.raises(ConfigError, match=r"cu_seqlens must ascend from 0.*\(\d+ entries\)"):
             PackedDocuments.of(given_bounds, num_tokens)
 
 

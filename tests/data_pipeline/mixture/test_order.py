@@ -410,10 +410,7 @@ class TestFile:
         [
             ("", "sources"),
             ('[[source]]\nname = "a"\n', "source is no key. Did you mean sources"),
-            (
-                source("mixed", upsample="[{ min_token = 1, factor = 2 }]"),
-                "sources.0.upsample.0.min_token .* min_tokens",
-            ),
+            (source("mixed", upsample="[{ min_token = 1, factor = 2 }]"), "upsample.0.min_token .*min_tokens"),
             ("sources = 3", "sources=3"),
             ("sources = []", r"there is no \[\[sources\]\]"),
             (source("mixed", weight='"1"'), "weight='1'"),
@@ -421,17 +418,11 @@ class TestFile:
             (source("mixed", weight=0), "every weight is 0"),
             (source("mixed", epochs=0), "epochs=0 must be at least 1; weight = 0 leaves a source out"),
             (source("mixed") + source("mixed"), "is empty or taken"),
-            (
-                source("mixed", upsample="[{ min_tokens = 1, factor = -2 }]"),
-                "needs min_tokens of at least 0 and a factor",
-            ),
+            (source("mixed", upsample="[{ min_tokens = 1, factor = -2 }]"), "min_tokens of at least 0"),
             ("temperature = 0\n" + source("mixed"), "temperature=0.0 must be above 0"),
             (source("mixed") + "[[stages]]\nfrom_tokens = 5\n[[stages]]\nfrom_tokens = 5\n", "must be at least 6"),
             (source("mixed") + "[[stages]]\nweights = { mixd = 1 }\n", "Did you mean mixed"),
-            (
-                source("mixed") + "[[stages]]\nrow_tokens = 100\n",
-                "row_tokens=100 does not divide data.seq_len=128.*Try 128",
-            ),
+            (source("mixed") + "[[stages]]\nrow_tokens = 100\n", "row_tokens=100 .*Try 128"),
             ("[[sources", "is not TOML"),
             (f"{POINTER_LINE.decode()}\noid sha256:4d7a\nsize 9\n", "is a Git LFS pointer"),
         ],

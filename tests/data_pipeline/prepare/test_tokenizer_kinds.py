@@ -126,9 +126,7 @@ def test_the_same_documents_give_the_same_file(
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_vocabulary_that_cannot_be_filled_names_one_that_can(documents: list[Document], tmp_path: Path, kind: str):
     few = documents[:1]
-    with pytest.raises(
-        DataError, match=r"vocab_size=90000 is more than this corpus can fill. Try \d+ or less"
-    ) as caught:
+    with pytest.raises(DataError, match=r"vocab_size=90000 .*Try \d+ or less") as caught:
         train_tokenizer(few, tmp_path / "a", vocab_size=90_000, kind=kind, stamp={})
     nearest = int(str(caught.value).split("Try ")[1].split()[0])
     assert not list(tmp_path.iterdir())

@@ -136,10 +136,7 @@ FORGED: dict[str, tuple[Callable[[dict], object], str]] = {
     "a list for counts": (lambda body: body.update(skipped=[]), r"skipped=\[\] is no dict"),
     "a number for a split": (lambda body: body.update(split=3), r"split=3 is no str"),
     "padding beyond the vocabulary": (lambda body: body.update(padding=700), r"padding=700 and vocab_size=700"),
-    "a vocabulary without end": (
-        lambda body: body.update(vocab_size=1 << 40),
-        r"vocab_size=1099511627776 cannot be right",
-    ),
+    "a vocabulary without end": (lambda body: body.update(vocab_size=1 << 40), "vocab_size=1099511627776"),
     "half a character": (lambda body: body.update(split="\ud800"), "half of a surrogate pair"),
 }
 

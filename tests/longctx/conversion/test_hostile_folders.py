@@ -45,24 +45,16 @@ def edited(path: Path, **values: Any) -> None:
 
 CONFIGS: dict[str, tuple[dict[str, Any], str]] = {
     "10^6 layers": ({"num_hidden_layers": 10**6}, "must lie between 1 and 4,096"),
-    "10^12 layers": ({"num_hidden_layers": 10**12}, "must lie between 1 and 4,096"),
     "10^18 layers": ({"num_hidden_layers": 10**18}, "is no size of a model"),
     "4,000 layers": ({"num_hidden_layers": 4000}, "4,000 layers, and only"),
     "no layers": ({"num_hidden_layers": 0}, "must lie between 1 and"),
-    "layers below zero": ({"num_hidden_layers": -2}, "must lie between 1 and"),
     "true layers": ({"num_hidden_layers": True}, "must be of type int"),
     "layers that are text": ({"num_hidden_layers": "2"}, "must be of type int"),
-    "layers that are null": ({"num_hidden_layers": None}, "must be of type int"),
-    "half a layer": ({"num_hidden_layers": 1.5}, "must be of type int"),
     "a width without end": ({"hidden_size": 10**18, "head_dim": 8}, "must be at most|no size of a model"),
     "a wide model": ({"hidden_size": 2**20, "head_dim": 8}, "parameters, and its tensors only"),
-    "a width below zero": ({"hidden_size": -32}, "at least|divide|must"),
     "heads without end": ({"num_attention_heads": 10**15}, "at most|no size"),
-    "no heads": ({"num_attention_heads": 0}, "must be at least 1"),
     "a vocabulary without end": ({"vocab_size": 10**15}, "must be at most"),
-    "a list for a size": ({"vocab_size": [97]}, "must be of type int"),
     "an epsilon that is text": ({"rms_norm_eps": "small"}, "must be of type float"),
-    "an epsilon below zero": ({"rms_norm_eps": -1.0}, "must be a positive number"),
     "a model of nobody": ({"model_type": "x" * 10_000}, "is not supported"),
     "a model that is a list": ({"model_type": ["qwen2"]}, "is not supported"),
     "architectures without end": ({"architectures": ["A"] * 10_000}, "is not supported"),
@@ -77,7 +69,6 @@ CONFIGS: dict[str, tuple[dict[str, Any], str]] = {
     "kinds of layers without end": ({"layer_types": ["full_attention"] * 100_000}, "is not supported"),
     "kinds of layers that are tables": ({"layer_types": [{}, {}]}, "is not supported"),
     "an end of 10^30": ({"eos_token_id": 10**30}, "eos_token_id=.* is no whole number"),
-    "an end that is text": ({"eos_token_id": "</s>"}, "eos_token_id='</s>' is no whole number"),
     "ends without end": ({"eos_token_id": list(range(5000))}, "has 5000 entries"),
 }
 

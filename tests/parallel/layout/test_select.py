@@ -28,11 +28,7 @@ USUAL = {"num_tokens": TOKENS, "degree": 8, "ulysses": 1, "packed": True, "reach
         ({"ulysses": 4, "packed": False}, "zigzag", "2 ring ranks"),
         ({"packed": False, "num_tokens": 8 * 4097}, "balanced", "the 16 equal parts of zigzag"),
         # Windows: small beside a shard of 8,192 tokens, and not.
-        (
-            {"reaches": (1024,)},
-            "contiguous",
-            "a window of 1024 is small beside a rank's 8192 tokens",
-        ),
+        ({"reaches": (1024,)}, "contiguous", "a window of 1024 is small beside a rank's 8192 tokens"),
         ({"reaches": (1024,), "packed": False}, "contiguous", "neighbours"),
         ({"reaches": (1025,)}, "balanced", "packed"),
         ({"reaches": (4096,), "packed": False}, "contiguous", "neighbours"),

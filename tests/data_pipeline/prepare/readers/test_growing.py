@@ -215,11 +215,7 @@ CASES: dict[str, tuple[str, Callable[[], bytes], str]] = {
         lambda: arrow(pa.array(["a" * 300 * MIB]), pa.ipc.new_file, codec="zstd"),
         "become more",
     ),
-    "arrow, lz4, a text of 300 MB": (
-        "arrow",
-        lambda: arrow(pa.array(["a" * 300 * MIB]), codec="lz4"),
-        "1 documents",
-    ),
+    "arrow, lz4, a text of 300 MB": ("arrow", lambda: arrow(pa.array(["a" * 300 * MIB]), codec="lz4"), "1 documents"),
     "arrow, a dictionary of 300 MB": ("arrow", lambda: arrow(one_text(9, 300 * MIB), codec="zstd"), "become more"),
     "arrow, dictionaries that add up": ("arrow", deltas, "become more"),
     "arrow, a buffer that says 2⁴⁰": (

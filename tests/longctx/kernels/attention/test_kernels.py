@@ -18,10 +18,8 @@ from longctx.kernels.attention.select import KERNELS, choose_kernel
 from longctx.kernels.attention.slices import AttentionSlice, slice_table
 from longctx.kernels.attention.tiles import row_blocks
 from longctx.kernels.processor import PRODUCTS
-from longctx.model.attention.cache import LocalKVCache
-from longctx.model.attention.local import LocalAttention, document_slices
+from longctx.model.attention.local import document_slices
 from longctx.model.attention.mask import AttentionMask
-from tests.longctx.attention_cores import attend_once
 from tests.longctx.kernels.attention.kernel_cases import SCALE, band_matrix, plain_attention, rules, tensors
 
 
@@ -109,15 +107,6 @@ def test_kernel_choice():
     assert "mps lacks" in (KERNELS["blockwise"].supports(request(device="mps")) or "")
 
 
-def test_a_refusal_by_all_is_a_line_a_kernel():
-    with pytest.raises(ConfigError) as raised:
-        choose_kernel("auto", replace(request(dtype=torch.int64), rules=("alibi",)))
-    first, *lines = str(raised.value).splitlines()
-    assert first == "no attention kernel serves 4/2 heads of 8, int64, on cpu, ALiBi:"
-    assert [line.rsplit(": ", 1)[1] for line in lines] == list(KERNELS)
-    assert "  runs on CUDA devices, not on cpu: flash2" in lines
-
-
 def test_scores_name_their_rules():
     named = {name: scores.rules for name, scores in rules(4).items()}
     assert named == {
@@ -134,33 +123,3 @@ def test_document_slices_skip_empty_segments():
         AttentionSlice(0, 3, 0, 3, lo=0),
         AttentionSlice(3, 8, 3, 8, lo=0),
     )
-
-
-def test_local_attention_rows_and_documents_are_independent():
-    core, (q, k, v) = LocalAttention(), tensors(12, 12, B=2)
-    whole = attend_once(core, q, k, v, AttentionMask((0, 5, 12, 24)))
-    parts = [
-        attend_once(core, *(x[:1, a:b] for x in (q, k, v)), AttentionMask((0, b - a))) for a, b in [(0, 5), (5, 12)]
-    ]
-    parts.append(attend_once(core, q[1:], k[1:], v[1:], AttentionMask((0, 12))))
-    torch.testing.assert_close(whole.view(1, 24, 4, 8), torch.cat(parts, 1))
-    with pytest.raises(ValueError, match="cu_seqlens"):
-        attend_once(core, q, k, v, AttentionMask((0, 12)))
-
-
-@pytest.mark.parametrize("kernel", ["cpu_flash", "reference"])
-def test_local_attention_gradcheck(kernel):
-    leaves = [x.requires_grad_() for x in tensors(6, 6, torch.float64, B=1)]
-    core, mask = LocalAttention(kernel), AttentionMask((0, 2, 6))
-    assert torch.autograd.gradcheck(lambda *qkv: attend_once(core, *qkv, mask), leaves)
-
-
-def test_cache_continues_the_sequence():
-    """Prefill, then chunks of one and of several tokens, past the buffer's first size."""
-    core, (q, k, v) = LocalAttention(), tensors(150, 150)
-    whole = attend_once(core, q, k, v, AttentionMask((0, 150, 300)))
-    cache, parts = LocalKVCache(), []
-    for a, b in [(0, 60), (60, 61), (61, 70), (70, 150)]:
-        step = [x[:, a:b] for x in (q, k, v)]
-        parts.append(attend_once(core, *step, AttentionMask((0, b - a)), cache=cache))
-    torch.testing.assert_close(torch.cat(parts, 1), whole)

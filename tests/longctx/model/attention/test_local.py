@@ -200,6 +200,9 @@ def test_requests_that_make_no_sense_are_refused():
     x = leaves(1, 4)
     with pytest.raises(ConfigError, match="each of 4 query heads"):
         attend_once(LocalAttention("blockwise"), x["q"], x["k"], x["v"], AttentionMask((0, 4)), sinks_H=torch.zeros(2))
+    x = leaves(2, 4)
+    with pytest.raises(ValueError, match="cu_seqlens"):
+        attend_once(LocalAttention("blockwise"), x["q"], x["k"], x["v"], AttentionMask((0, 4)))
 
 
 BOUNDARIES = [[[5, 7]], [[3, 4, 5]], [[1, 1, 1, 9]], [[12]], [[6, 6]]]

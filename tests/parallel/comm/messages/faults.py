@@ -101,27 +101,6 @@ def dropped(exchange: int, seen: Seen) -> Change:
     return change
 
 
-def sent_twice(exchange: int, seen: Seen) -> Change:
-    """What this rank sends in an exchange is sent twice: the copy is received in place of what follows.
-
-    What follows then has no receiver, so both ranks wait.
-    """
-    underway: list[Any] = []
-
-    def change(ops: list[Any], number: int) -> list[Any]:
-        leaving = [op for op in ops if op.op is dist.isend]
-        if number < exchange or not leaving or seen.at:
-            return ops
-        seen.now()
-        for op in leaving:
-            # Nobody waits for a copy that a network makes.
-            copies = [op.tensor.clone(), op.tensor.clone()]
-            underway.extend((copy, dist.isend(copy, op.peer, op.group, op.tag)) for copy in copies)
-        return [op for op in ops if op.op is not dist.isend]
-
-    return change
-
-
 def reordered(exchange: int, seen: Seen) -> Change:
     """Of an exchange the second tensor arrives as the first, and the first as the second."""
 

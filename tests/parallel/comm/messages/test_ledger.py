@@ -6,7 +6,6 @@ import itertools
 import random
 import re
 from collections.abc import Callable
-from contextlib import AbstractContextManager
 from typing import Any
 
 import pytest
@@ -127,7 +126,6 @@ def test_messages_that_changed_places_are_found_though_all_bytes_came():
 
 # Faults.
 
-Inject = Callable[[faults.Seen], AbstractContextManager[None]]
 EXCHANGES: dict[str, tuple[Callable[[faults.Seen], faults.Change], int, str]] = {
     "wrong bytes": (
         lambda seen: faults.wrong_bytes(77, 9, seen),
