@@ -9,6 +9,7 @@ from torch import Tensor
 
 from longctx.batch import IGNORED_TARGET, PADDING_DOCUMENT, Batch, PackedDocuments
 from longctx.config import ModelConfig
+from longctx.model.decoder import Decoder
 from longctx.objectives.causal_lm import causal_terms
 from longctx.objectives.loss_sum import LossSum
 from longctx.objectives.task import weighed
@@ -97,3 +98,21 @@ def gradients(module: torch.nn.Module) -> dict[str, Tensor]:
     missing = [name for name, grad in found.items() if grad is None]
     assert not missing, f"no gradient: {missing}"
     return {name: grad.clone() for name, grad in found.items() if grad is not None}
+
+
+def hidden_and_gradients(decoder: Decoder, batch: Batch) -> dict[str, Tensor]:
+    """Hidden states, and every gradient of a number that each of them enters."""
+    decoder.zero_grad()
+    hidden = decoder(batch.tokens, batch.positions, batch.cu_seqlens)
+    hidden.sin().sum().backward()
+    return {"hidden": hidden.detach()} | gradients(decoder)
+
+
+def check_documents_are_alone(decoder: Decoder, batch: Batch) -> None:
+    """Hidden states and gradients of packed documents are those of each by itself, in float64."""
+    whole = hidden_and_gradients(decoder, batch)
+    alone = [hidden_and_gradients(decoder, document) for document in documents_of(batch)]
+    together = torch.cat([x["hidden"] for x in alone], 1).view_as(whole["hidden"])
+    torch.testing.assert_close(whole["hidden"], together, rtol=1e-11, atol=1e-11)
+    for name in set(whole) - {"hidden"}:
+        torch.testing.assert_close(whole[name], sum(x[name] for x in alone), rtol=1e-10, atol=1e-10)

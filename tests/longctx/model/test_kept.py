@@ -229,7 +229,7 @@ def test_what_is_handed_over_once_is_refused_a_second_time():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("keep", ["inputs", *(pytest.param(keep, marks=pytest.mark.slow) for keep in KEEPS[:2])])
+@pytest.mark.parametrize("keep", KEEPS)
 def test_neither_a_finished_nor_an_abandoned_graph_holds_memory(keep):
     decoder, batch = Decoder(tiny_config(num_layers=3), execution=Execution(keep, "host")), one_document(1, 64)
     for finish in (True, False):

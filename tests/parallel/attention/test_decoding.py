@@ -153,7 +153,7 @@ def test_one_gather_a_layer_for_all_sequences():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("world_size", [2, pytest.param(4, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("world_size", [2, 4])
 @on_ranks("world_size")
 def test_text_that_comes_in_turns():
     """Chunks after generated tokens: a rank's keys are then runs of chunks and dealt tokens in turn."""

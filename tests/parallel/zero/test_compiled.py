@@ -24,12 +24,6 @@ def check_compiled(
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(200)
-def test_stage_3_gathers_what_a_graph_reads():
-    run_distributed(check_compiled, 2, "moe", 2, (3,), "attention", "aot_eager", 2, timeout=150)
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "world_size", "context", "stages", "keep"),
     [

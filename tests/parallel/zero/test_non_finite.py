@@ -133,14 +133,8 @@ def test_nor_does_one_that_is_no_number(world_size):
     run_distributed(check_gradients, world_size, ALL_WAYS, 1, torch.nan, timeout=120)
 
 
-@pytest.mark.parametrize(
-    "ways",
-    [
-        pytest.param(WAYS["float32"][::3], marks=pytest.mark.slow),
-        *(pytest.param(ways, marks=pytest.mark.slow) for ways in WAYS.values()),
-    ],
-    ids=["float32, stages 0 and 3", *WAYS],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("ways", WAYS.values(), ids=WAYS)
 def test_nor_does_that_of_an_expert_that_one_rank_holds(ways):
     run_distributed(check_gradients, 2, ways, 2, torch.nan, timeout=100)
 
@@ -165,13 +159,8 @@ def test_nor_do_finite_gradients_whose_norm_is_not(stage: int) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("ways", "expert"),
-    [
-        (WAYS["float32"][::3], 1),
-        *(pytest.param(ways, n, marks=pytest.mark.slow) for ways in WAYS.values() for n in (1, 2)),
-    ],
-)
+@pytest.mark.parametrize("expert", [1, 2])
+@pytest.mark.parametrize("ways", WAYS.values(), ids=WAYS)
 @on_ranks(2, timeout=200)
 def test_the_next_steps_are_as_if_it_had_never_been(ways: list[Way], expert: int) -> None:
     """Steps that were left out change nothing of those behind them: not one bit, however they were left out."""

@@ -180,7 +180,7 @@ def test_parameters_start_where_grouped_products_of_gpus_want_them():
 
 @pytest.mark.slow
 @pytest.mark.timeout(200)
-@pytest.mark.parametrize("stage", [*(pytest.param(stage, marks=pytest.mark.slow) for stage in (1, 2)), 3])
+@pytest.mark.parametrize("stage", [1, 2, 3])
 def test_fused_overlapped_and_in_small_buckets_they_train_like_one_process(stage):
     """What GPUs get by default, as far as CPU ranks can run it."""
     run_distributed(check_as_on_gpus, 2, (stage,), timeout=150)

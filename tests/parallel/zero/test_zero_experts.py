@@ -226,12 +226,7 @@ def check_bfloat16(expected: Path, products: Products, stages: Sequence[int]) ->
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize(
     ("products", "stages"),
-    [
-        ("native", (3,)),
-        pytest.param("float32", (1,), marks=pytest.mark.slow),
-        pytest.param("native", (1, 2), marks=pytest.mark.slow),
-        pytest.param("float32", (2, 3), marks=pytest.mark.slow),
-    ],
+    [("native", (3,)), ("float32", (1,)), ("native", (1, 2)), ("float32", (2, 3))],
     ids=str,
 )
 def test_bfloat16_stays_close_to_float32(expected, products, stages):

@@ -189,7 +189,7 @@ def held_at_the_first_part(start: Start, output: Path) -> subprocess.Popen[str]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("sent", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("sent", [signal.SIGINT, signal.SIGTERM])
 def test_an_interrupt_ends_all_at_once(
     start: Start, undisturbed: dict[str, bytes], tmp_path: Path, sent: signal.Signals
 ):

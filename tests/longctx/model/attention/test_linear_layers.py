@@ -16,9 +16,9 @@ from tests.longctx.attention_cores import MaskIsPlan, attend_once
 from tests.longctx.kernels.test_linear_attention import closed_form, inputs
 from tests.longctx.model.attention.test_local import by_definition
 from tests.longctx.samples import (
+    check_documents_are_alone,
     dense_config,
-    documents_of,
-    gradients,
+    hidden_and_gradients,
     one_document,
     packed_batch,
     randomize,
@@ -50,13 +50,6 @@ def exact_decoder(cores=None, **given) -> Decoder:
     return decoder
 
 
-def hidden_and_gradients(decoder: Decoder, batch) -> dict[str, torch.Tensor]:
-    decoder.zero_grad()
-    hidden = decoder(batch.tokens, batch.positions, batch.cu_seqlens)
-    hidden.sin().sum().backward()
-    return {"hidden": hidden.detach()} | gradients(decoder)
-
-
 @pytest.mark.parametrize("lengths", [[[13]], [[1, 7, 5]], [[3, 1, 9], [1, 1, 11]]], ids=str)
 @pytest.mark.parametrize("keep", ["all", "attention"])
 def test_values_and_gradients_are_the_closed_form(lengths, keep):
@@ -68,12 +61,7 @@ def test_values_and_gradients_are_the_closed_form(lengths, keep):
 
 def test_packed_documents_are_documents_alone():
     decoder, batch = exact_decoder(), packed_batch([[3, 1, 9, 70], [1, 1, 80, 1]])
-    whole = hidden_and_gradients(decoder, batch)
-    alone = [hidden_and_gradients(decoder, document) for document in documents_of(batch)]
-    together = torch.cat([x["hidden"] for x in alone], 1).view_as(whole["hidden"])
-    torch.testing.assert_close(whole["hidden"], together, rtol=1e-11, atol=1e-11)
-    for name in set(whole) - {"hidden"}:
-        torch.testing.assert_close(whole[name], sum(x[name] for x in alone), rtol=1e-10, atol=1e-10)
+    check_documents_are_alone(decoder, batch)
 
 
 def test_a_state_continues_what_rows_began():

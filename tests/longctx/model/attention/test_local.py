@@ -66,7 +66,13 @@ def bucket(distance: int, bidirectional: bool) -> int:
 
 
 def by_definition(q, k, v, mask, scores, sinks):
-    """Softmax over all scores at once, in float64 and with autograd; [B, T, H, V]."""
+    """``softmax_over`` what the mask lets each token see."""
+    tokens = range(q.shape[0] * q.shape[1])
+    return softmax_over(q, k, v, torch.tensor([[visible(mask, i, j) for j in tokens] for i in tokens]), scores, sinks)
+
+
+def softmax_over(q, k, v, seen, scores, sinks=None):
+    """Softmax over all scores at once, in float64 and with autograd; rows are flattened; [B, T, H, V]."""
     B, T, H, _ = q.shape
     groups = H // k.shape[2]
     q, k, v = (x.reshape(B * T, *x.shape[2:]) for x in (q, k, v))
@@ -82,7 +88,6 @@ def by_definition(q, k, v, mask, scores, sinks):
         bias = scores.relative_bias
         index = torch.tensor([[bucket(i - j, bias.bidirectional) for j in tokens] for i in tokens])
         values = values + bias.table_NH[index].permute(2, 0, 1)
-    seen = torch.tensor([[visible(mask, i, j) for j in tokens] for i in tokens])
     values = values.masked_fill(~seen, -torch.inf)
     if sinks is not None:
         values = torch.cat((values, sinks[:, None, None].expand(H, B * T, 1)), -1)
@@ -247,7 +252,7 @@ class OutsideOfGraphs(LocalAttention):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("keep", [pytest.param("all", marks=pytest.mark.slow), "attention"])
+@pytest.mark.parametrize("keep", ["all", "attention"])
 def test_compiled_decoder_equals_eager_and_serves_any_documents(keep, fresh_compiler):
     """Around a core that stays outside of graphs, and with one inside that is not run again by recomputation."""
     core = OutsideOfGraphs() if keep == "all" else LocalAttention()

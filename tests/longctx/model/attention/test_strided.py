@@ -24,8 +24,14 @@ from longctx.model.kept import Keep
 from longctx.model.training_pass import Execution
 from tests.longctx.attention_cores import attend_once
 from tests.longctx.kernels.attention.test_flash_adapters import KERNELS, check
-from tests.longctx.model.attention.test_local import BUCKETS, FARTHEST, leaves, rules
-from tests.longctx.samples import dense_config, documents_of, gradients, packed_batch, randomize
+from tests.longctx.model.attention.test_local import leaves, rules, softmax_over
+from tests.longctx.samples import (
+    check_documents_are_alone,
+    dense_config,
+    hidden_and_gradients,
+    packed_batch,
+    randomize,
+)
 from tests.rounding import ATTENTION, both_ways
 
 RULES = [(1, 1), (1, 4), (4, 1), (3, 5), (5, 3), (4, 8), (8, 4), (7, 7), (2, 11), (40, 3), (3, 40)]
@@ -41,32 +47,6 @@ def sees(cu_seqlens: tuple[int, ...], window: int, stride: int) -> torch.Tensor:
             for j in range(a, i + 1):
                 seen[i, j] = i - j < window or (i - j) % stride == 0
     return seen
-
-
-def by_definition(q, k, v, seen, scores: Scores, sinks=None):
-    """Softmax over all scores at once by autograd; rows are flattened."""
-    (B, T, H, _), groups = q.shape, q.shape[2] // k.shape[2]
-    q, k, v = (x.reshape(B * T, *x.shape[2:]) for x in (q, k, v))
-    k, v = k.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1)
-    values = torch.einsum("ihd,jhd->hij", q, k) * scores.scale
-    if scores.softcap is not None:
-        values = scores.softcap * torch.tanh(values / scores.softcap)
-    apart = torch.arange(B * T)[:, None] - torch.arange(B * T)
-    if scores.alibi_slopes_H is not None:
-        values = values - scores.alibi_slopes_H.double()[:, None, None] * apart
-    if scores.relative_bias is not None:
-        values = values + scores.relative_bias.table_NH[t5_buckets(apart.clamp(min=0))].permute(2, 0, 1)
-    values = values.masked_fill(~seen, -torch.inf)
-    if sinks is not None:
-        values = torch.cat((values, sinks[:, None, None].expand(H, B * T, 1)), -1)
-    return torch.einsum("hij,jhv->ihv", values.softmax(-1)[..., : B * T], v).view(B, T, H, -1)
-
-
-def t5_buckets(distances: torch.Tensor) -> torch.Tensor:
-    """Half of the buckets for a distance each, the others wider and wider up to ``FARTHEST``."""
-    exact = BUCKETS // 2
-    wide = torch.log(distances.clamp(min=1) / exact) / torch.log(torch.tensor(FARTHEST / exact)) * (BUCKETS - exact)
-    return distances.where(distances < exact, (exact + wide.long()).clamp(max=BUCKETS - 1))
 
 
 def named(work, num_queries: int, num_keys: int) -> torch.Tensor:
@@ -112,7 +92,7 @@ def test_values_and_gradients_are_the_definitions(window, stride, rich):
     asked = rules(x, rich=rich)
     out = attend_once(LocalAttention("blockwise"), x["q"], x["k"], x["v"], mask, **asked)
     scores = asked.get("scores", Scores(scale=8**-0.5))
-    wanted = by_definition(x["q"], x["k"], x["v"], sees(cu_seqlens, window, stride), scores, asked.get("sinks_H"))
+    wanted = softmax_over(x["q"], x["k"], x["v"], sees(cu_seqlens, window, stride), scores, asked.get("sinks_H"))
     torch.testing.assert_close(out, wanted, rtol=1e-12, atol=1e-12)
     dout, inputs = torch.randn_like(out), [t for n, t in x.items() if rich or n in "qkv"]
     grads, exact = (torch.autograd.grad(result, inputs, dout) for result in (out, wanted))
@@ -131,7 +111,7 @@ def test_the_preferred_kernel_on_long_documents(dtype, products):
     apart = torch.arange(700)[:, None] - torch.arange(700)
     document = torch.bucketize(torch.arange(700), torch.tensor(cu_seqlens[1:]), right=True)
     seen = (document[:, None] == document) & (apart >= 0) & ((apart < 30) | (apart % 17 == 0))
-    wanted = by_definition(q, k, v, seen, Scores(scale=8**-0.5))
+    wanted = softmax_over(q, k, v, seen, Scores(scale=8**-0.5))
     dout = torch.randn(wanted.shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64).to(dtype)
     grads = torch.autograd.grad(out, [x[n] for n in "qkv"], dout)
     references = torch.autograd.grad(wanted, exact, dout.double())
@@ -194,23 +174,12 @@ def sparse_decoder(layers: tuple[str, ...] = ("sparse", "full", "sparse"), *, ke
     return decoder
 
 
-def hidden_and_gradients(decoder, batch) -> dict[str, torch.Tensor]:
-    decoder.zero_grad()
-    hidden = decoder(batch.tokens, batch.positions, batch.cu_seqlens)
-    hidden.sin().sum().backward()
-    return {"hidden": hidden.detach()} | gradients(decoder)
-
-
 def test_a_decoder_packs_recomputes_and_generates():
     decoder, batch = sparse_decoder(), packed_batch([[3, 1, 9, 17], [1, 1, 27, 1]])
     whole = hidden_and_gradients(decoder, batch)
     again = hidden_and_gradients(sparse_decoder(keep="attention"), batch)
     assert all(torch.equal(again[name], x) for name, x in whole.items())
-    alone = [hidden_and_gradients(decoder, document) for document in documents_of(batch)]
-    together = torch.cat([x["hidden"] for x in alone], 1).view_as(whole["hidden"])
-    torch.testing.assert_close(whole["hidden"], together, rtol=1e-11, atol=1e-11)
-    for name in set(whole) - {"hidden"}:
-        torch.testing.assert_close(whole[name], sum(x[name] for x in alone), rtol=1e-10, atol=1e-10)
+    check_documents_are_alone(decoder, batch)
     prompt = list(range(5, 16))
     assert generate(decoder, prompt, 12) == generate(decoder, prompt, 12, use_cache=False)
 
