@@ -6,7 +6,9 @@ import json
 from pathlib import Path
 
 import numpy as np
+import torch
 
+from data_pipeline.loader import Loader
 from data_pipeline.shards.manifest import hash_json
 from data_pipeline.shards.reader import ShardSet
 from data_pipeline.shards.writer import EncodedDocument, ShardWriter
@@ -45,3 +47,22 @@ def write_lengths(folder: Path, tokenizer: Tokenizer, lengths: list[int], *, sha
     writer.finish(split="training", tokenizer=tokenizer, sources=[], options={}, skipped={})
     tokenizer.save(folder)
     return ShardSet.open(folder)
+
+
+def global_rows(ranks: list[Loader], steps: int) -> torch.Tensor:
+    """Tokens, targets and positions of whole steps' rows in their global order, from all ranks, [rows, 3, T]."""
+    rows = []
+    for _ in range(steps * ranks[0].micro_batches_per_step):
+        for rank in ranks:
+            batch = next(rank)
+            rows.append(torch.stack([batch.tokens, batch.targets, batch.positions], dim=1))
+    return torch.cat(rows or [torch.empty(0)])
+
+
+def flip_bit(path: Path, offset: int, bit: int = 0) -> None:
+    """In place, as a disk does it."""
+    with path.open("r+b") as file:
+        file.seek(offset)
+        byte = file.read(1)[0]
+        file.seek(offset)
+        file.write(bytes([byte ^ 1 << bit]))

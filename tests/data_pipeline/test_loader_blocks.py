@@ -23,7 +23,7 @@ from launcher.training.feed import StepFeed
 from longctx.batch import IGNORED_TARGET
 from longctx.errors import DataError
 from longctx.tokenizer import Tokenizer
-from tests.data_pipeline.lengths import write_lengths
+from tests.data_pipeline.lengths import global_rows, write_lengths
 from tests.launcher.training.test_feed import all_of_it
 
 SEQ_LEN = 128
@@ -49,16 +49,6 @@ def loaders(shards: ShardSet, *, degree: int = 1, micro: int = 1, rows_per_step:
         )
         for rank in range(degree)
     ]
-
-
-def global_rows(ranks: list[Loader], steps: int) -> torch.Tensor:
-    """Tokens, targets and positions of whole steps' rows in their global order, from all ranks, [rows, 3, T]."""
-    rows = []
-    for _ in range(steps * ranks[0].micro_batches_per_step):
-        for rank in ranks:
-            batch = next(rank)
-            rows.append(torch.stack([batch.tokens, batch.targets, batch.positions], dim=1))
-    return torch.cat(rows)
 
 
 @pytest.fixture(scope="module")

@@ -27,7 +27,7 @@ from longctx.batch import IGNORED_TARGET
 from longctx.errors import ConfigError, DataError
 from longctx.tokenizer import Tokenizer
 from longctx.untrusted.git_lfs import POINTER_LINE
-from tests.data_pipeline.lengths import write_lengths
+from tests.data_pipeline.lengths import global_rows, write_lengths
 
 SEQ_LEN = 128
 LENGTHS = {
@@ -236,15 +236,6 @@ class TestStages:
 def loaders(path: Path, degree: int = 1, micro: int = 1) -> list[Loader]:
     options = {"seq_len": SEQ_LEN, "rows_per_step": 24, "micro_batch_rows": micro, "data_degree": degree, "seed": 5}
     return [build_loader(path, data_rank=rank, **options) for rank in range(degree)]
-
-
-def global_rows(ranks: list[Loader], steps: int) -> torch.Tensor:
-    rows = [torch.empty(0, 3, SEQ_LEN, dtype=torch.int64)]
-    for _ in range(steps * ranks[0].micro_batches_per_step):
-        for rank in ranks:
-            batch = next(rank)
-            rows.append(torch.stack([batch.tokens, batch.targets, batch.positions], dim=1))
-    return torch.cat(rows)
 
 
 class TestStream:

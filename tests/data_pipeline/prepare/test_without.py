@@ -19,12 +19,9 @@ from data_pipeline.shards.verify import open_verified
 from longctx.errors import ConfigError, DataError
 from longctx.tokenizer import Tokenizer
 from tests.data_pipeline.lengths import lengths_of, read_all, write_lengths
+from tests.data_pipeline.prepare.parts.conftest import content
 
 BAD = "00001.arrow"
-
-
-def contents(folder: Path) -> dict[str, bytes]:
-    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
 def rebuild(source: Source, tokenizer: Tokenizer, folder: Path) -> None:
@@ -33,7 +30,7 @@ def rebuild(source: Source, tokenizer: Tokenizer, folder: Path) -> None:
 
 @pytest.mark.parametrize("state", ["whole", "damaged", "cut short", "missing"])
 def test_the_others_are_read_as_ever(damaged: Path, state: str):
-    before, shards = contents(damaged), ShardSet.open(damaged)
+    before, shards = content(damaged), ShardSet.open(damaged)
     first = shards.manifest.shards[0].documents
     behind = first + shards.manifest.shards[1].documents
     kept = [*range(first), *range(behind, shards.num_documents)]
@@ -56,7 +53,7 @@ def test_the_others_are_read_as_ever(damaged: Path, state: str):
     assert verify(damaged) == []
     next(build_loader(damaged, seq_len=512, rows_per_step=1))
     if state == "whole":
-        changed = {name for name, content in contents(damaged).items() if before[name] != content}
+        changed = {name for name, raw in content(damaged).items() if before[name] != raw}
         assert changed == {"manifest.json"}
 
 
@@ -96,24 +93,24 @@ def test_a_checkpoint_of_the_folder_before_is_refused(damaged: Path):
 
 
 def test_building_again_writes_a_lost_shard_bit_for_bit(damaged: Path, source: Source, tokenizer: Tokenizer):
-    whole, read = contents(damaged), read_all(ShardSet.open(damaged))
+    whole, read = content(damaged), read_all(ShardSet.open(damaged))
     (damaged / BAD).unlink()
     rebuild(source, tokenizer, damaged)
-    assert contents(damaged) == whole
+    assert content(damaged) == whole
     leave_out(damaged, [BAD])
     with pytest.raises(DataError, match="was built from another options"):
         build_shards(source, tokenizer, damaged, validation_fraction=0.2, shard_tokens=20_000)
     rebuild(source, tokenizer, damaged)
-    assert contents(damaged) == whole
+    assert content(damaged) == whole
     assert read_all(ShardSet.open(damaged)) == read
 
 
 @pytest.mark.parametrize("name", ["00001", "1", "../00001.arrow", "/etc/passwd", "00001.sums", "", "x" * 5000])
 def test_what_is_no_shard_is_refused_with_the_nearest(damaged: Path, name: str):
-    before = contents(damaged)
+    before = content(damaged)
     with pytest.raises(ConfigError, match=r"is no shard of .*Did you mean 000\d\d\.arrow\?"):
         leave_out(damaged, [name])
-    assert contents(damaged) == before
+    assert content(damaged) == before
 
 
 def test_all_shards_are_refused(damaged: Path):
@@ -142,7 +139,7 @@ def test_a_packed_folder_is_refused(damaged: Path, tmp_path: Path, monkeypatch: 
 
 
 def test_a_manifest_that_cannot_be_written_stays_as_it_was(damaged: Path, monkeypatch: pytest.MonkeyPatch):
-    before = contents(damaged)
+    before = content(damaged)
 
     def refuse(*_: object, **__: object) -> None:
         raise DataError("no space")
@@ -150,7 +147,7 @@ def test_a_manifest_that_cannot_be_written_stays_as_it_was(damaged: Path, monkey
     monkeypatch.setattr("data_pipeline.prepare.without.write_atomically", refuse)
     with pytest.raises(DataError, match="no space"):
         leave_out(damaged, [BAD])
-    assert contents(damaged) == before
+    assert content(damaged) == before
 
 
 @pytest.mark.parametrize("names", ["all", [7], ["../x.arrow"], {"00001.arrow": 1}])

@@ -26,7 +26,7 @@ from data_pipeline.shards.verify import FolderCheck, open_verified
 from data_pipeline.shards.writer import EncodedDocument, ShardWriter
 from longctx.errors import DataError
 from longctx.tokenizer import Tokenizer
-from tests.data_pipeline.lengths import read_all, strip_sums, write_lengths
+from tests.data_pipeline.lengths import flip_bit, read_all, strip_sums, write_lengths
 from tests.data_pipeline.shards.test_shards import edit, mapped
 
 LENGTHS = [70_000, 3, 40_000, 1, 9, 30_000, 20, 50_000, 1, 1, 20_000, 5]
@@ -44,15 +44,6 @@ def wide(tokenizer: Tokenizer, tmp_path_factory: pytest.TempPathFactory) -> Path
 @pytest.fixture
 def copied(wide: Path, tmp_path: Path) -> Path:
     return Path(shutil.copytree(wide, tmp_path / "copied"))
-
-
-def flip_bit(path: Path, offset: int, bit: int) -> None:
-    """In place, as a disk does it."""
-    with path.open("r+b") as file:
-        file.seek(offset)
-        byte = file.read(1)[0]
-        file.seek(offset)
-        file.write(bytes([byte ^ 1 << bit]))
 
 
 def touched(shards: ShardSet, number: int) -> list[int]:

@@ -21,7 +21,7 @@ from data_pipeline.shards.stamps import (
 from data_pipeline.shards.verify import FolderCheck, deal, open_verified
 from longctx.errors import DataError
 from longctx.files import hash_file
-from tests.data_pipeline.lengths import strip_sums
+from tests.data_pipeline.lengths import flip_bit, strip_sums
 
 YEAR_2001 = 10**18
 
@@ -44,14 +44,6 @@ def pending(folder: Path, verify: str = "start") -> list[str]:
 
 def files(folder: Path) -> list[str]:
     return [entry.file for entry in Manifest.load(folder).shards]
-
-
-def flip_in_place(path: Path, offset: int = 5000) -> None:
-    with path.open("r+b") as file:
-        file.seek(offset)
-        byte = file.read(1)[0]
-        file.seek(offset)
-        file.write(bytes([byte ^ 1]))
 
 
 def test_a_file_is_read_once_and_again_when_asked(settled: Path):
@@ -91,7 +83,7 @@ def test_a_read_only_folder_stays_as_it_is(settled: Path):
 class TestStampsGoStale:
     def test_other_bytes_of_the_same_size(self, settled: Path):
         check(settled).keep_stamps()
-        flip_in_place(settled / "00001.arrow")
+        flip_bit(settled / "00001.arrow", 5000)
         os.utime(settled / "00001.arrow", ns=(YEAR_2001, YEAR_2001 + 1))
         assert pending(settled) == ["00001.arrow"]
         assert [check(settled).problem(entry) is None for entry in check(settled).pending] == [False]
@@ -100,7 +92,7 @@ class TestStampsGoStale:
         path = settled / "00001.arrow"
         os.utime(path, ns=(YEAR_2001, YEAR_2001))
         check(settled).keep_stamps()
-        flip_in_place(path)
+        flip_bit(path, 5000)
         os.utime(path, ns=(YEAR_2001, YEAR_2001))
         assert path.stat().st_mtime_ns == YEAR_2001
         assert pending(settled) == ["00001.arrow"]
@@ -161,7 +153,7 @@ def test_a_process_on_its_own_reads_a_file_once(settled: Path, monkeypatch: pyte
     assert read == files(settled)
     open_verified(settled)
     assert read == files(settled)
-    flip_in_place(settled / "00001.arrow")
+    flip_bit(settled / "00001.arrow", 5000)
     with pytest.raises(DataError, match=r"00001\.arrow is damaged"):
         open_verified(settled)
     assert read == [*files(settled), "00001.arrow"]
