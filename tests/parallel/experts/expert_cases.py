@@ -228,13 +228,15 @@ class RanksRun:
             for row, layout in zip(rows, layouts, strict=True)
         ]
         counts = count_step(self.engine.model, mine)
-        nll_sum, routed_LE = torch.zeros((), dtype=torch.float64), torch.zeros(())
+        nll_sum, routed_LE = torch.zeros((), dtype=torch.float64), torch.zeros(1, 1)
         for n, row, layout in zip(numbers, mine, layouts, strict=True):
             ids = layout.split(routing[number][n], mesh.context_rank, 1) if routing else None
             replay = None if ids is None else RoutingReplay(ids)
             loss = self.engine.forward(row, TrainingPass(expert_load_LE=self.load_LE, replay=replay))
             self.engine.backward(self.engine.model.loss(loss, counts))
-            nll_sum, routed_LE = nll_sum + loss["nll"].double(), routed_LE + loss.counts_LE
+            nll_sum = nll_sum + loss["nll"].double()
+            if loss.counts_LE is not None:  # of a dense model there are none
+                routed_LE = routed_LE + loss.counts_LE
         sum_over_ranks(routed_LE)
         self.run.norms.append(self.engine.step(LR))
         if config.selection_bias:

@@ -105,7 +105,8 @@ def train_together(
         for batch in mine:
             loss = engine.forward(batch)
             total += loss["nll"].double()
-            routed = loss.counts_LE if batch is mine[0] else routed + loss.counts_LE
+            if loss.counts_LE is not None:  # of a dense model there are none
+                routed = loss.counts_LE if batch is mine[0] else routed + loss.counts_LE
             engine.backward(engine.model.loss(loss, counts))
         norms.append(engine.step(LR))
         losses.append(float(sum_over_ranks(total)) / counts["targets"])
