@@ -69,9 +69,9 @@ def test_bytes_do_not_grow_with_the_sequence_bits_repeat_and_ranks_agree():
     _, kv_heads, D, V = HEADS
     real, seen = dist.all_gather_into_tensor, []
 
-    def counting(everything, mine, **options):
+    def counting(everything, mine, *group, **options):
         seen.append((everything.numel() - mine.numel()) * mine.element_size())
-        return real(everything, mine, **options)
+        return real(everything, mine, *group, **options)
 
     for kind, states in (("contiguous", 1), ("zigzag", 2)):
         for T in (96, 384):

@@ -159,10 +159,10 @@ class Events:
             self.bytes_received += sum(op.tensor.nbytes for op in ops if op.op is dist.irecv)
             return [_Watched(work, self.log) for work in started(ops)]
 
-        def gather(received, x, **kwargs):
+        def gather(received, x, *group, **kwargs):
             self.log.append("start gathering")
             self.bytes_received += received.nbytes - x.nbytes
-            return _Watched(gathered(received, x, **kwargs), self.log)
+            return _Watched(gathered(received, x, *group, **kwargs), self.log)
 
         def compute(kernel, *args, **kwargs):
             self.log.append("compute")
