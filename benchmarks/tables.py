@@ -2,8 +2,8 @@
 
     python -m benchmarks.tables [--check]
 
-What stands in a page of docs/ between ``<!-- table: NAME -->`` and ``<!-- end -->`` is replaced by the tables of that
-name, one for each kind of processor that was measured. ``--check`` writes nothing; exit code 1 if a page would change.
+What stands in a page of docs/ between ``<!-- table: NAME -->`` and ``<!-- end -->`` is replaced by the table of that
+name, with the rows of every kind of processor that was measured. ``--check`` writes nothing; exit code 1 if a page would change.
 """
 
 from __future__ import annotations
@@ -35,17 +35,33 @@ def rewritten(text: str, results: Path = RESULTS) -> str:
 
 
 def section(name: str, results: Path = RESULTS) -> str:
-    """Captions and tables of one name. KeyError where there is no such table."""
+    """Captions and the table of one name. KeyError if there is no such table, ValueError for columns that differ."""
     if name in GPU_TABLES:
         return GPU_TABLES[name](results)
     benchmark, table = TABLES[name]
-    parts = []
+    captions, parts = [], {}
     for kind in KINDS:
         path = results / kind / f"{benchmark}.json"
         if path.exists():
             result = json.loads(path.read_text())
-            parts.append(f"{caption(benchmark, kind, result['machine'])}\n\n{table(result)}")
-    return "\n\n".join(parts)
+            captions.append(caption(benchmark, kind, result["machine"]))
+            parts[kind] = table(result)
+    return "\n\n".join([*captions, joined(parts)]) if parts else ""
+
+
+def joined(parts: dict[str, str]) -> str:
+    """One table of those of each kind of processor, each row with its kind if there are several."""
+    if len(parts) == 1:
+        return next(iter(parts.values()))
+    lines: list[str] = []
+    for kind, part in parts.items():
+        head, rule, *rows = part.splitlines()
+        if not lines:
+            lines = [f"| on {head}", f"| --- {rule}"]
+        if lines[0] != f"| on {head}":
+            raise ValueError(f"{kind} has the columns {head}, and others {lines[0]}; measure it again")
+        lines += [f"| {kind} {row}" for row in rows]
+    return "\n".join(lines)
 
 
 def caption(benchmark: str, kind: str, machine: dict[str, Any]) -> str:
@@ -56,8 +72,8 @@ def caption(benchmark: str, kind: str, machine: dict[str, Any]) -> str:
         f"{library} {machine[library]}" for library in ("torch", "transformers", "deepspeed") if library in machine
     ]
     line = (
-        f"`python -m benchmarks.{benchmark}`, {name}, {machine['cores']} cores, {KINDS[kind]}, "
-        f"{', '.join(versions)}, {machine['date']}:"
+        f"{kind}: `python -m benchmarks.{benchmark}`, {name}, {machine['cores']} cores, {KINDS[kind]}, "
+        f"{', '.join(versions)}, {machine['date']}."
     )
     return textwrap.fill(line, MARKDOWN_COLUMNS, break_long_words=False, break_on_hyphens=False)
 
