@@ -194,7 +194,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def main_over_ranks(verb: str, argv: Sequence[str]) -> int:
     """Run a verb on every rank that deepspeed or torchrun started, rank 0 speaking for all: what its script does."""
-    # Both import torch, for which the help of one process does not wait.
+    # Imports torch, for which the help of one process does not wait.
     from launcher.config.flags import take_flag, without_local_rank
     from parallel.runtime.launched import environment_rank
 

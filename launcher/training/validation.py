@@ -11,12 +11,12 @@ from torch import Tensor
 
 from longctx.batch import IGNORED_TARGET
 from longctx.compact_batch import CompactBatch
-from longctx.objectives.causal_lm import CausalLM
+from longctx.objectives.task import Task
 from parallel.comm.world import sum_over_ranks
 
 
 def validate(
-    model: CausalLM,
+    task: Task,
     shards: Iterable[CompactBatch],
     device: torch.device,
     *,
@@ -44,9 +44,9 @@ def validate(
     for shard in shards:
         if stops():
             return None
-        batch = shard.unpack(device, model.prepare)
+        batch = shard.unpack(device, task.prepare)
         # float64 on the CPU: bincount in float32 loses a token's share once a bin holds millions of them.
-        nll = model.token_nll(batch).flatten().double().cpu()
+        nll = task.token_nll(batch).flatten().double().cpu()
         targets, positions = (x.flatten().cpu() for x in (batch.targets, batch.positions))
         counted = targets != IGNORED_TARGET
         # Positions travel with the tokens, so any layout counts them into the same bins.

@@ -72,7 +72,7 @@ class Alone:
                 if model.selection_bias_rate:
                     move_selection_bias_(self.lm.network.selection_biases(), counts_LE, model.selection_bias_rate)
             yield StepState(
-                loss=nll / counts["targets"],
+                loss=self.lm.mean_loss({self.lm.reported: nll}, counts),
                 grad_norm=norm,
                 gradients=gradients,
                 weights=self.weights(),
@@ -127,7 +127,7 @@ def _gradients(
         with recorded_routers(lm, tuple(chosen_LNk), routers):
             loss = lm.loss_sum(lm(batch, training_pass))
         lm.loss(loss, counts).backward()
-        nll += float(loss["nll"])
+        nll += float(loss[lm.reported])
         if batch is batches[0]:
             counts_LE = loss.counts_LE
         elif counts_LE is not None:

@@ -53,7 +53,7 @@ def steps_together(config: ResolvedConfig, mesh: Mesh, device: torch.device) -> 
             )
             loss = engine.forward(shard.to(device), training_pass)
             engine.backward(engine.model.loss(loss, counts))
-            nll += loss["nll"].double()
+            nll += loss[engine.model.reported].double()
             if own is rows[0]:
                 counts_LE = loss.counts_LE
             elif counts_LE is not None:
@@ -74,7 +74,7 @@ def steps_together(config: ResolvedConfig, mesh: Mesh, device: torch.device) -> 
             own_LNk = torch.cat([replay.experts_LNk.cpu() for replay in replays], dim=1)
             experts_LTk = gather_tokens(own_LNk, torch.cat(indices), train.tokens_per_step)
         yield StepState(
-            loss=engine.model.mean_loss({"nll": total}, counts),
+            loss=engine.model.mean_loss({engine.model.reported: total}, counts),
             grad_norm=norm,
             gradients=gradients,
             weights=weights,

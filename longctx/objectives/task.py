@@ -47,6 +47,13 @@ class Task(nn.Module):
         """``LossSum.tensors``: a plain tuple, which ZeRO-3's hooks can look into."""
         raise NotImplementedError
 
+    def token_nll(self, batch: Batch) -> Tensor:
+        """Each token's negative log-likelihood [B, t], float32, without gradient; 0 where its target is ignored.
+
+        Validation adds these up by position and source.
+        """
+        raise NotImplementedError
+
     def prepare(self, stream: Stream) -> Batch:
         """The batch of a stream: makes the targets, on the stream's device."""
         raise NotImplementedError

@@ -12,8 +12,8 @@ def environment_rank() -> tuple[int, int]:
 
 def ranks_of_machine() -> int | None:
     """Ranks on this machine; None if nobody said."""
-    # The deepspeed launcher says LOCAL_SIZE, torchrun LOCAL_WORLD_SIZE.
-    ranks = os.environ.get("LOCAL_SIZE") or os.environ.get("LOCAL_WORLD_SIZE")
+    # torchrun always says LOCAL_WORLD_SIZE, the deepspeed launcher LOCAL_SIZE, which a user may have exported for MPI.
+    ranks = os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("LOCAL_SIZE")
     if not ranks:
         return None
     return int(ranks)

@@ -25,7 +25,7 @@ class InitialWeights:
         if is_buffer(name):
             out.zero_()
             return
-        # One tensor after the other, in blocks: its generator goes on where it stands.
+        # One tensor after the other: the block that a range ends in is kept for the next one.
         if name != self._name:
             self._tensor = InitialTensor(name, self._shapes[name].numel(), self._config, self._seed)
             self._name = name

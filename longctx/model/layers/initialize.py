@@ -1,12 +1,13 @@
 """Initial weights as a function of a seed and a tensor's name, so that every process and world size starts equal.
 
-A tensor is drawn in blocks, each of which has a seed of its own: a rank draws the blocks that it holds a part of.
+A tensor is drawn in blocks, each by a key of its own: a rank draws the blocks that it holds a part of.
 """
 
 from __future__ import annotations
 
 import hashlib
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -41,6 +42,7 @@ class InitialTensor:
 
     def read(self, start: int, count: int) -> Tensor:
         """``count`` values from ``start``, float32 on the CPU."""
+        assert 0 <= start <= start + count <= self._numel, f"{self._name} has no values {start} to {start + count}"
         if self._constant is not None:
             return torch.full((count,), self._constant)
         out, done = torch.empty(count), 0
@@ -72,10 +74,11 @@ class InitialTensor:
         return self._block
 
     def _draw(self, number: int, out: Tensor) -> None:
-        # A seed for each block: no value depends on which tensors and parts of them a process holds.
+        # No value depends on which tensors and parts of them a process holds. The key has 128 bits: PyTorch's generator
+        # takes 32 of a seed, and among a million blocks some would be equal.
         digest = hashlib.sha256(f"{self._seed}:{self._name}:{number}".encode()).digest()
-        generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "big") >> 1)
-        torch.randn(len(out), generator=generator, out=out)
+        generator = np.random.Generator(np.random.Philox(key=int.from_bytes(digest[:16], "big")))
+        generator.standard_normal(dtype=np.float32, out=out.numpy())
 
 
 def _constant(name: str, config: ModelConfig) -> float | None:
