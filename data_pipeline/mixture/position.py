@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from data_pipeline.rows.blocks import Stretch
-from data_pipeline.rows.position import check_counters
+from data_pipeline.rows.position import check_counters, refuse_exclusions
 from data_pipeline.rows.stream import BEGINNING, StreamPosition
 from longctx.errors import DataError
 from longctx.untrusted.reading import shown
@@ -61,6 +61,7 @@ def source_state(position: SourcePosition, identity: dict[str, Any], share: int 
 def read_source(entry: Any, identity: dict[str, Any], where: str) -> tuple[SourcePosition, int | None]:
     """A source's position and its share then; DataError for one of other data or of another order, or a damaged one."""
     known = source_state(SourcePosition(), identity, None)
+    refuse_exclusions(entry)
     if isinstance(entry, dict):
         # States of releases without it do not name it.
         entry = {"fim": None} | entry

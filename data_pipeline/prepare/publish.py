@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from data_pipeline.prepare.left_out import LEFT_OUT_FILE
-from data_pipeline.shards.manifest import MANIFEST_FILE, VALIDATION_FOLDER, Manifest, hash_json
+from data_pipeline.shards.manifest import LIST_OF_BEFORE, MANIFEST_FILE, VALIDATION_FOLDER, Manifest, hash_json
 from data_pipeline.shards.packing import DEFAULT_LEVEL, LEVELS, PACKED_FILE, PackedFolder, pack_shard
 from data_pipeline.shards.stamps import cache_folder
 from data_pipeline.shards.sums import sums_file
@@ -27,7 +27,7 @@ from longctx.files import hash_file, staged_folder, write_atomically
 from longctx.tokenizer.load import is_carried
 
 _SENT_FILE = ".sent.json"
-_SHARD_FILE = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,120}\.(arrow|arrow\.zst|sums)")
+_SHARD_FILE = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,120}\.(arrow|arrow\.zst|sums|lengths)")
 
 Say = Callable[[str], None]
 
@@ -175,7 +175,7 @@ def _names_in_order(folder: Path) -> list[str]:
 def _is_ours(name: str) -> bool:
     """Whether a relative path is one that a shard folder may have."""
     own = name.removeprefix(f"{VALIDATION_FOLDER}/")
-    known = (MANIFEST_FILE, PACKED_FILE, LEFT_OUT_FILE)
+    known = (MANIFEST_FILE, PACKED_FILE, LEFT_OUT_FILE, LIST_OF_BEFORE)
     return own in known or is_carried(own) or _SHARD_FILE.fullmatch(own) is not None
 
 

@@ -1,4 +1,6 @@
-"""Leave shards out of a folder that is built: its manifest is written anew, and no shard is read for it but offsets.
+"""Leave shards out of a folder that is built: its manifest is written anew, by the offsets of the shards that stay.
+
+Those of a folder in a store are fetched for that, and stay in the cache for whoever reads the folder next.
 
 The manifest that results is one of other data: its hash differs, documents have other numbers and blocks other rows.
 """
@@ -66,6 +68,8 @@ def leave_out(folder: str | Path | ObjectPath, shards: Sequence[str]) -> LeftOut
     left_out = [entry for entry in manifest.shards if entry.file in shards]
     if not kept.shards:
         raise ConfigError(f"without {', '.join(shards)} no document of {place} would be left. Build the folder again.")
+    if copy is not None:
+        copy.check_room()
     opened = ShardSet(found, kept, verify=True, max_mapped=MAX_MAPPED, copy=copy)
     kept = replace(
         kept,
@@ -76,6 +80,8 @@ def leave_out(folder: str | Path | ObjectPath, shards: Sequence[str]) -> LeftOut
     )
     if isinstance(place, ObjectPath):
         write_object(place / MANIFEST_FILE, kept.content())
+        if copy is not None:
+            copy.lend_to(kept)
     else:
         write_atomically(place / MANIFEST_FILE, kept.content())
     return LeftOutShards(

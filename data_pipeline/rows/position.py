@@ -43,6 +43,16 @@ class Position:
         return own | {name: getattr(self.stream, name) for name in _OF_STREAM}
 
 
+def refuse_exclusions(state: Any) -> None:
+    """DataError for the state of a run whose folder had a list of excluded shards: its rows can be read no more."""
+    if isinstance(state, dict) and state.get("excluded"):
+        raise DataError(
+            "The loader state is that of a run with excluded shards, a list that this release does not read.\n"
+            "Leave the shards out by `longctx data build --without`, and start a new run from the weights "
+            "(run.start_from)."
+        )
+
+
 def read_position(state: dict[str, Any], own: dict[str, Any], folder: Path) -> Position:
     """Return the position that a state names, for a loader of ``folder`` whose state is ``own``.
 
@@ -53,6 +63,7 @@ def read_position(state: dict[str, Any], own: dict[str, Any], folder: Path) -> P
     if isinstance(state, dict):
         # Releases that packed in one way alone did not name it.
         state = {"packing": str(BEST_FIT)} | state
+    refuse_exclusions(state)
     # A missing field would be a silent default, and a field too many belongs to another release.
     if not isinstance(state, dict) or set(state) != set(own):
         raise DataError(f"This is not a loader state: it needs exactly the fields {', '.join(own)}.")

@@ -32,8 +32,6 @@ from longctx.tokenizer.load import has_tokenizer, is_carried
 _READ_BYTES = 16 << 20
 _SPARE_BYTES = 1 << 28
 """What is left free on the cache's disk: a disk that is full to the last byte fails whoever writes next."""
-_LIST_OF_BEFORE = "exclusions.json"
-"""Earlier releases left out the shards that it names: to read on without the list would be silently wrong."""
 
 
 class LocalCopy:
@@ -75,6 +73,15 @@ class LocalCopy:
         """Remove a shard, and its sums, from the copy."""
         for name in (entry.file, sums_file(entry.file)):
             (self.folder / name).unlink(missing_ok=True)
+
+    def lend_to(self, manifest: Manifest) -> None:
+        """Begin the copy of another manifest of the origin with the shards that are here: by links, in no room."""
+        folder = _copy_of(self.origin, manifest, self.folder.parent)
+        folder.mkdir(exist_ok=True)
+        for entry in manifest.shards:
+            for name in (entry.file, sums_file(entry.file)):
+                if (self.folder / name).is_file() and not (folder / name).exists():
+                    os.link(self.folder / name, folder / name)
 
     def unlisted(self) -> list[str]:
         """Shards and sums in the origin that nobody lists."""
@@ -141,12 +148,6 @@ def open_folder(
     which is replaced gets another one. DataError for a folder that cannot be read.
     """
     origin = locate(folder)
-    if (origin / _LIST_OF_BEFORE).is_file():
-        raise DataError(
-            f"{origin / _LIST_OF_BEFORE} leaves shards out, and this release reads no such list. Remove it to read all "
-            "shards; to leave those that it names out for good, remove it and give `longctx data build --without SHARD "
-            f"--output {origin}`."
-        )
     packing = None
     if isinstance(origin, Path):
         if not (origin / PACKED_FILE).is_file():
@@ -159,13 +160,18 @@ def open_folder(
     home = copies_folder()
     if cache:
         home = Path(cache)
-    copy = home / f"{origin.name}-{xxhash.xxh3_64_hexdigest(f'{origin} {manifest.hash}'.encode())}"
+    copy = _copy_of(origin, manifest, home)
     with explained_writes(copy):
         copy.mkdir(parents=True, exist_ok=True)
         with _alone(copy / MANIFEST_FILE):
             if not (copy / MANIFEST_FILE).is_file():
                 _begin(origin, copy, manifest)
     return copy, manifest, LocalCopy(origin, copy, manifest, packing)
+
+
+def _copy_of(origin: Location, manifest: Manifest, home: Path) -> Path:
+    """Return where the copy of an origin with this manifest lies."""
+    return home / f"{origin.name}-{xxhash.xxh3_64_hexdigest(f'{origin} {manifest.hash}'.encode())}"
 
 
 def fetch_folder(folder: str | Path | ObjectPath, cache: str | Path | None = None) -> Path:

@@ -25,6 +25,8 @@ from longctx.untrusted.schema import NAME, Check, anything, listing, mapping, on
 FORMAT = "longctx-shards"
 VERSION = 1
 MANIFEST_FILE = "manifest.json"
+LIST_OF_BEFORE = "exclusions.json"
+"""A list of excluded shards, which folders had before ``data build --without``."""
 VALIDATION_FOLDER = "validation"
 """Within a shard folder, that of the documents it holds out."""
 WITHOUT = "without"
@@ -139,6 +141,12 @@ class Manifest:
     def load(cls, folder: Location) -> Manifest:
         """Read and check ``manifest.json``; ``DataError`` if it is missing, damaged, edited or of another version."""
         path = folder / MANIFEST_FILE
+        if (folder / LIST_OF_BEFORE).is_file():
+            raise DataError(
+                f"{folder / LIST_OF_BEFORE} leaves shards out, and this release reads no such list. Remove it to read "
+                "all shards; to leave those that it names out for good, remove it and give "
+                f"`longctx data build --without SHARD --output {folder}`."
+            )
         body = read_object(path)
         if body.get("format") != FORMAT:
             raise DataError(f"{path} is not a shard manifest (format={body.get('format')!r}, wanted {FORMAT!r}).")

@@ -157,6 +157,7 @@ def _check_keys(values: dict[str, Any]) -> None:
 
 
 _REMOVED = {
+    "data.changed_exclusions": "shards are left out by `longctx data build --without` alone. Delete the key.",
     "train.recompute": (
         "train.keep says what survives of each block until backward.\n"
         'Write keep = "attention" for recompute = true and keep = "all" for recompute = false; on the command line '

@@ -168,3 +168,5 @@ def test_a_list_of_an_earlier_release_is_not_read_over_in_silence(damaged: Path,
     assert "exclusions.json" in problem
     with pytest.raises(DataError, match=r"exclusions\.json"):
         leave_out(damaged, [BAD])
+    with pytest.raises(DataError, match=r"exclusions\.json"):
+        pack(damaged, damaged.parent / "packed", overwrite=False, say=print)

@@ -14,6 +14,7 @@ import pytest
 
 from data_pipeline.inspect import describe, describe_mixture, sample_rows, verify
 from data_pipeline.loader import build_loader, build_validation_loader
+from data_pipeline.prepare.without import leave_out
 from data_pipeline.shards import copies
 from data_pipeline.shards.reader import ShardSet
 from data_pipeline.shards.verify import open_verified
@@ -148,6 +149,17 @@ def test_data_that_is_replaced_gets_a_copy_of_its_own(remote: Store, built: Path
     # The first is no longer there to be fetched.
     with pytest.raises(DataError, match="is damaged"):
         first.document(0)
+
+
+def test_a_shard_left_out_afterwards_has_no_other_fetched_again(remote: Store):
+    before = ShardSet.open(URL)
+    bad = before.manifest.shards[0]
+    leave_out(URL, [bad.file])
+    after = ShardSet.open(URL)
+    assert after.num_documents == before.num_documents - bad.documents
+    assert [after.name(n) for n in range(3)] == [before.name(bad.documents + n) for n in range(3)]
+    after.lengths_of(np.arange(after.num_documents))
+    assert set(gets(remote).values()) == {1}
 
 
 def test_a_disk_without_room_is_named(remote: Store, monkeypatch: pytest.MonkeyPatch):
