@@ -75,9 +75,7 @@ VERBS = {
     "data inspect": Verb(data.inspect, ("runs/data --seq-len 4096 --row 0",)),
     "data verify": Verb(data.verify, ("runs/data",)),
     "data pack": Verb(data_pack.pack, ("runs/data --output s3://bucket/data",)),
-    "data plan": Verb(
-        data_rows.plan, ("--config quickstart", "--config run.toml --ranks 64 --output rows.svg"), takes_settings=True
-    ),
+    "data plan": Verb(data_rows.plan, ("--config quickstart", "--config run.toml --ranks 64"), takes_settings=True),
     "data sample": Verb(data_rows.sample, ("runs/data --seq-len 4096 --rows 8 --output rows.txt",)),
     "data practice": Verb(
         practice.practice,

@@ -1,1 +1,1 @@
-"""The network between the machines of a run: interfaces, ports, links. One process a host, asked over ssh."""
+"""The network between the machines of a run: interfaces and ports. One process a host, asked over ssh."""

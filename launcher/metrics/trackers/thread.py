@@ -162,6 +162,9 @@ class TrackerThread(threading.Thread):
         """Wait for the end of the thread until the deadline, and say what the tracker lacks."""
         self.join(max(0.0, deadline - time.monotonic()))
         if self.is_alive():
+            # A run that fails in its first seconds may end before a tracker's library is imported.
+            if self._tracker is None and self._how == "failed":
+                return
             log.warning("Tracker %s has not taken all records in time; metrics.jsonl has them.", self._title)
         elif self.num_dropped and not self._has_failed:
             log.warning("Tracker %s lacks %d records, which were dropped.", self._title, self.num_dropped)

@@ -25,6 +25,9 @@ class TensorBoardTracker:
         """Add a point to each curve."""
         for tag, value in values.items():
             self._writer.add_scalar(tag, value, step, walltime=seconds)
+        # A run that goes on after a kill draws no earlier validation again.
+        if any(tag.startswith("validation") for tag in values):
+            self._writer.flush()
 
     def text(self, step: int, name: str, text: str) -> None:
         """Add a text as a block of code, because TensorBoard reads Markdown."""

@@ -29,7 +29,9 @@ class TrackioTracker:
         # A run is identified by its name, and two folders may have the same name.
         name = str(run.remembered("trackio").get("name") or f"{run.name}-{secrets.token_hex(4)}")
         run.remember("trackio", {"name": name, "project": run.project})
-        trackio.init(project=run.project, name=name, config=dict(run.config), resume="allow", embed=False)
+        # Its monitors read /proc and write every ten seconds: to the watch a rank that hangs would seem to work.
+        quiet = {"embed": False, "auto_log_cpu": False, "auto_log_gpu": False}
+        trackio.init(project=run.project, name=name, config=dict(run.config), resume="allow", **quiet)
 
     def log(self, step: int, values: Mapping[str, float], seconds: float) -> None:
         """Log a point of each curve."""

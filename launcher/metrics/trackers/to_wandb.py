@@ -11,7 +11,7 @@ from typing import Any
 
 import wandb  # pyright: ignore[reportMissingImports]
 
-from launcher.metrics.trackers.tracker import TrackedRun
+from launcher.metrics.trackers.tracker import TrackedRun, without_secrets
 
 log = logging.getLogger(__name__)
 
@@ -40,7 +40,7 @@ class WandbTracker:
             wandb.teardown()
             wandb.setup(settings)
             self._run = wandb.init(**options, mode="offline")
-        log.info("Tracker wandb: run %s in %s", run_id, self._run.url or self._run.dir)
+        log.info("Tracker wandb: run %s in %s", run_id, without_secrets(self._run.url or self._run.dir))
         self._run.define_metric("step")
         self._run.define_metric("*", step_metric="step")
 
