@@ -3,7 +3,8 @@
     python -m benchmarks.tables [--check]
 
 What stands in a page of docs/ between ``<!-- table: NAME -->`` and ``<!-- end -->`` is replaced by the table of that
-name, with the rows of every kind of processor that was measured. ``--check`` writes nothing; exit code 1 if a page would change.
+name, with the rows of every kind of processor that was measured. ``--check`` writes nothing; exit code 1 if a page
+would change.
 """
 
 from __future__ import annotations

@@ -16,8 +16,6 @@ import torch
 from torch import Tensor
 
 from longctx.architecture.size import count_parameters
-from longctx.checkpoint_files.blocks import describe_file
-from longctx.checkpoint_files.pieces import PieceFiles, link_problem
 from longctx.checkpoint_manifest import (
     FORMAT,
     PROVED,
@@ -36,6 +34,8 @@ from longctx.checkpoint_manifest import (
 from longctx.config import ModelConfig
 from longctx.errors import CheckpointError
 from longctx.files import CHECKPOINTS, MANIFEST, hash_file, list_checkpoints, wrong_size
+from longctx.piece_files import PieceFiles, link_problem
+from longctx.storage.blocks import describe_file
 
 __all__ = [
     "CHECKPOINTS",

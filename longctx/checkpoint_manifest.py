@@ -17,6 +17,7 @@ import xxhash
 
 from longctx.errors import CheckpointError, DataError
 from longctx.files import MANIFEST, read_manifest_json
+from longctx.storage.blocks import HASH_DIGITS, num_blocks
 from longctx.untrusted.reading import parse_json, read_bounded, shown
 from longctx.untrusted.schema import (
     FILE_NAME,
@@ -41,10 +42,6 @@ ROLES = ("master", "exp_avg", "exp_avg_sq")
 DTYPES = ("float32", "bfloat16", "float16")
 """The dtypes that a run computes in, or that an import may come in."""
 
-BLOCK_BYTES = 4 << 20
-"""Bytes of a file of pieces that a hash is of; the last block may be shorter."""
-HASH_DIGITS = 32
-"""Of an xxh3-128."""
 VALUE_BYTES = 4
 """Bytes of a float32 in a file."""
 _ADVICE = "Take a checkpoint that a run or `longctx convert` wrote."
@@ -170,11 +167,6 @@ def _problems(manifest: dict[str, Any], pieces: Pieces) -> Iterator[str]:
         # Without one for each of them, some bytes would be used as they are.
         if "blocks" in entry and len(entry["blocks"]) != HASH_DIGITS * num_blocks(entry["bytes"]):
             yield f"{file} has {entry['bytes']} bytes, and {len(entry['blocks']) // HASH_DIGITS} hashes of blocks"
-
-
-def num_blocks(num_bytes: int) -> int:
-    """Blocks of a file of so many bytes."""
-    return -(-num_bytes // BLOCK_BYTES)
 
 
 def num_values(shape: list[int] | tuple[int, ...]) -> int:

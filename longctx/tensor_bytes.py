@@ -16,3 +16,8 @@ def as_bytes(x: Tensor) -> Tensor:
 def rows_as_bytes(x: Tensor) -> Tensor:
     """Return the bytes of a tensor [..., X] of any strides, uint8 [..., X · itemsize]; copied unless contiguous."""
     return as_bytes(x.contiguous()).view(x.shape[:-1] + torch.Size([x.shape[-1] * x.itemsize]))
+
+
+def content_of(tensor: Tensor) -> memoryview:
+    """Return the bytes of a CPU tensor for Python; copied unless the tensor is contiguous."""
+    return as_bytes(tensor.contiguous()).numpy().data

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from launcher.checkpoint.pieces import ITEM_BYTES
+from longctx.checkpoint_manifest import VALUE_BYTES
 from longctx.kernels.memory import available_bytes, lock_pages
 
 if TYPE_CHECKING:  # importing DeepSpeed takes seconds, and decides on a device
@@ -29,7 +29,7 @@ class HostCopy:
         """Take it, page by page; page-locked if ``device``, where the values are, is a GPU. RuntimeError if the system
         refuses that."""
         count, self._device = sum(map(_values_of, pieces)), device
-        memory = mmap.mmap(-1, max(1, count) * ITEM_BYTES)
+        memory = mmap.mmap(-1, max(1, count) * VALUE_BYTES)
         if hasattr(mmap, "MADV_HUGEPAGE"):
             memory.madvise(mmap.MADV_HUGEPAGE)
         # Pages come when they are first written to: now, while training goes on.
@@ -95,4 +95,4 @@ class Copies:
 
 def copy_bytes(pieces: Sequence[Piece]) -> int:
     """Bytes of the copy."""
-    return ITEM_BYTES * sum(one.numel for one in pieces)
+    return VALUE_BYTES * sum(one.numel for one in pieces)

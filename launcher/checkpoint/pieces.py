@@ -1,11 +1,7 @@
-"""Write one rank's ranges into a safetensors file without holding them: a block at a time leaves its device.
-
-The layout is eight bytes with the header's length, a JSON header (key -> dtype, shape, byte range), then the values.
-"""
+"""Write one rank's ranges into a safetensors file without holding them: a block at a time leaves its device."""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -13,15 +9,15 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from launcher.checkpoint.disk import HashedWriter, Written
+from longctx.checkpoint_manifest import VALUE_BYTES
+from longctx.storage.hashed_file import HashedWriter, Written
+from longctx.storage.safetensors import encoded_header, header_fields
 
 if TYPE_CHECKING:  # importing DeepSpeed takes seconds, and decides on a device
     from parallel.zero.state import Piece
 
 BLOCK_VALUES = 1 << 22
 """Values that leave their device at a time: 16 MiB."""
-ITEM_BYTES = 4
-"""Of a float32 value."""
 
 
 def write_pieces(path: Path, pieces: Sequence[Piece], values: Iterable[Tensor]) -> Written:
@@ -45,13 +41,11 @@ def piece_key(one: Piece) -> str:
 
 
 def _header(pieces: Sequence[Piece]) -> bytes:
-    """What stands before the values; values begin at a multiple of eight bytes."""
+    """Return what stands before the values; values begin at a multiple of eight bytes."""
     entries: dict[str, Any] = {}
     at = 0
     for one in pieces:
-        stop = at + ITEM_BYTES * one.numel
-        entries[piece_key(one)] = {"dtype": "F32", "shape": [one.numel], "data_offsets": [at, stop]}
+        stop = at + VALUE_BYTES * one.numel
+        entries[piece_key(one)] = header_fields(torch.float32, [one.numel], at, stop)
         at = stop
-    text = json.dumps(entries, separators=(",", ":")).encode()
-    text = text.ljust(-(-len(text) // 8) * 8)
-    return len(text).to_bytes(8, "little") + text
+    return encoded_header(entries)

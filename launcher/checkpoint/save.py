@@ -21,7 +21,6 @@ import torch
 import xxhash
 from torch import Tensor
 
-from launcher.checkpoint.disk import read_back
 from launcher.checkpoint.names import hidden_folder, set_aside
 from launcher.checkpoint.pieces import piece_key, write_pieces
 from longctx.checkpoint_format import (
@@ -35,6 +34,7 @@ from longctx.checkpoint_format import (
 from longctx.config import ModelConfig
 from longctx.errors import CheckpointError
 from longctx.files import sync_path, write_synced
+from longctx.storage.hashed_file import read_back
 from parallel.comm.messages.sums import Sum, is_sum_of
 
 if TYPE_CHECKING:  # importing DeepSpeed takes seconds, and decides on a device

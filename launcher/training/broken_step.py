@@ -11,8 +11,8 @@ from typing import Any
 from data_pipeline.rows.pack import BEST_FIT
 from launcher.config.sections import RunConfig
 from launcher.training.run import Run
+from launcher.training.verdict import newest_checkpoint
 from launcher.wording import first_names, plural
-from longctx.checkpoint_format import list_checkpoints
 from longctx.errors import GradientError, TrainingError
 from parallel.comm.world import gather_objects
 
@@ -46,7 +46,7 @@ class BrokenStep:
     lr: float
     """``train.lr``."""
     checkpoint: Path | None
-    """The newest one."""
+    """The newest one, of a step that ends the run."""
 
     @property
     def is_last(self) -> bool:
@@ -150,10 +150,10 @@ def find_broken(
     if gradient is not None:
         grad_norm, gradients = gradient.norm, gradient.names
     # Collective: every rank looks at the weights that it owns, and all learn the names.
-    weights = run.engine.broken_weights()
+    weights, checkpoint = run.engine.broken_weights(), None
     if weights or in_row >= run.config.train.skip_steps:
-        # The run ends, and names the newest checkpoint, which may be the one that is being written.
-        run.saver.finish()
+        # The run ends, and names the newest checkpoint.
+        checkpoint = newest_checkpoint(run)
     return BrokenStep(
         step=step,
         loss=loss,
@@ -163,7 +163,7 @@ def find_broken(
         weights=weights,
         rows=rows_from(run.config, order),
         lr=run.config.train.lr,
-        checkpoint=next(reversed(list_checkpoints(run.folder)), None),
+        checkpoint=checkpoint,
         spike=spike,
         refused=refused,
         ranks=[rank for rank, is_finite in enumerate(gather_objects(own_finite)) if not is_finite],

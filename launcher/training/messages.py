@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from launcher.training.run import Run
-from longctx.checkpoint_format import list_checkpoints
+from launcher.training.verdict import newest_checkpoint
 from longctx.errors import ClusterError
 from parallel.comm.messages.differences import find_differences
 from parallel.comm.messages.ledger import is_balanced
@@ -27,9 +27,7 @@ def differing(run: Run, when: str, state: str) -> ClusterError:
     """Return what ends the run, the same on every rank. Collective."""
     assert run.mesh.comm.ledger is not None
     found = find_differences(run.mesh.comm.ledger)
-    # The newest checkpoint may be one that is being written.
-    run.saver.finish()
-    newest = next(reversed(list_checkpoints(run.folder)), None)
+    newest = newest_checkpoint(run)
     go_on = "There is no checkpoint yet: start again."
     if newest is not None:
         go_on = f"Go on from the newest checkpoint, {newest} (--run.resume latest)."

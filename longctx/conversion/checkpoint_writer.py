@@ -11,7 +11,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from longctx.checkpoint_files.blocks import describe_file
 from longctx.checkpoint_format import (
     FORMAT,
     MANIFEST,
@@ -25,9 +24,10 @@ from longctx.conversion.differences import raise_differences
 from longctx.conversion.hf import Progress
 from longctx.conversion.tensors import parameter_shapes
 from longctx.conversion.weights.json_files import write_json
-from longctx.conversion.weights.shard_writer import ShardWriter
 from longctx.errors import CheckpointError
 from longctx.files import staged_folder
+from longctx.storage.blocks import describe_file
+from longctx.storage.shards import ShardWriter
 
 
 def save_masters(

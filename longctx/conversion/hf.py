@@ -33,10 +33,10 @@ from longctx.conversion.tensors import (
 from longctx.conversion.tokenizer import check_tokenizer, export_tokenizer, is_qwen, replaced_ids
 from longctx.conversion.weights.folder import INDEX, WeightsFolder
 from longctx.conversion.weights.json_files import read_json, write_json
-from longctx.conversion.weights.shard_writer import ShardWriter
 from longctx.errors import CheckpointError, ConfigError
 from longctx.families import FAMILIES, config_to_hf, left_behind, passed_over
 from longctx.files import staged_folder
+from longctx.storage.shards import ShardWriter
 from longctx.tokenizer import Tokenizer, load_tokenizer
 from longctx.tokenizer.hard_texts import HARD_TEXTS
 

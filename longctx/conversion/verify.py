@@ -19,9 +19,9 @@ from longctx.architecture.size import widest_ffn
 from longctx.config import ModelConfig
 from longctx.conversion.casts import dtype_name
 from longctx.conversion.differences import listing
-from longctx.conversion.weights.safetensors_file import content_of
 from longctx.errors import CheckpointError, ConfigError
 from longctx.kernels.memory import available_bytes
+from longctx.tensor_bytes import content_of
 
 if TYPE_CHECKING:
     from longctx.model.training_pass import Execution

@@ -1,1 +1,1 @@
-"""The files of a checkpoint, and their values: read once, hashed before they are used."""
+"""Files of tensors: one reader that trusts nothing in them, and writers that hold a block of them."""

@@ -1,7 +1,8 @@
-"""The files of a checkpoint, read in blocks that are hashed before any of their bytes is used.
+"""Files read in blocks, which are hashed before any of their bytes is used.
 
-The manifest has a hash for each block of a file beside that of the whole file. So whoever needs a range reads it once,
-into the memory where it belongs, and knows that it is right: no file has to be read through before.
+A checkpoint's manifest has a hash for each block of a file beside that of the whole file. So whoever needs a range
+reads it once, into the memory where it belongs, and knows that it is right: no file has to be read through before.
+Files without such hashes are read in the same way.
 """
 
 from __future__ import annotations
@@ -20,12 +21,20 @@ import torch
 import xxhash
 from torch import Tensor
 
-from longctx.checkpoint_manifest import BLOCK_BYTES, HASH_DIGITS, num_blocks
 from longctx.errors import CheckpointError
 from longctx.files import wrong_size
 
+BLOCK_BYTES = 4 << 20
+"""Bytes of a file that a hash is of; the last block may be shorter."""
+HASH_DIGITS = 32
+"""Of an xxh3-128."""
 _DISK_AHEAD, _CACHE_AHEAD = 8, 2
 """Blocks under way at a time: one does not keep a fast disk busy, but the page cache reads ahead itself."""
+
+
+def num_blocks(num_bytes: int) -> int:
+    """Return the number of blocks of a file of so many bytes."""
+    return -(-num_bytes // BLOCK_BYTES)
 
 
 def describe_file(path: Path) -> dict[str, Any]:
@@ -114,6 +123,8 @@ class BlockReader:
 
         CheckpointError where a block of these is not what was written; what was filled before is right.
         """
+        if not len(out):
+            return
         file = self._files[name]
         stop = wanted = start + len(out)
         # Whoever goes on where it stopped will do so again: values lie in the order in which a run asks for them.

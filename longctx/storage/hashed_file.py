@@ -1,4 +1,4 @@
-"""Files written and read past the page cache, hashed on their way.
+"""Files of a checkpoint written and read past the page cache, hashed on their way.
 
 A checkpoint is written once and read when the run has ended: in the page cache it would take the memory, and a copy's
 time, of what training reads. Several blocks are under way at a time, because one does not keep a fast disk busy. Where
@@ -17,8 +17,8 @@ from typing import NamedTuple
 
 import xxhash
 
-from longctx.checkpoint_files.blocks import fill_block, open_file
-from longctx.checkpoint_manifest import BLOCK_BYTES as HASHED_BYTES
+from longctx.storage.blocks import BLOCK_BYTES as HASHED_BYTES
+from longctx.storage.blocks import fill_block, open_file
 
 ALIGNMENT = 4096
 """Direct I/O wants addresses, offsets and lengths in multiples of a disk's sector; no disk has larger ones."""

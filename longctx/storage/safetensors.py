@@ -1,14 +1,15 @@
-"""One safetensors file: a reader that trusts nothing in it, and a writer that holds one tensor at a time.
+"""safetensors files: a reader that trusts nothing in them, the header, and a writer that holds one tensor at a time.
 
 The layout is eight bytes with the header's length, a JSON header (name -> dtype, shape, byte range), then the tensors'
-bytes. Files are read with plain reads: mapped pages would stay in resident memory until the mapping ends.
+bytes, one tensor after the other.
 """
 
 from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -17,161 +18,257 @@ import xxhash
 from torch import Tensor
 
 from longctx.errors import CheckpointError
-from longctx.tensor_bytes import as_bytes
-from longctx.untrusted.reading import parse_json
-from longctx.untrusted.tensor_header import Entry, header_entries
+from longctx.storage.blocks import BlockReader
+from longctx.tensor_bytes import as_bytes, content_of
+from longctx.untrusted.reading import parse_json, shown
 
 DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 """safetensors' names of the dtypes that fit the fp32 masters without loss."""
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
-MAX_HEADER_BYTES = 100_000_000
-"""The longest header that the safetensors library reads."""
-_MOST_HEADER_VALUES = 8_000_000
-"""Each tensor has some eight."""
-BLOCK_BYTES = 16 * 2**20
-RESERVED_BYTES = 2**20
-"""Bytes reserved for the header, which is written last: enough for the names of some 7,000 tensors."""
+# Dtypes that no reader takes have a size too: their ranges are checked like the others'.
+_ITEM_BYTES: dict[str, int] = dict.fromkeys(("F64", "I64", "U64"), 8)
+_ITEM_BYTES |= dict.fromkeys(("F32", "I32", "U32"), 4)
+_ITEM_BYTES |= dict.fromkeys(("F16", "BF16", "I16", "U16"), 2)
+_ITEM_BYTES |= dict.fromkeys(("I8", "U8", "BOOL", "F8_E4M3", "F8_E5M2"), 1)
+_MOST_NAME, _MOST_DIMS, _MOST_SIZE = 400, 16, 2**64
+
+
+@dataclass(frozen=True)
+class HeaderLimits:
+    """What a header may take before it is read: a wrong length would ask for all memory."""
+
+    num_bytes: int = 100_000_000
+    """The longest that the safetensors library reads."""
+    num_values: int = 8_000_000
+    """Values of JSON: each tensor has some eight."""
+
+
+LIMITS = HeaderLimits()
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One tensor: bytes ``start`` to ``stop`` of the file."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    start: int
+    stop: int
+
+
+# --- reading --------------------------------------------------------------------------------------------------
 
 
 class SafetensorsFile:
     """The tensors of one file by name. Opening reads and checks the header alone.
 
-    CheckpointError names the file, and the tensor where there is one: for a header longer than the file, a key given
-    twice, ranges past the end, ranges that overlap or leave bytes to nobody, shapes that do not fit their range.
+    CheckpointError names the file, and the tensor if there is one: for a header longer than the file or its limits, a
+    key given twice, ranges past the end, ranges that overlap or leave bytes to nobody, shapes that do not fit their
+    range; with ``hashes``, for every block whose bytes are others.
     """
 
-    def __init__(self, path: Path) -> None:
-        self.path = path
+    def __init__(
+        self,
+        path: Path,
+        blocks: BlockReader | None = None,
+        *,
+        num_bytes: int | None = None,
+        hashes: str | None = None,
+        limits: HeaderLimits = LIMITS,
+        advice: str = "",
+    ) -> None:
+        """``blocks`` reads it, and may read others of its folder. ``num_bytes`` and ``hashes`` (one of each block) are
+        those of a manifest. ``advice`` is the second line of what is said of a file that cannot be read."""
+        self.path, self._blocks = path, blocks or BlockReader(past_cache=False)
         try:
-            self._entries = _read_entries(path)
+            # To open a pipe that nobody writes to would hang.
+            if not path.is_file():
+                raise FileNotFoundError("it is missing, or no plain file")
+            self._size = path.stat().st_size if num_bytes is None else num_bytes
+            self._blocks.add(path, self._size, hashes)
+            self._entries = self._read_header(limits)
         except (OSError, ValueError) as error:
-            raise CheckpointError(f"{path} cannot be read: {error}.") from error
+            raise CheckpointError(f"{path} cannot be read: {error}.\n{advice}".rstrip()) from error
 
     def names(self) -> list[str]:
-        """Every tensor."""
+        """Return every tensor."""
         return list(self._entries)
 
+    def entry(self, name: str) -> Entry | None:
+        """Return what the header says of a tensor; None if it has none of that name."""
+        return self._entries.get(name)
+
     def shape(self, name: str) -> tuple[int, ...]:
-        """Shape as the header has it."""
+        """Return the shape as the header has it."""
         return self._entries[name].shape
 
     def dtype(self, name: str) -> torch.dtype:
-        """The tensor's dtype; CheckpointError for one that training could not take without loss."""
+        """Return the tensor's dtype; CheckpointError for one that training could not take without loss."""
         kind = self._entries[name].dtype
         if kind not in DTYPES:
             raise CheckpointError(f"{name} in {self.path} is {kind}; supported: {sorted(DTYPES)}, nothing quantised.")
         return DTYPES[kind]
 
     def read(self, name: str) -> Tensor:
-        """The tensor, in memory of its own."""
+        """Return the tensor, in memory of its own."""
         tensor = torch.empty(self.shape(name), dtype=self.dtype(name))
-        content = content_of(tensor)
-        at = 0
-        for block in self._blocks(name):
-            content[at : at + len(block)] = block
-            at += len(block)
+        try:
+            self.read_into(self._entries[name].start, as_bytes(tensor))
+        except CheckpointError as error:
+            raise CheckpointError(f"{name} in {error}") from error
         return tensor
 
-    def hash(self, name: str) -> str:
-        """xxh3-128 of the tensor's bytes, without holding the tensor."""
-        digest = xxhash.xxh3_128()
-        for block in self._blocks(name):
-            digest.update(block)
-        return digest.hexdigest()
+    def read_into(self, start: int, out: Tensor) -> None:
+        """Fill ``out``, flat uint8 on the CPU, with the file's bytes from ``start``."""
+        self._blocks.read_into(self.path.name, start, out)
 
-    def _blocks(self, name: str) -> Iterator[memoryview]:
-        """Yield a tensor's bytes in blocks, all in the same memory: a block is gone when the next one is asked for."""
-        entry = self._entries[name]
-        left = entry.stop - entry.start
-        block = memoryview(bytearray(min(BLOCK_BYTES, left)))
-        try:
-            with self.path.open("rb", buffering=0) as file:
-                file.seek(entry.start)
-                while left:
-                    read = file.readinto(block[: min(left, len(block))])
-                    if not read:
-                        raise OSError("the file ends early")
-                    left -= read
-                    yield block[:read]
-        except OSError as error:
-            raise CheckpointError(f"{name} in {self.path} cannot be read: {error}.") from error
+    def _read_header(self, limits: HeaderLimits) -> dict[str, Entry]:
+        """Return the header's entries; ValueError says what is wrong with it."""
+        if self._size < 8:
+            raise ValueError(f"it has {self._size} bytes, which is no safetensors file")
+        header_bytes = int.from_bytes(self._bytes(0, 8), "little")
+        most = min(self._size - 8, limits.num_bytes)
+        if header_bytes > most:
+            raise ValueError(f"its header claims {header_bytes:,} bytes, and may have {most:,}")
+        header = parse_json(self._bytes(8, header_bytes), most_values=limits.num_values)
+        return header_entries(header, 8 + header_bytes, self._size)
+
+    def _bytes(self, start: int, count: int) -> bytes:
+        out = torch.zeros(count, dtype=torch.uint8)
+        self.read_into(start, out)
+        return out.numpy().tobytes()
 
 
-def _read_entries(path: Path) -> dict[str, Entry]:
-    """The header's entries; ValueError says what is wrong with it."""
-    with path.open("rb") as file:
-        size = file.seek(0, 2)
-        file.seek(0)
-        if size < 8:
-            raise ValueError(f"it has {size} bytes, which is no safetensors file")
-        header_bytes = int.from_bytes(file.read(8), "little")
-        # Before it is read: a wrong number would ask for all memory.
-        if header_bytes > min(size - 8, MAX_HEADER_BYTES):
-            raise ValueError(f"its header claims {header_bytes} bytes, the file has {size}")
-        header = parse_json(file.read(header_bytes), most_values=_MOST_HEADER_VALUES)
-    return header_entries(header, 8 + header_bytes, size)
+def header_entries(header: Any, begin: int, size: int) -> dict[str, Entry]:
+    """Return the tensors of a header, in a file of ``size`` bytes whose values begin at byte ``begin``.
+
+    ValueError, a line long, for keys, dtypes, shapes or ranges that cannot be right, and unless the tensors follow one
+    another up to the end of the file.
+    """
+    if not isinstance(header, dict):
+        raise ValueError("its header is no JSON object")
+    # Free text, and no tensor.
+    header.pop("__metadata__", None)
+    entries = {name: _entry(name, fields, begin, size) for name, fields in header.items()}
+    _check_cover(entries, begin, size)
+    return entries
+
+
+def _entry(name: str, fields: Any, begin: int, size: int) -> Entry:
+    """Return a tensor's entry, checked; its byte offsets count from the beginning of the file."""
+    if not name or len(name) > _MOST_NAME:
+        raise ValueError(f"its header names a tensor {shown(name)}, and a name has 1 to {_MOST_NAME} characters")
+    if not isinstance(fields, dict) or set(fields) != {"dtype", "shape", "data_offsets"}:
+        raise ValueError(f"its header does not describe {name} by dtype, shape and data_offsets")
+    kind, shape, offsets = fields["dtype"], fields["shape"], fields["data_offsets"]
+    if not isinstance(kind, str) or not _is_sizes(shape) or not _is_sizes(offsets) or len(offsets) != 2:
+        raise ValueError(
+            f"its header describes {name} by dtype={shown(kind)} shape={shown(shape)} data_offsets={shown(offsets)}"
+        )
+    start, stop = begin + offsets[0], begin + offsets[1]
+    if start > stop or stop > size:
+        raise ValueError(f"{name} is at bytes {offsets}, past the end of the {size - begin} bytes of data")
+    if kind in _ITEM_BYTES and stop - start != math.prod(shape) * _ITEM_BYTES[kind]:
+        raise ValueError(f"{name} is {kind} {shape}, which is not {stop - start} bytes")
+    return Entry(kind, tuple(shape), start, stop)
+
+
+def _is_sizes(value: Any) -> bool:
+    """Return whether a value is a short list of whole numbers of at least 0; ``True`` is none."""
+    if not isinstance(value, list) or len(value) > _MOST_DIMS:
+        return False
+    return all(type(v) is int and 0 <= v < _MOST_SIZE for v in value)
+
+
+def _check_cover(entries: dict[str, Entry], begin: int, size: int) -> None:
+    """ValueError unless the tensors follow one another, from the header to the end of the file."""
+    at, before = begin, "the header"
+    for name, entry in sorted(entries.items(), key=lambda item: (item[1].start, item[1].stop)):
+        if entry.start < at:
+            raise ValueError(f"{before} and {name} overlap")
+        if entry.start > at:
+            raise ValueError(f"{before} and {name} leave bytes between them to nobody")
+        at, before = entry.stop, name
+    if at != size:
+        raise ValueError(f"{size - at} bytes after {before} belong to nobody")
+
+
+# --- writing --------------------------------------------------------------------------------------------------
+
+RESERVED_BYTES = 2**20
+"""Bytes reserved for a header that is written last: enough for the names of some 7,000 tensors."""
+SMALL_BYTES = 16 * 2**20
+"""In a file of no more data the header takes what it needs: the rest of the reserve would be most of the file."""
+
+
+def header_fields(dtype: torch.dtype, shape: Iterable[int], start: int, stop: int) -> dict[str, Any]:
+    """Return what a header says of a tensor at bytes ``start`` to ``stop`` of the data."""
+    return {"dtype": _NAMES[dtype], "shape": list(shape), "data_offsets": [start, stop]}
+
+
+def encoded_header(fields: Mapping[str, Any], *, header_bytes: int | None = None) -> bytes:
+    """Return what stands before the data; spaces fill it up to ``header_bytes``, or to a multiple of eight."""
+    text = json.dumps(fields, separators=(",", ":"), ensure_ascii=False).encode()
+    if header_bytes is None:
+        header_bytes = -(-len(text) // 8) * 8
+    return header_bytes.to_bytes(8, "little") + text.ljust(header_bytes)
 
 
 class SafetensorsWriter:
     """Writes one file, tensor by tensor as they come; ``close`` adds the header in front of them.
 
-    The header's size is not known before, so ``RESERVED_BYTES`` are reserved (spaces fill what it does not need);
-    ``fits_header`` says when they are used up. In small files the data moves up to the header at the end.
+    The header's size is not known before, so ``RESERVED_BYTES`` are reserved; ``fits_header`` says if they are used up.
     """
 
     def __init__(self, path: Path) -> None:
-        self.path = path
-        self.data_bytes = 0
-        self.hashes: dict[str, str] = {}
+        self.path, self.data_bytes, self.num_tensors = path, 0, 0
+        self._digest = xxhash.xxh3_128()
         self._header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
         self._header_bytes = 100
         self._file = path.open("w+b")
         self._file.seek(RESERVED_BYTES)
 
     def fits_header(self, name: str) -> bool:
-        """Whether the header can take another tensor of this name."""
+        """Return whether the header can take another tensor of this name."""
         return self._header_bytes + _entry_bytes(name) <= RESERVED_BYTES
 
-    def add(self, name: str, dtype: torch.dtype, shape: Iterable[int], values: Iterable[Tensor]) -> None:
+    def add(self, name: str, dtype: torch.dtype, shape: Sequence[int], values: Iterable[Tensor]) -> None:
         """Write a tensor that comes in pieces, on the CPU, whose flattened values follow one another."""
         start = self.data_bytes
-        digest = xxhash.xxh3_128()
         for piece in values:
             content = content_of(piece.to(dtype))
-            digest.update(content)
+            self._digest.update(content)
             self._file.write(content)
             self.data_bytes += len(content)
-        self.hashes[name] = digest.hexdigest()
-        fields = {"dtype": _NAMES[dtype], "shape": list(shape), "data_offsets": [start, self.data_bytes]}
-        self._header[name] = fields
+        self._header[name] = header_fields(dtype, shape, start, self.data_bytes)
         self._header_bytes += _entry_bytes(name)
+        self.num_tensors += 1
 
     def close(self) -> None:
-        """Write the header. Afterwards the file is whole."""
-        header = json.dumps(self._header, separators=(",", ":"), ensure_ascii=False).encode()
-        header_bytes = RESERVED_BYTES - 8
-        # A small file would be mostly reserved space; moving a block costs little.
-        if self.data_bytes <= BLOCK_BYTES:
-            header_bytes = math.ceil(len(header) / 8) * 8
-            self._move_data_to(8 + header_bytes)
-        self._file.seek(0)
-        self._file.write(header_bytes.to_bytes(8, "little") + header.ljust(header_bytes))
-        self._file.close()
+        """Write the header, and read the data back while the system has it in its cache; then the file is whole.
 
-    def _move_data_to(self, start: int) -> None:
-        """Move the data, one block at most, towards the beginning of the file."""
-        self._file.seek(RESERVED_BYTES)
-        data = self._file.read()
-        self._file.seek(start)
-        self._file.write(data)
-        self._file.truncate()
+        CheckpointError unless it comes back as it was written.
+        """
+        header = encoded_header(self._header, header_bytes=RESERVED_BYTES - 8)
+        if self.data_bytes <= SMALL_BYTES:
+            header = encoded_header(self._header)
+            self._file.seek(RESERVED_BYTES)
+            data = self._file.read()
+            self._file.seek(len(header))
+            self._file.write(data)
+            self._file.truncate()
+        self._file.seek(0)
+        self._file.write(header)
+        self._file.close()
+        found = xxhash.xxh3_128()
+        with self.path.open("rb") as file:
+            file.seek(len(header))
+            while block := file.read(SMALL_BYTES):
+                found.update(block)
+        if found.digest() != self._digest.digest():
+            raise CheckpointError(f"{self.path} did not come back as it was written. Check the disk.")
 
 
 def _entry_bytes(name: str) -> int:
-    """An upper bound on what a tensor takes in the header: its name escaped, and numbers at their longest."""
+    """Return an upper bound on what a tensor takes in the header: its name escaped, and numbers at their longest."""
     return len(json.dumps(name, ensure_ascii=False).encode()) + 220
-
-
-def content_of(tensor: Tensor) -> memoryview:
-    """The bytes of a CPU tensor; a copy only where it is not contiguous."""
-    return as_bytes(tensor.contiguous()).numpy().data

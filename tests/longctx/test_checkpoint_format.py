@@ -15,9 +15,6 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from safetensors.torch import save_file
 
-from longctx import checkpoint_manifest
-from longctx.checkpoint_files import blocks
-from longctx.checkpoint_files.blocks import describe_file
 from longctx.checkpoint_format import (
     FORMAT,
     MANIFEST,
@@ -31,6 +28,8 @@ from longctx.checkpoint_format import (
 from longctx.config import ModelConfig
 from longctx.conversion.tensors import parameter_shapes
 from longctx.errors import CheckpointError
+from longctx.storage import blocks
+from longctx.storage.blocks import describe_file
 from tests.longctx.samples import tiny_config
 
 SHAPES = {"a.weight": (4, 5), "b.bias": (3,), "c.experts": (2, 3, 2)}
@@ -110,8 +109,7 @@ def test_any_cut_gives_the_same_tensor(tmp_path_factory, data):
 
 
 def set_block_bytes(monkeypatch, count: int) -> None:
-    for module in (blocks, checkpoint_manifest):
-        monkeypatch.setattr(module, "BLOCK_BYTES", count)
+    monkeypatch.setattr(blocks, "BLOCK_BYTES", count)
 
 
 @pytest.fixture

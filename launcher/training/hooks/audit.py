@@ -9,12 +9,11 @@ from pathlib import Path
 
 from torch import Tensor
 
-from launcher.cluster.suspects import AUDIT_EVENT
 from launcher.metrics.record import Record
 from launcher.training.hook import Step, StepHook
 from launcher.training.run import Run
+from launcher.training.verdict import newest_checkpoint, suspicion, wrong_number
 from launcher.wording import plural
-from longctx.checkpoint_format import list_checkpoints
 from longctx.errors import TrainingError
 from parallel.audit.auditor import LIMIT_BYTES, Audited, Auditor
 from parallel.audit.verdict import Finding
@@ -118,14 +117,9 @@ class StepAudit(StepHook):
         )
 
     def _error(self, step: int, findings: Sequence[Finding], *, update: bool) -> TrainingError:
-        """What ends the run."""
-        run = self._run
-        # The newest checkpoint may be one that is being written.
-        run.saver.finish()
-        checkpoint: Path | None = next(reversed(list_checkpoints(run.folder)), None)
-        return TrainingError(
-            message(step, findings, update=update, checkpoint=checkpoint), record(step, findings, run.mesh.world_size)
-        )
+        """Return what ends the run."""
+        said = message(step, findings, update=update, checkpoint=newest_checkpoint(self._run))
+        return TrainingError(said, wrong_number(self._run, step, [_suspicion(finding) for finding in findings]))
 
     def _weights(self) -> Iterable[tuple[str, Tensor]]:
         for name, p in self._run.engine.model.network.named_parameters():
@@ -157,6 +151,21 @@ def message(step: int, findings: Sequence[Finding], *, update: bool, checkpoint:
     return "\n".join(lines)
 
 
+def _suspicion(finding: Finding) -> Record:
+    """Return a finding as the run's metrics have it."""
+    difference = finding.difference
+    return suspicion(
+        finding.suspects,
+        finding.hosts,
+        finding.place.describe(),
+        rank_of_call=finding.of,
+        values=difference.values,
+        of_values=difference.total,
+        bits=list(difference.bits),
+        evidence=finding.evidence,
+    )
+
+
 def _way_out(findings: Sequence[Finding], checkpoint: Path | None) -> str:
     """Where to go on from, and without whom."""
     hosts = list(dict.fromkeys(host for finding in findings for host in finding.hosts))
@@ -166,26 +175,3 @@ def _way_out(findings: Sequence[Finding], checkpoint: Path | None) -> str:
     if all(finding.is_named for finding in findings):
         return f"{go_on}, without {' and '.join(hosts)}: take its line out of the hostfile, and test its memory."
     return f"{go_on}. To find out who is wrong, run on three ranks or more; the hosts are {' and '.join(hosts)}."
-
-
-def record(step: int, findings: Sequence[Finding], world_size: int) -> Record:
-    """The event of the run's metrics, by which ``longctx run`` knows whom to leave out."""
-    return {
-        "kind": "event",
-        "event": AUDIT_EVENT,
-        "step": step,
-        "world_size": world_size,
-        "findings": [
-            {
-                "ranks": list(finding.suspects),
-                "hosts": list(finding.hosts),
-                "rank_of_call": finding.of,
-                "what": finding.place.describe(),
-                "values": finding.difference.values,
-                "of_values": finding.difference.total,
-                "bits": list(finding.difference.bits),
-                "evidence": finding.evidence,
-            }
-            for finding in findings
-        ],
-    }

@@ -8,12 +8,10 @@ from __future__ import annotations
 import socket
 from collections.abc import Sequence
 
-from launcher.cluster.suspects import AUDIT_EVENT
-from launcher.metrics.record import Record
 from launcher.training.hook import Step, StepHook
 from launcher.training.run import Run
+from launcher.training.verdict import newest_checkpoint, suspicion, wrong_number
 from launcher.wording import first_names
-from longctx.checkpoint_format import list_checkpoints
 from longctx.errors import TrainingError
 from parallel.comm.messages.sums import Sum, on_host
 from parallel.comm.world import gather_objects, meet_patiently
@@ -70,22 +68,8 @@ def _check(run: Run, replicas: Replicas, where: str, step: int) -> None:
     odd = replicas.compare()
     if odd:
         hosts = gather_objects(socket.gethostname())
-        raise TrainingError(_message(run, odd, hosts, where, step), _record(run, odd, hosts, step))
-
-
-def _record(run: Run, odd: Sequence[Odd], hosts: Sequence[str], step: int) -> Record:
-    """The event of the run's metrics, by which ``longctx run`` knows whom to leave out."""
-    findings = []
-    for one in odd:
-        of_hosts = [hosts[rank] for rank in one.ranks]
-        findings.append({"ranks": list(one.ranks), "hosts": of_hosts, "what": one.part.describe()})
-    return {
-        "kind": "event",
-        "event": AUDIT_EVENT,
-        "step": step,
-        "world_size": run.mesh.world_size,
-        "findings": findings,
-    }
+        findings = [suspicion(one.ranks, [hosts[rank] for rank in one.ranks], one.part.describe()) for one in odd]
+        raise TrainingError(_message(run, odd, hosts, where, step), wrong_number(run, step, findings))
 
 
 def _message(run: Run, odd: Sequence[Odd], hosts: Sequence[str], where: str, step: int) -> str:
@@ -115,14 +99,12 @@ def _message(run: Run, odd: Sequence[Odd], hosts: Sequence[str], where: str, ste
 
 
 def _way_out(run: Run, odd: Sequence[Odd], step: int) -> str:
-    """From which checkpoint to go on."""
-    # The newest checkpoint may be one that is being written.
-    run.saver.finish()
-    good = list_checkpoints(run.folder)
+    """Return from which checkpoint to go on."""
+    suspect = ""
     if any(one.own for one in odd):
         # Ranks compare before they save. What one rank alone holds may have changed since its update, and been saved.
         suspect = f"step_{step - 1:06d}"
-        good = [path for path in good if path.name != suspect]
-    if not good:
+    good = newest_checkpoint(run, without=suspect)
+    if good is None:
         return "There is no checkpoint from before: start again."
-    return f"Go on from the newest checkpoint that cannot hold them, {good[-1]} (--run.resume {good[-1]})."
+    return f"Go on from the newest checkpoint that cannot hold them, {good} (--run.resume {good})."

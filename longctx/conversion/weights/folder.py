@@ -11,9 +11,10 @@ from torch import Tensor
 from longctx.conversion.differences import listing
 from longctx.conversion.weights.json_files import read_json
 from longctx.conversion.weights.pickled import PickledFile
-from longctx.conversion.weights.safetensors_file import SafetensorsFile
 from longctx.errors import CheckpointError
 from longctx.files import check_link
+from longctx.storage.blocks import BlockReader
+from longctx.storage.safetensors import SafetensorsFile
 from longctx.untrusted.reading import check_fetched, shown
 
 WEIGHTS = "model.safetensors"
@@ -51,6 +52,7 @@ class WeightsFolder:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self._files: dict[str, WeightsFile] = {}
+        self._blocks = BlockReader(past_cache=False)
         self._found = found = _find_weights(folder)
         if found.endswith(_INDEX_END):
             self._file_of = self._read_index(found)
@@ -114,7 +116,7 @@ class WeightsFolder:
             path = checked_path(self.folder, file, named_by=self.folder, kinds=(_SAFE, *_PICKLED))
             check_is_fetched(path)
             if file.endswith(_SAFE):
-                self._files[file] = SafetensorsFile(path)
+                self._files[file] = SafetensorsFile(path, self._blocks)
             else:
                 self._files[file] = PickledFile(path)
         return self._files[file]

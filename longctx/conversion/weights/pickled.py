@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from longctx.conversion.weights.safetensors_file import DTYPES
 from longctx.errors import CheckpointError
+from longctx.storage.safetensors import DTYPES
 
 MAPPED_BYTES = 64 * 2**20
 """Bytes to read before the file is mapped anew: pages that were read stay resident as long as the mapping."""

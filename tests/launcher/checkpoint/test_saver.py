@@ -14,12 +14,12 @@ import torch.distributed as dist
 import launcher.checkpoint.host_copy
 import launcher.checkpoint.save
 import launcher.checkpoint.saver
-from launcher.checkpoint.disk import HashedWriter, read_back
 from launcher.metrics.record import METRICS_FILE, read_metrics
 from launcher.plan.checkpoint_copy import copies_checkpoints
-from longctx.checkpoint_files.blocks import describe_file
 from longctx.checkpoint_format import CHECKPOINTS, MANIFEST, PROVED, CheckpointReader, list_checkpoints
 from longctx.files import hash_file
+from longctx.storage.blocks import describe_file
+from longctx.storage.hashed_file import HashedWriter, read_back
 from tests.helpers import run_distributed
 from tests.launcher.runs import STEPS, tiny_config
 from tests.launcher.workers import end_guarded, run, train, train_each, train_each_swapping

@@ -1,0 +1,37 @@
+"""How a run ends if a number was wrong: the event and the way out that audit, replicas and messages share."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from launcher.cluster.suspects import AUDIT_EVENT
+from launcher.metrics.record import Record
+from launcher.training.run import Run
+from longctx.checkpoint_format import list_checkpoints
+
+
+def newest_checkpoint(run: Run, *, without: str = "") -> Path | None:
+    """Return the run's newest checkpoint, also one that is still being written; None if there is none.
+
+    ``without`` is the name of one that may hold what was wrong.
+    """
+    run.saver.finish()
+    return next((path for path in reversed(list_checkpoints(run.folder)) if path.name != without), None)
+
+
+def suspicion(ranks: Sequence[int], hosts: Sequence[str], what: str, **details: Any) -> Record:
+    """Return one finding of the event: ranks of which one is at fault, the host of each, and what was wrong."""
+    return {"ranks": list(ranks), "hosts": list(hosts), "what": what, **details}
+
+
+def wrong_number(run: Run, step: int, findings: Sequence[Record]) -> Record:
+    """Return the event of the run's metrics, by which ``longctx run`` knows whom to leave out."""
+    return {
+        "kind": "event",
+        "event": AUDIT_EVENT,
+        "step": step,
+        "world_size": run.mesh.world_size,
+        "findings": list(findings),
+    }
