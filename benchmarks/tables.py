@@ -1,10 +1,10 @@
-"""The tables of figures in docs/, made from ``benchmarks/results``.
+"""The tables in docs/: of figures, made from ``benchmarks/results``, and of options, made from ``--help``.
 
     python -m benchmarks.tables [--check]
 
 What stands in a page of docs/ between ``<!-- table: NAME -->`` and ``<!-- end -->`` is replaced by the table of that
-name, with the rows of every kind of processor that was measured. ``--check`` writes nothing; exit code 1 if a page
-would change.
+name, with the rows of every kind of processor that was measured. What stands between ``<!-- options: VERB -->`` and
+``<!-- end -->`` is replaced by the options of a verb. ``--check`` writes nothing; exit code 1 if a page would change.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks import audit_tables, endurance, faults, plan_tables, run_tables
+from benchmarks import audit_tables, endurance, faults, option_tables, plan_tables, run_tables
 from benchmarks.delivering import tables as delivery
 from benchmarks.first_gpu import figures as first_gpu
 from benchmarks.machine import KINDS, RESULTS
@@ -31,7 +31,8 @@ _MARKED = re.compile(r"(<!-- table: (\S+) -->\n).*?(<!-- end -->)", re.DOTALL)
 
 
 def rewritten(text: str, results: Path = RESULTS) -> str:
-    """A page with its tables made anew."""
+    """Return a page with its tables made anew."""
+    text = option_tables.rewritten(text)
     return _MARKED.sub(lambda found: f"{found[1]}\n{section(found[2], results)}\n\n{found[3]}", text)
 
 

@@ -8,6 +8,7 @@ and any number of ranks writes this format, and reads any range of it back. An i
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Collection, Iterable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -22,6 +23,7 @@ from longctx.checkpoint_manifest import (
     ROLES,
     VALUE_BYTES,
     VERSION,
+    Piece,
     Pieces,
     canonical_hash,
     is_buffer,
@@ -33,9 +35,10 @@ from longctx.checkpoint_manifest import (
 )
 from longctx.config import ModelConfig
 from longctx.errors import CheckpointError
-from longctx.files import CHECKPOINTS, MANIFEST, hash_file, list_checkpoints, wrong_size
-from longctx.piece_files import PieceFiles, link_problem
-from longctx.storage.blocks import describe_file
+from longctx.files import CHECKPOINTS, MANIFEST, check_link, hash_file, list_checkpoints, wrong_size
+from longctx.storage.blocks import BlockReader, describe_file
+from longctx.storage.safetensors import HeaderLimits, SafetensorsFile
+from longctx.tensor_bytes import as_bytes
 
 __all__ = [
     "CHECKPOINTS",
@@ -56,6 +59,13 @@ __all__ = [
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 _SPARE_VALUES = 2**20
 """By how many values tensors may fall short of a model before they are compared with it name by name."""
+_HEADER_BYTES, _ENTRY_BYTES = 2 * 2**20, 1024
+"""What the header of a file of pieces takes at most: what a writer reserves, and for each piece."""
+_FEW_VALUES, _ENTRY_VALUES = 100_000, 16
+"""Values of JSON in it at most: a few that are no piece's, and for each piece."""
+_SCRATCH_VALUES = 1 << 20
+"""Values on their way into memory that a file cannot be read into."""
+_ADVICE = "`longctx checkpoint verify` names every damaged file; resume from an older checkpoint."
 
 
 class CheckpointReader:
@@ -203,6 +213,85 @@ class CheckpointReader:
     def _fill(self, out: Tensor, start: int, places: Iterable[_Place]) -> None:
         for place in places:
             self._files.read_into(place.file, place.first, out[place.lo - start : place.hi - start])
+
+
+class PieceFiles:
+    """The files that hold the pieces of a checkpoint, opened when they are first needed."""
+
+    def __init__(
+        self, folder: Path, files: dict[str, dict[str, Any]], pieces: Iterable[Piece], *, past_cache: bool
+    ) -> None:
+        """``files`` are the manifest's entries, ``pieces`` all that lie in them.
+
+        Files that are read once go ``past_cache``: it would cost time, and memory that others use.
+        """
+        self.folder, self._listed = folder, files
+        self._num_pieces = Counter(piece.file for piece in pieces)
+        self._files: dict[str, SafetensorsFile] = {}
+        self._blocks = BlockReader(past_cache=past_cache)
+
+    def place(self, piece: Piece) -> int:
+        """Return the first byte of a piece in its file; CheckpointError unless it is there as the manifest says."""
+        entry = self._opened(piece.file).entry(piece.key)
+        if entry is None:
+            raise CheckpointError(
+                f"{self.folder / piece.file} has no tensor {piece.key}. Take another checkpoint; "
+                "`longctx checkpoint verify` says whether it is whole."
+            )
+        if (entry.dtype, entry.shape) != ("F32", (piece.numel,)):
+            raise CheckpointError(
+                f"{piece.key} in {self.folder / piece.file} is {entry.dtype} {list(entry.shape)}; "
+                f"the manifest says F32 [{piece.numel}]."
+            )
+        return entry.start
+
+    def read_into(self, file: str, start: int, out: Tensor) -> None:
+        """Fill ``out``, flat, of any dtype and on any device, with float32 values of a file from byte ``start``.
+
+        ``place`` has opened it. CheckpointError if the bytes are not those that were written: none of them is used.
+        """
+        opened = self._files[file]
+        if out.device.type == "cpu" and out.dtype == torch.float32 and out.is_contiguous():
+            opened.read_into(start, as_bytes(out))
+            return
+        scratch = torch.empty(min(_SCRATCH_VALUES, len(out)))
+        for at in range(0, len(out), len(scratch)):
+            values = scratch[: len(out) - at]
+            opened.read_into(start + VALUE_BYTES * at, as_bytes(values))
+            out[at : at + len(values)].copy_(values)
+
+    def close(self) -> None:
+        """Close the files."""
+        self._files.clear()
+        self._blocks.close()
+
+    def _opened(self, file: str) -> SafetensorsFile:
+        """Return a file of this manifest, its header read; CheckpointError for a link, a size or a header that lies."""
+        if file not in self._files:
+            if problem := link_problem(self.folder, file):
+                raise CheckpointError(problem)
+            listed, num_pieces = self._listed[file], self._num_pieces[file]
+            # Whatever a stranger says, before memory is taken for it.
+            limits = HeaderLimits(_HEADER_BYTES + num_pieces * _ENTRY_BYTES, _FEW_VALUES + num_pieces * _ENTRY_VALUES)
+            self._files[file] = SafetensorsFile(
+                self.folder / file,
+                self._blocks,
+                num_bytes=listed["bytes"],
+                hashes=listed.get("blocks"),
+                limits=limits,
+                advice=_ADVICE,
+            )
+        return self._files[file]
+
+
+def link_problem(folder: Path, file: str) -> str:
+    """Return what is wrong with a file that is a link: it must not make us read elsewhere. Empty if all is well."""
+    if (folder / file).is_symlink():
+        try:
+            check_link(folder, file, CheckpointError)
+        except CheckpointError as error:
+            return str(error)
+    return ""
 
 
 def _wrong_hash(path: Path, entry: dict[str, Any]) -> str:

@@ -108,7 +108,7 @@ def sample(
     Args:
         folder: Shard folder, or its URL (s3://, gs://); or a mixture's file.
         seq_len: Tokens of a row.
-        rows: How many.
+        rows: Rows to print.
         first_row: The first of them, from 0; those before are planned, about a second for a million documents.
         seed: run.seed of the run that reads it.
         packing: Its data.packing.

@@ -45,7 +45,7 @@ def doctor(
         local: Check this machine alone, as doctor does on each host.
         world_size: Ranks of the run; by default those of the hostfile.
         probe: Name of a file that doctor wrote in --folder on another machine, to be read here.
-        links: Look at the network.
+        links: Leave the network out.
     """
     if local and hostfile is not None:
         raise ConfigError("--local checks this machine alone; --hostfile asks others. Leave one of them out.")

@@ -39,7 +39,7 @@ class Flags:
     tokenizer: Annotated[Path | None, arg(metavar="TOKENIZER")] = None
     """For a folder that has none of its own: SentencePiece model, tokenizer.json, or a folder with one."""
     seed: int = 42
-    """Of prompts."""
+    """Seed of the prompts."""
     depths: Annotated[str, arg(metavar="D,E")] = "0,0.1,0.2,0.3,0.4,0.5,0.6,0.7,0.8,0.9,1"
     """Where answers stand, from 0 (the beginning) to 1; samples take them in turn."""
     answer_tokens: int | None = None

@@ -32,12 +32,12 @@ def practice(
 
     Args:
         output: File to write, a JSON object with the field "text" a line.
-        documents: How many.
+        documents: Documents to write.
         words: Words of plain sentences in a document.
         pairs: Pairs of a key and its code in a document. Without any (0 0) it is plain sentences: a haystack.
         mentions: How often a pair stands in the text.
         questions: Questions at the end, each for another pair.
-        kind: What a code is.
+        kind: Of what a code consists.
         seed: Seed of all that is drawn.
         overwrite: Replace a file that is there.
     """

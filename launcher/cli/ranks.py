@@ -15,7 +15,7 @@ class RankFlags:
     chunk_tokens: int = 4096
     """Tokens that are read at a time, on however many ranks."""
     dtype: Literal["float32", "bfloat16"] = "float32"
-    """Of the weights and of the computation; bfloat16 takes half the memory."""
+    """Dtype of the weights and of the computation; bfloat16 takes half the memory."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """auto takes GPUs if there are any, and then each rank needs one."""
     context: Annotated[int, arg(name="parallel.context")] = 0

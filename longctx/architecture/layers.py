@@ -1,4 +1,7 @@
-"""``LayerSpec``: what a layer is made of, as a value. Everything that depends on a layer's kind asks its spec."""
+"""``LayerSpec``: what a layer is made of, as a value. What depends on a layer's kind asks its spec.
+
+What a whole model has, such as latents or the kind of its positions, is a field of the config.
+"""
 
 from __future__ import annotations
 

@@ -6,7 +6,7 @@ import math
 
 from longctx.architecture.fields import ModelFields
 from longctx.architecture.layers import mixers_of
-from longctx.architecture.mixers.table import MIXERS
+from longctx.architecture.mixers.table import MIXERS, READS
 from longctx.architecture.types import check_types
 from longctx.errors import ConfigError
 from longctx.untrusted.reading import shown
@@ -150,8 +150,8 @@ def _check_layers(config: ModelFields) -> None:
                 f"model.{name} names {count} layers; with model.num_layers={config.num_layers} it must name 1 to "
                 f"{config.num_layers}, which are repeated over the depth."
             )
-    needs_window = {"window", "sparse"} & set(config.layers)
-    if bool(needs_window) != (config.window > 0):
+    needs_window = is_read(config, "window")
+    if needs_window != (config.window > 0):
         advice = "Try model.window=0, or name window layers."
         if needs_window:
             advice = "Set it, to 4096 say."
@@ -159,14 +159,20 @@ def _check_layers(config: ModelFields) -> None:
             f"model.window={config.window} with model.layers={list(config.layers)}: window and sparse layers need a "
             f"window of at least 1, and nothing else reads it. {advice}"
         )
-    if ("sparse" in config.layers) != (config.sparse_stride > 0):
+    needs_stride = is_read(config, "sparse_stride")
+    if needs_stride != (config.sparse_stride > 0):
         advice = "Try 0, or name sparse layers."
-        if "sparse" in config.layers:
+        if needs_stride:
             advice = "Set it, to 128 say."
         raise ConfigError(
             f"model.sparse_stride={config.sparse_stride} with model.layers={list(config.layers)}: sparse layers need a "
             f"stride of at least 1, and nothing else reads it. {advice}"
         )
+
+
+def is_read(config: ModelFields, field: str) -> bool:
+    """Return whether a layer of the config reads a field of ``READS``."""
+    return any(field in READS.get(kind, ()) for kind in config.layers)
 
 
 def _check_mixers(config: ModelFields) -> None:
@@ -201,7 +207,7 @@ def _check_positions(config: ModelFields) -> None:
         raise ConfigError(
             f"model.local_rope_theta={config.local_rope_theta} must be above 1, such as 10000; 0 means none."
         )
-    if "window" not in config.layers:
+    if not is_read(config, "local_rope_theta"):
         raise ConfigError(
             f"model.local_rope_theta={config.local_rope_theta} is for window layers; model.layers="
             f"{list(config.layers)} has none. Name some, or try model.local_rope_theta=0."

@@ -295,7 +295,7 @@ class Decoder(nn.Module):
         return hidden_BtM, [RouterStats.from_tensors(layer) for layer in stats]
 
     def new_cache(self) -> KVCache:
-        """An empty cache, on this process or on those that share its sequences."""
+        """Return an empty cache, on this process or on those that share its sequences: the softmax core's, for all."""
         return self.cores["softmax"].new_cache()
 
     def new_caches(self, most: int) -> Callable[[], KVCache]:

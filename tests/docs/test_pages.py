@@ -69,7 +69,7 @@ def check_model_args(text: str) -> None:
 
 
 def check_start(words: Sequence[str]) -> None:
-    """Read the flags of a pretraining command, and check the run on as many ranks as share a row, or as it starts."""
+    """Read the flags of a pretraining command, and check the run on as many ranks as share a row."""
     script = next(word for word in words if word in (SCRIPT, VERIFY))
     flags = list(words[words.index(script) + 1 :])
     if "--help" in flags:
@@ -90,8 +90,6 @@ def check_start(words: Sequence[str]) -> None:
         flags[at : at + 2] = recipe_flags(find_config(flags[at + 1]))
     config = load_run_config(flags)
     ranks = max(config.parallel.context, config.parallel.expert)
-    if config.parallel.tokens_per_rank:  # the ranks that share a row follow from how many there are
-        ranks = int(words[words.index("--num_gpus") + 1])
     check_run(resolved(config, native_bfloat16=True, ranks=ranks), ranks)
 
 

@@ -32,3 +32,8 @@ MIXERS: dict[str, Callable[[ModelFields], Mixer]] = {
     "linear": _linear,
 }
 """What a layer sees of its document, and by what."""
+READS: dict[str, tuple[str, ...]] = {
+    "window": ("window", "local_rope_theta"),
+    "sparse": ("window", "sparse_stride"),
+}
+"""Fields of a config that these kinds of layers alone read: without such a layer they have to be 0."""

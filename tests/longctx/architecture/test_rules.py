@@ -250,6 +250,15 @@ def check_runs(config: ModelConfig) -> None:
     assert sum(grad.any().item() for grad in gradients(model).values())
 
 
+def test_most_draws_are_accepted():
+    """Or the property above would show nothing."""
+    counts = []
+    settings(max_examples=60, deadline=None, database=None)(
+        given(draws())(lambda drawn: counts.append(accepted(drawn) is not None))
+    )()
+    assert sum(counts) > 0.5 * len(counts)
+
+
 def test_every_field_is_drawn_or_of_no_consequence():
     drawn = {f for name in ANY_VALUES for f in TOGETHER.get(name, (name,))}
     others = {*SIZES, "num_experts", "window", "sparse_stride", "balance_loss_weight", "norm_eps"}
