@@ -39,8 +39,8 @@ def plan(
     the rates of a hardware profile.
     --search tries degrees, ZeRO, offload, what is kept and where, chunks: it finds the fastest of the settings that
     fit, and what each GiB of memory buys. Those given as flags stay as they are. --output writes the config it found.
-    --trace runs forward, backward and the optimiser of each kind of rank on tensors without data instead: memory, links
-    and host waits of the code itself, in seconds to minutes. It needs PyTorch's CUDA build, and no GPU.
+    --trace checks the plan: it runs forward, backward and the optimiser of each kind of rank on tensors without data,
+    for memory, links and host waits of the code itself, in seconds to minutes. It needs PyTorch's CUDA build, and no GPU.
 
     Args:
         trace: Trace one step of each kind of rank in place of arithmetic.
@@ -177,23 +177,26 @@ def _search(
 def _trace(
     run_config: RunConfig, world: World, document_tokens: int, capability: str, device: str, *, json: bool
 ) -> None:
+    from launcher.plan.estimate import estimate_run
     from launcher.plan.hardware import load_hardware
     from launcher.trace.report import heading, link_rows, memory_rows, remarks
     from launcher.trace.trace import trace_run
 
+    hardware = load_hardware(device)
+    planned = estimate_run(run_config, world, hardware, document_tokens=document_tokens)
     traced = trace_run(
         run_config,
         world,
         document_tokens=document_tokens,
         capability=_capability(capability),
-        hardware=load_hardware(device),
+        hardware=hardware,
         progress=lambda kind: note(f"tracing {kind.describe()} …"),
     )
     if json:
-        say_json(traced.to_json())
+        say_json(traced.to_json() | {"planned": planned.to_json()["ranks"]})
         return
     say(heading(traced))
-    for headings, rows in (memory_rows(traced), link_rows(traced)):
+    for headings, rows in (memory_rows(traced, planned), link_rows(traced)):
         if rows:
             say(f"\n{table(headings, rows)}")
     say("\n" + "\n".join(remarks(traced)))

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from launcher.plan.described import Rows, describe_run
+from launcher.plan.estimate import RunEstimate
 from launcher.plan.memory import gib
 from launcher.plan.world import RankKind
 from launcher.trace.figures import RankTrace
@@ -18,17 +19,18 @@ def heading(run: RunTrace) -> str:
     return f"{described}; attention traced as {kernel}, for compute capability {major}.{minor}"
 
 
-def memory_rows(run: RunTrace) -> Rows:
-    """Bytes by kind, a line a rank."""
+def memory_rows(run: RunTrace, planned: RunEstimate) -> Rows:
+    """Return bytes by kind, a line a rank, with the peak that the plan's arithmetic says."""
     # Most of the peak is one sum: what stays, and the larger of forward with backward and the optimiser's temporaries.
-    headings = ["rank", "weights", "gradients", "optimizer", "kept", "kept on host", "passing", "peak"]
+    headings = ["rank", "weights", "gradients", "optimizer", "kept", "kept on host", "passing", "peak", "planned"]
     headings += ["operators", "host waits"]
     rows = []
-    for trace in run.traces:
-        b = trace.bytes
+    for trace, rank in zip(run.traces, planned.ranks, strict=True):
+        b, peak = trace.bytes, rank.bytes.peak
         state = (b.weights + b.gathered, b.gradients + b.reduction, b.optimizer)
         sizes = [gib(n) for n in (*state, b.kept, b.kept_on_host, b.passing, b.peak)]
-        rows.append([f"{trace.rank}", *sizes, f"{trace.operators:,}", f"{_num_waits(trace)}"])
+        plan = f"{gib(peak)} ({peak / b.peak - 1:+.1%})"
+        rows.append([f"{trace.rank}", *sizes, plan, f"{trace.operators:,}", f"{_num_waits(trace)}"])
     return headings, rows
 
 
@@ -57,6 +59,7 @@ _NOTES = (
     "weights, gradients and optimizer are arithmetic, from the model's shapes, what ZeRO leaves on a rank and what it "
     "makes to gather weights and to reduce gradients. What "
     "DeepSpeed sends for them is not among the links.",
+    "planned is the peak by the arithmetic of `plan` without --trace.",
     "Other ranks are taken to agree, and experts to be chosen equally often. What attention's kernel takes inside its "
     "backward pass is counted by arithmetic. Other kernels' workspaces, NCCL's buffers (about 1 GiB), the CUDA context "
     "and the allocator's gaps come on top.",

@@ -104,6 +104,7 @@ def test_json_has_every_kind_of_rank(tmp_path, cuda_python):
     told = json.loads(done.stdout)
     assert told["world"] == {"ranks": 4, "ranks_per_node": 2}
     assert [rank["rank"] for rank in told["ranks"]] == [0, 2, 3]
+    assert [rank["rank"] for rank in told["planned"]] == [0, 2, 3]
     for rank in told["ranks"]:
         assert rank["host_waits"] == []
         assert rank["bytes"]["peak"] > rank["bytes"]["held"] > 0
