@@ -1,6 +1,7 @@
 # make demo    set up, then the whole road: corpus, tokenizer, shards, pretraining, resume, report, export
 # make demo-recall   set up, then a small model that finds needles: training over ranks, evaluation, pictures
 # make test    set up, then the tests
+# make test-core   set up, then one case of each promise of the README, in a minute or so
 # make test TARGET=torch2.11   the same under Python 3.12 and PyTorch 2.11, in an environment of its own (docs/versions.md)
 # make setup   the virtual environment alone; seconds when there is nothing to do; DS_ACCELERATOR=cuda where no GPU is at hand yet
 # make bench   ratios against named limits and peers, all in one run; SAVE=1 keeps the figures for docs/
@@ -35,7 +36,7 @@ endif
 export DS_ACCELERATOR
 export TORCH_EXTENSIONS_DIR ?= $(CURDIR)/$(VENV)/torch_extensions
 
-.PHONY: setup demo demo-recall test bench faults lint clean
+.PHONY: setup demo demo-recall test test-core bench faults lint clean
 
 setup: $(STAMP)
 
@@ -67,6 +68,9 @@ test: setup
 	@# In the order of tests/conftest.py: by itself xdist begins with the files of most tests, not the longest. Three workers
 	@# on two cores: many tests wait for ranks that are to fail.
 	@DS_ACCELERATOR=cpu $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder -m "not slow and not gpu and not multigpu"
+
+test-core: setup
+	@DS_ACCELERATOR=cpu $(BIN)/python -m pytest -n $(WORKERS) --dist load --core -m "not slow and not gpu and not multigpu"
 
 faults: setup
 	@DS_ACCELERATOR=cpu $(BIN)/python -m pytest -m "slow and not gpu and not multigpu" --timeout 1800 --part $(PART)

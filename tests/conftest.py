@@ -48,8 +48,12 @@ settings.register_profile("search", deadline=None, print_blob=True)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """``--part 2/3`` runs the second of three parts; ``--fault-rows FILE`` keeps what the fault suite measures."""
+    """``--part 2/3`` runs the second of three parts; ``--fault-rows FILE`` keeps what the fault suite measures.
+
+    ``--core`` runs one case of each promise.
+    """
     parser.addoption("--part", default="1/1", metavar="K/N", help="run the K-th of N parts of the selected tests")
+    parser.addoption("--core", action="store_true", help="one case of each quick test that the README's promises name")
     parser.addoption("--fault-rows", type=Path, metavar="FILE", help="append the rows of the fault suite to a file")
 
 
@@ -83,10 +87,22 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     _mark_other_cases_slow(items)
     part, parts = int(match[1]), int(match[2])
     kept = [item for item in items if zlib.crc32(item.nodeid.encode()) % parts == part - 1]
+    if config.getoption("--core"):
+        kept = _core(kept, config.rootpath)
     deselected = set(items) - set(kept)
     config.hook.pytest_deselected(items=[item for item in items if item in deselected])
     place = {file: number for number, file in enumerate(LONGEST)}
     items[:] = sorted(kept, key=lambda item: place.get(item.nodeid.partition("::")[0], len(place)))
+
+
+def _core(items: list[pytest.Item], root: Path) -> list[pytest.Item]:
+    """Return one case of each quick test in the files that the README's table of promises names."""
+    promised = set(re.findall(r"`(tests/[\w/]+\.py)`", (root / "README.md").read_text()))
+    of_test: dict[str, pytest.Item] = {}
+    for item in sorted(items, key=lambda item: zlib.crc32(item.nodeid.encode())):
+        if item.nodeid.partition("::")[0] in promised and not item.get_closest_marker("slow"):
+            of_test.setdefault(item.nodeid.partition("[")[0], item)
+    return list(of_test.values())
 
 
 def _mark_other_cases_slow(items: list[pytest.Item]) -> None:
