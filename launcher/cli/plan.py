@@ -40,7 +40,7 @@ def plan(
     --search tries degrees, ZeRO, offload, what is kept and where, chunks: it finds the fastest of the settings that
     fit, and what each GiB of memory buys. Those given as flags stay as they are. --output writes the config it found.
     --trace checks the plan: it runs forward, backward and the optimiser of each kind of rank on tensors without data,
-    for memory, links and host waits of the code itself, in seconds to minutes. It needs PyTorch's CUDA build, and no GPU.
+    for memory, links and host waits of the code itself, in seconds to minutes. It needs PyTorch's CUDA build, no GPU.
 
     Args:
         trace: Trace one step of each kind of rank in place of arithmetic.

@@ -12,7 +12,7 @@ from launcher.config.resolve import Data, resolve, settle
 from launcher.config.resolved import ResolvedConfig
 from launcher.config.sections import RunConfig
 from launcher.training.machine import device_of_ranks, machine_of_ranks
-from launcher.training.setup import say_choice
+from launcher.training.start import say_choice
 from launcher.verification.alone import Alone
 from launcher.verification.compare import Finding, compare
 from launcher.verification.report import report

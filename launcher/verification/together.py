@@ -10,7 +10,7 @@ from torch import Tensor
 from launcher.config.resolved import ResolvedConfig
 from launcher.training.model import shard_batch
 from launcher.training.routing_files import gather_tokens
-from launcher.training.setup import build_engine
+from launcher.training.weights import build_engine
 from launcher.verification.rows import micro_batch
 from launcher.verification.state import STEPS, StepState, gradient_of_moments
 from longctx.batch import Batch

@@ -49,10 +49,10 @@ class Place(NamedTuple):
 
 PLACES = [
     Place("start", "parallel.mesh", "Mesh.build"),
-    Place("start", "launcher.training.setup", "prepare_folder"),
+    Place("start", "launcher.training.place", "prepare_folder"),
     Place("start", "launcher.training.setup", "find_origin"),
-    Place("start", "launcher.training.setup", "_open_data"),
-    Place("start", "launcher.training.setup", "_say_start", rank=0),
+    Place("start", "launcher.training.setup", "open_data"),
+    Place("start", "launcher.training.setup", "say_start", rank=0),
     Place("start", "launcher.training.setup", "build_engine"),
     Place("start", "parallel.zero.partition", "Wrapping.start"),
     Place("start", "launcher.training.trainer", "Trainer._open_folder"),

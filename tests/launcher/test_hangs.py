@@ -37,7 +37,7 @@ PLACES = [
     Place("optimizer step", "parallel.zero.engine", "ZeroEngine._broken_gradients", call=2),
     Place("save", "launcher.checkpoint.saver", "HostCopy.fill"),
     Place("validation", "launcher.training.trainer", "validate"),
-    Place("start", "launcher.training.setup", "_open_data"),
+    Place("start", "launcher.training.setup", "open_data"),
 ]
 MEETING = Place("meeting", "parallel.comm.process", "meeting_store")
 

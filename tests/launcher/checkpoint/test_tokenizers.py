@@ -16,7 +16,8 @@ from data_pipeline.prepare.train_tokenizer import train_tokenizer
 from data_pipeline.shards.reader import ShardSet
 from launcher.checkpoint.tokenizers import check_same_tokenizer
 from launcher.config.sections import RunConfig
-from launcher.training.setup import _tokenizer_files, build_run
+from launcher.training.data import _tokenizer_files
+from launcher.training.setup import build_run
 from launcher.training.trainer import Trainer
 from longctx.checkpoint_format import list_checkpoints
 from longctx.conversion import export_checkpoint, save_hf

@@ -218,7 +218,7 @@ def test_the_shipped_core_has_a_source_for_everything_and_plans():
     [(0, "zigzag"), (64, "balanced"), (100, "balanced"), (256, "zigzag"), (512, "zigzag")],
 )
 def test_the_layout_is_that_of_a_run_on_such_documents(document_tokens, layout):
-    """As ``launcher.training.setup.leaves_remainders`` says of them: short ones share rows, whole multiples do not."""
+    """As ``launcher.training.data.leaves_remainders`` says of them: short ones share rows, whole multiples do not."""
     changed = {"parallel__context": 2, "parallel__layout": "auto"}
     run = plan(profile(), ranks=2, document_tokens=document_tokens, **changed)
     assert run.config.parallel.layout == layout

@@ -1,0 +1,194 @@
+"""The data of a run: opened, the same on every rank, whole, and of the model's tokenizer."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from data_pipeline.loader import Loader, ValidationLoader, build_loader, build_validation_loader, held_out_of
+from data_pipeline.mixture.file import is_mixture
+from data_pipeline.shards.manifest import VALIDATION_FOLDER
+from data_pipeline.shards.reader import ShardSet, open_for_model
+from data_pipeline.stores.urls import below, locate
+from launcher.checkpoint.tokenizers import check_same_data, check_same_tokenizer, uncompared_files
+from launcher.config.lockstep import in_lockstep
+from launcher.config.resolved import ResolvedConfig
+from launcher.config.sections import DataSection
+from launcher.metrics.throughput import training_flops
+from launcher.training.data_check import check_data
+from launcher.training.data_fetch import fetch_data
+from launcher.training.origin import Kind, Origin
+from longctx.config import ModelConfig
+from longctx.conversion.companions import read_notices
+from longctx.errors import ConfigError
+from longctx.tokenizer import load_tokenizer
+from longctx.tokenizer.load import has_tokenizer
+from parallel.comm.world import on_every_rank
+from parallel.mesh import Mesh
+
+log = logging.getLogger(__name__)
+
+
+class RunData(NamedTuple):
+    """What a run reads."""
+
+    loader: Loader
+    validation: ValidationLoader | None
+    """None if nothing is held out, or the run does not validate."""
+    tokenizer_files: dict[str, bytes]
+    """For the run's checkpoints; on rank 0 alone."""
+
+
+def open_data(config: ResolvedConfig, model: ModelConfig, mesh: Mesh, origin: Origin) -> RunData:
+    """Open what a run reads, fetch and check the files, and go on where ``origin`` stood. Collective.
+
+    ConfigError if the model has too few tokens; DataError for files that are damaged, or differ between ranks, or were
+    not made by the tokenizer of the weights that the run goes on from.
+    """
+    loader, validation = on_every_rank(lambda: _open_loaders(config, model, mesh, origin.kind))
+    _check_files(config, loader, validation)
+    files = on_every_rank(lambda: _tokenizer_files(origin.folder, loader, validation, mesh))
+    if origin.order is not None:
+        order = origin.order
+        on_every_rank(lambda: loader.load_state_dict(order))
+    return RunData(loader, validation, files)
+
+
+def _open_loaders(
+    config: ResolvedConfig, model: ModelConfig, mesh: Mesh, origin: Kind
+) -> tuple[Loader, ValidationLoader | None]:
+    """Return the loaders of training and validation data; ConfigError if the model has too few tokens."""
+    common: dict[str, Any] = {
+        "seq_len": config.data.seq_len,
+        "micro_batch_rows": config.train.micro_batch_rows,
+        "data_rank": mesh.data_rank,
+        "data_degree": mesh.data,
+    }
+    # What has to be read whole is not read here, by every rank: ``check_data`` deals the files out.
+    opening: dict[str, Any] = {"verify": config.data.verify != "off", "cache": config.data.cache}
+    open_folder = partial(ShardSet.open, **opening)
+    if origin != "new":
+        open_folder = partial(open_for_model, vocab_size=model.vocab_size, **opening)
+    # Ranks of one context group get the same rows: each cuts its own shard out of them (``Run.shard_batch``).
+    cost = None
+    if config.data.balance:
+        cost = partial(training_flops, model)
+    loader = build_loader(
+        config.data.train,
+        rows_per_step=config.rows_per_step,
+        seed=config.run.seed,
+        packing=config.packing,
+        cost=cost,
+        lockstep=in_lockstep(config),
+        open_folder=open_folder,
+        **common,
+    )
+    vocab_size = loader.shards.manifest.vocab_size
+    if vocab_size > model.vocab_size and origin == "new":
+        raise ConfigError(
+            f"data.train={config.data.train!r} holds token ids below {vocab_size}, but "
+            f"model.vocab_size={model.vocab_size}.\nTry --model.vocab_size {vocab_size}."
+        )
+    validation, held_out = _validation_data(config.data)
+    if not config.validation.rows or validation is None:
+        return loader, None
+    options = {"even": config.parallel.tokens_per_rank > 0, "open_folder": open_folder, "held_out": held_out}
+    return loader, build_validation_loader(validation, max_rows=config.validation.rows, **options, **common)
+
+
+def _validation_data(data: DataSection) -> tuple[str | Path | None, bool]:
+    """Return the folder or mixture to validate on, None if there is none; and whether the mixture holds it out."""
+    if data.validation:
+        return data.validation, False
+    if is_mixture(data.train):
+        if held_out_of(data.train).sources:
+            return data.train, True
+        return None, False
+    folder = below(data.train, VALIDATION_FOLDER)
+    if locate(folder).exists():
+        return folder, False
+    return None, False
+
+
+def _check_files(config: ResolvedConfig, loader: Loader, validation: ValidationLoader | None) -> None:
+    """Read the files that data.verify asks for; the log says how much that was. Collective.
+
+    What is not here yet is fetched first.
+    """
+    folders = _all_folders(loader, validation)
+    fetch_data(folders)
+    checked = check_data(folders, config.data.verify)
+    log.info(
+        "data.verify=%s: %d shards (%.1f GB); read here against their checksums: %d (%.1f GB).",
+        config.data.verify,
+        checked.files,
+        checked.bytes / 1e9,
+        checked.read_files,
+        checked.read_bytes / 1e9,
+    )
+    if checked.without_sums:
+        log.info(
+            "Built by a release without sums of blocks: %s. What a run reads there cannot be checked as it is read, so "
+            "the files are read before the first step, as with data.verify=start. Build the data again to change that.",
+            " and ".join(checked.without_sums),
+        )
+
+
+def _all_folders(loader: Loader, validation: ValidationLoader | None) -> list[ShardSet]:
+    """Return the shard folders of training and validation."""
+    folders = list(loader.folders)
+    if validation is not None:
+        folders += validation.folders
+    return folders
+
+
+def _tokenizer_files(
+    origin: Path | None, loader: Loader, validation: ValidationLoader | None, mesh: Mesh
+) -> dict[str, bytes]:
+    """Return the tokenizer's files for the run's checkpoints, read by rank 0 alone.
+
+    They are those of the checkpoint that it goes on from (a chat template among them, and licences), else the data's.
+    DataError unless checkpoint and data have one tokenizer; the log says if there is none to compare with.
+    """
+    if mesh.rank != 0:
+        return {}
+    if validation is not None:
+        check_same_data(loader.shards, validation.shards)
+    if origin is None:
+        return loader.shards.tokenizer().files
+    # A licence goes where the weights go; a model card would describe the model before training.
+    notices = read_notices(origin)
+    if has_tokenizer(origin):
+        check_same_tokenizer(origin, loader.shards)
+        return load_tokenizer(origin).files | notices
+    return uncompared_files(origin, loader.shards.tokenizer()) | notices
+
+
+_LOOKED_AT = 1 << 16
+"""Documents whose lengths are looked at if the manifest does not tell whether rows are packed."""
+
+
+def leaves_remainders(folders: Sequence[ShardSet], seq_len: int) -> bool:
+    """Return whether some document is no multiple of a row: what remains of it shares one with others, or with padding.
+
+    A function of the data alone, so a run that resumes gets the same answer. A folder whose first documents fill whole
+    rows is taken to be cut for this length all through: to look at every document would take a start as long as there
+    are documents. Were that wrong, the layout would be slower, no more.
+    """
+    # Of a mixture, one source is enough: its rows are laid out as all others are.
+    return any(_leaves_remainders(shards, seq_len) for shards in folders)
+
+
+def _leaves_remainders(shards: ShardSet, seq_len: int) -> bool:
+    if sum(entry.tokens for entry in shards.manifest.shards) % seq_len:
+        return True
+    longest = [2 ** (int(power.removeprefix("2^")) + 1) - 1 for power in shards.manifest.length_histogram]
+    if min(longest, default=seq_len) < seq_len:
+        return True
+    first = shards.lengths_of(np.arange(min(shards.num_documents, _LOOKED_AT)))
+    return bool((first % seq_len).any())
