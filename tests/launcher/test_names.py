@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 
 import longctx_train
-from longctx_train import DISTRIBUTION, PACKAGES, find_clashes
+from longctx_train import DISTRIBUTION, PACKAGES, find_clashes, find_other_owners
 from tests.helpers import REPOSITORY
 
 
@@ -51,6 +51,20 @@ def test_a_package_of_another_distribution_comes_first(tmp_path):
         assert f"{name} 0.3.2 provides it. Try: {sys.executable} -m pip uninstall {name}" in ended.stderr
         assert "Traceback" not in ended.stderr
         assert len(ended.stderr.splitlines()) < 10
+
+
+def test_a_folder_of_that_name_on_the_path(tmp_path):
+    written(tmp_path / "parallel" / "__init__.py")
+    ended = start(tmp_path, REPOSITORY)
+    assert ended.returncode == 1
+    assert f"take {tmp_path} out of PYTHONPATH" in ended.stderr
+
+
+def test_set_up_names_every_other_owner(tmp_path, monkeypatch):
+    other_distribution(tmp_path, "parallel", "0.2.5", "parallel")
+    monkeypatch.syspath_prepend(tmp_path)
+    (said,) = [line for line in find_other_owners() if line.startswith("parallel")]
+    assert "parallel 0.2.5, which is not a part of longctx-train, provides the package parallel too" in said
 
 
 def test_a_distribution_that_wrote_over_a_file_of_ours(tmp_path):

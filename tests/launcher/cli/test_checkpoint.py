@@ -58,20 +58,22 @@ def test_list_says_what_is_proved_what_is_damaged_and_what_stays(capsys, damaged
     assert json.loads(out)[1]["problem"] == "master.safetensors is missing"
 
 
-def test_verify_names_every_damaged_file(capsys, damaged_run):
+def test_verify_names_every_damaged_file_and_one_that_nobody_listed(capsys, damaged_run):
     assert call(capsys, "checkpoint", "verify", damaged_run)[0] == 0
     newest = damaged_run / "checkpoints/step_000100"
     flip_a_byte(newest / "master.safetensors")
     (newest / "tokenizer.model").unlink()
+    (newest / "notes.txt").write_text("{}")
     code, out, _ = call(capsys, "checkpoint", "verify", damaged_run)
     assert code == 1
     assert "step_000020 is whole" in out
     assert "master.safetensors is damaged" in out
     assert "tokenizer.model is missing" in out
+    assert "notes.txt is not in the manifest" in out
     assert "newest-good" in out
     code, out, _ = call(capsys, "checkpoint", "verify", newest, "--json")
     assert code == 1
-    assert [len(row["problems"]) for row in json.loads(out)] == [2]
+    assert [len(row["problems"]) for row in json.loads(out)] == [3]
 
 
 def test_verify_names_a_ruined_proof(capsys, run, tmp_path):

@@ -7,11 +7,56 @@ import pty
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
 
+from launcher.cli import console
 from tests.helpers import REPOSITORY
+
+
+def test_progress_is_lines_where_nobody_looks(capsys):
+    with console.progress("reading", total=200, seconds_between_lines=0.0) as update:
+        update(50, note="5 files")
+        update(300, note="6 files")  # more than the guess: no share
+    assert capsys.readouterr().err == "reading …\nreading: 25% 5 files\nreading: 6 files\n"
+
+
+def test_progress_is_a_bar_on_a_terminal(capsys, monkeypatch):
+    monkeypatch.setattr("sys.stderr.isatty", lambda: True)
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    shown = ""
+    with console.progress("reading", total=200) as update:
+        for done, note in ((50, "5 files"), (300, "6 files")):
+            update(done, note=note)
+            while note not in shown:  # it is drawn now and then
+                time.sleep(0.01)
+                shown += capsys.readouterr().err
+    assert "25%" in shown
+    assert "100%" not in shown
+
+
+@pytest.mark.parametrize(
+    ("argv", "orig_argv", "path", "name"),
+    [
+        (["BIN/longctx", "report"], ["BIN/python", "BIN/longctx", "report"], "BIN", "longctx"),
+        (["BIN/longctx", "report"], ["BIN/python", "BIN/longctx", "report"], "/nowhere", "BIN/longctx"),
+        (["launcher/__main__.py"], ["bin/python", "-m", "launcher", "report"], "/nowhere", "bin/python -m launcher"),
+        (["pytest"], ["python", "pytest"], "/nowhere", "python -m launcher"),
+    ],
+)
+def test_suggested_commands_begin_as_the_one_that_was_typed(argv, orig_argv, path, name, tmp_path, monkeypatch):
+    (tmp_path / "longctx").touch(mode=0o755)
+
+    def here(*words: str) -> list[str]:
+        return [word.replace("BIN", str(tmp_path)) for word in words]
+
+    monkeypatch.setattr("sys.argv", here(*argv))
+    monkeypatch.setattr("sys.orig_argv", here(*orig_argv))
+    monkeypatch.setenv("PATH", *here(path))
+    assert [console.program()] == here(name)
 
 
 @pytest.mark.parametrize("outside", [False, True])

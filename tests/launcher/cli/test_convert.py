@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 
 import torch
 
@@ -21,10 +22,15 @@ def test_there_and_back_are_the_same_bytes(capsys, run, world, tmp_path):
     assert (tmp_path / "hf" / "tokenizer.model").read_bytes() == (world / "tokenizer.model").read_bytes()
 
 
-def test_dtype_reaches_the_files(capsys, run, tmp_path):
-    checkpoint = run / "checkpoints/step_000020"
-    assert call(capsys, "convert", "--to", "hf", checkpoint, tmp_path / "hf", "--dtype", "bfloat16")[0] == 0
+def test_it_says_what_was_cast_and_what_was_verified(capsys, run, tmp_path):
+    words = ("convert", "--to", "hf", run / "checkpoints/step_000020")
+    code, out, _ = call(capsys, *words, tmp_path / "hf", "--dtype", "bfloat16", "--verify", "tensors")
+    assert code == 0
     assert json.loads((tmp_path / "hf/config.json").read_text())["dtype"] == "bfloat16"
+    assert re.search(r"Cast as asked: \d+ tensors float32 → bfloat16, which loses bits", out)
+    assert re.search(r"Verified: \d+ tensors, .* hashes are equal", out)
+    assert "logits" not in out.lower()
+    assert "Not verified" in call(capsys, *words, tmp_path / "none", "--verify", "none")[1]
 
 
 def test_options_of_training_that_an_export_leaves_behind_are_named(capsys, run, tmp_path):

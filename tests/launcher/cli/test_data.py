@@ -12,6 +12,7 @@ import pytest
 
 from data_pipeline import inspect
 from data_pipeline.rows import blocks
+from longctx.errors import DataError
 from tests.launcher.cli.calls import call, flip_a_byte
 
 
@@ -61,6 +62,38 @@ def test_build_without_shards_says_what_is_left_out(capsys, world, tmp_path):
     code, out, _ = call(capsys, "data", "verify", folder)
     assert code == 0, out
     assert f"{manifest['tokens'] - entry['tokens']:,} tokens." in out
+
+
+def test_build_joins_the_files_of_a_directory(capsys, world, tmp_path):
+    (tmp_path / "corpus/a").mkdir(parents=True)
+    for name in ("a/x.py", "a/y.py", "top.py"):
+        (tmp_path / "corpus" / name).write_text(f"# of {name}")
+    words = ["data", "build", "--source", tmp_path / "corpus", "--tokenizer", world / "tokenizer.model"]
+    words += ["--validation-fraction", "0", "--join-header", r"== {path}\n", "--output"]
+    # Of a/ both files, of which each has 11 bytes, or one.
+    for most_bytes, documents in ((24, 2), (12, 3)):
+        options = ["--join", "directory", "--join-bytes", most_bytes, "--json"]
+        code, out, _ = call(capsys, *words, tmp_path / str(most_bytes), *options)
+        assert (code, json.loads(out)["training"]["documents"]) == (0, documents)
+    code, out, _ = call(capsys, "data", "sample", tmp_path / "24", "--seq-len", "512", "--rows", "1")
+    assert "== a/x.py\n# of a/x.py\n== a/y.py\n# of a/y.py" in out
+    code, _, err = call(capsys, *words, tmp_path / "none", "--join-depth", "1")
+    assert (code, "they need --join directory" in err) == (2, True)
+
+
+def test_build_asks_for_what_it_was_asked(capsys, world, tmp_path, monkeypatch):
+    asked: dict[str, object] = {}
+
+    def build(source, *_: object, **options: object) -> None:
+        asked.update(options, strict=source.read_as.strict, kind=options["duplicates"].kind)
+        raise DataError("enough")
+
+    monkeypatch.setattr("data_pipeline.prepare.build.build_shards", build)
+    words = ["data", "build", "--source", world / "corpus", "--tokenizer", world / "tokenizer.model"]
+    words += ["--output", tmp_path / "d", "--workers", 3, "--strict", "--exact", "--overwrite", "--duplicates", "near"]
+    assert call(capsys, *words)[0] == 1
+    found = {"workers": 3, "strict": True, "exact": True, "overwrite": True, "kind": "near"}
+    assert {name: asked[name] for name in found} == found
 
 
 def test_build_by_a_cluster_that_is_not_there_ends_before_anything_is_read(capsys, world, tmp_path, monkeypatch):

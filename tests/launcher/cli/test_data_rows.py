@@ -30,6 +30,14 @@ def test_a_plan_says_what_packing_costs_and_how_even_ranks_are(capsys, shards: P
     assert "about" not in out, "a small corpus is counted"
 
 
+def test_where_ranks_meet_in_each_micro_batch_it_is_that_ones_busiest_rank(capsys, shards: Path):
+    """Stage 2, which ``auto`` is on GPUs."""
+    words = ["--data.train", shards, "--ranks", 2, "--run.device", "cuda"]
+    code, out, err = call(capsys, "data", "plan", *FLAGS, *words)
+    assert code == 0, err
+    assert "busiest rank of each micro-batch, rows data.balance" in out
+
+
 def test_json_has_the_factors_of_each_step(capsys, shards: Path):
     code, out, err = call(capsys, "data", "plan", *FLAGS, "--data.train", shards, "--ranks", 2, "--json")
     assert code == 0, err

@@ -356,6 +356,14 @@ def test_bad_input_is_one_screen_before_anything_is_allocated(capsys, run, tmp_p
     assert not (tmp_path / "out").exists()
 
 
+def test_a_haystack_of_a_few_words_is_refused(capsys, run, tmp_path):
+    (tmp_path / "text").mkdir()
+    (tmp_path / "text/one.txt").write_text("Nothing is said here.")
+    for task, said in (("niah", "at least 16 words of text"), ("ppl", "the longest document")):
+        code, _, err = call(capsys, *words(run, tmp_path / "out", tasks=task, haystack=tmp_path / "text"))
+        assert (code, said in err, "has 0 tokens" in err) == (1, True, False), err
+
+
 def test_shards_of_another_tokenizer_are_refused(capsys, run, world, tmp_path):
     from launcher.cli import main
 
@@ -431,6 +439,12 @@ def test_a_damaged_evaluation_leaves_the_report_of_its_run(evaluated, damaged_ru
     (damaged_run / "evaluation/results.jsonl").write_text("{}\n")
     page = write_report(damaged_run).read_text()
     assert "results.jsonl, line 1, is no row of an evaluation" in page
+
+
+def test_the_group_ruler_leaves_out_what_lacks_its_file(run, tmp_path):
+    tasks, measures, left_out = options_of(words(run, tmp_path / "out", tasks="ruler")).chosen()
+    assert left_out == ["ruler_qa_1", "ruler_qa_2"]
+    assert (len(tasks), measures) == (11, [])
 
 
 def test_samples_are_dealt_to_data_ranks_once():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shutil
 
 from tests.launcher.cli.calls import VOCAB_SIZE, call
 
@@ -17,6 +18,17 @@ def test_tokenizer_says_what_it_made_and_what_comes_next(capsys, world, tmp_path
     assert made.startswith(f"{output}: 600 ids, trained on 24 documents, ")
     assert following.startswith("Next: ")
     assert f"data build --source {world / 'corpus'} --exclude '*.txt' --tokenizer {output} --output DIR" in following
+
+
+def test_other_kinds_and_the_space_mark_are_named(capsys, world, tmp_path):
+    shutil.copytree(world / "corpus", tmp_path / "corpus")
+    (tmp_path / "corpus" / "mark.txt").write_text("a \u2581 b")
+    words = ["tokenizer", "train", "--source", tmp_path / "corpus", "--vocab-size", 300, "--output"]
+    code, out, _ = call(capsys, *words, tmp_path / "f", "--kind", "char")
+    assert code == 0
+    assert "\n1 document with U+2581, which SentencePiece writes for a space: " in out
+    assert "SentencePiece characters, 300 ids" in call(capsys, "tokenizer", "show", tmp_path / "f")[1]
+    assert call(capsys, *words, tmp_path / "g", "--kind", "morpheme")[0] == 2
 
 
 def test_a_training_that_was_stopped_goes_on_without_reading(capsys, world, tmp_path, monkeypatch):

@@ -15,6 +15,7 @@ from launcher.cli.console import program
 from launcher.cli.duplicates import Duplicates
 from launcher.cli.verbs import ELSEWHERE, VERBS, Verb, parse
 from launcher.cli.workers import Workers
+from longctx import __version__
 from tests.helpers import REPOSITORY
 from tests.launcher.cli.calls import call, start
 
@@ -54,24 +55,53 @@ class TestHelp:
             assert callable(parse(words))
 
     def test_options_reach_the_function_with_their_types(self):
-        words = ["data", "build", "--source", "s", "--exclude", "a", "b", "--exclude", "c", "--text-field", "body"]
-        bound = parse([*words, "--tokenizer", "t", "--output", "o", "--validation-fraction", "0.5", "--json"])
+        joined = [
+            "--text-field",
+            "body",
+            "--strict",
+            "--join",
+            "directory",
+            "--join-depth",
+            "1",
+            "--join-bytes",
+            "9",
+            "--join-header",
+            "h",
+        ]
+        words = ["data", "build", "--source", "s", "--exclude", "a", "b", "--exclude", "c", *joined]
+        words += [
+            "--tokenizer",
+            "t",
+            "--output",
+            "o",
+            "--validation-fraction",
+            "0.5",
+            "--exact",
+            "--overwrite",
+            "--duplicates",
+            "near",
+            "--json",
+        ]
+        bound = parse(words)
         assert isinstance(bound, functools.partial)
         corpus = bound.args[0] if bound.args else bound.keywords["corpus"]
-        assert corpus.arguments() == ["--source", "s", "--exclude", "a", "b", "c", "--text-field", "body"]
+        assert corpus.arguments() == ["--source", "s", "--exclude", "a", "b", "c", *joined]
         options = {name: value for name, value in bound.keywords.items() if name != "corpus"}
         assert options == {
             "tokenizer": Path("t"),
             "output": "o",
             "validation_fraction": 0.5,
             "shard_tokens": None,
-            "duplicates": Duplicates(),
+            "duplicates": Duplicates(duplicates="near"),
             "crew": Workers(),
-            "exact": False,
-            "overwrite": False,
+            "exact": True,
+            "overwrite": True,
             "without": (),
             "json": True,
         }
+
+    def test_the_version(self, capsys):
+        assert call(capsys, "--version")[:2] == (0, f"longctx {__version__}\n")
 
     def test_help_imports_nothing_heavy_and_comes_at_once(self):
         script = (

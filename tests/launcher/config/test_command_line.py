@@ -16,6 +16,7 @@ from launcher.config.load import from_values, load_run_config
 from launcher.config.sections import RunConfig
 from launcher.pretrain import main
 from launcher.recipes.find import QUICKSTART, find_config, recipes
+from longctx.architecture.rope import Rope
 from longctx.errors import ConfigError
 
 SECTIONS = [f.name for f in dataclasses.fields(RunConfig)]
@@ -95,6 +96,16 @@ class TestHelp:
         shown = {line.split()[0] for line in out.splitlines() if line.startswith("  --")}
         assert shown == {f"--{name}" for name in keys_of(getattr(RunConfig(), section), section)}
         assert f"--{section}." in out.splitlines()[-1]
+
+    def test_of_a_key_and_of_a_table_within_a_section(self, capfd, monkeypatch):
+        assert "--train.lr NUMBER  (default: 0.005)" in said(["--help", "train.lr"], capfd, monkeypatch)[1]
+        out = said(["--help", "model.rope"], capfd, monkeypatch)[1]
+        assert out.count("  --model.") == out.count("  --model.rope.") == len(dataclasses.fields(Rope))
+
+    def test_defaults_are_those_of_the_recipe_that_is_named(self, capfd, monkeypatch):
+        out = said(["--config", "extend-yarn", "-h", "train"], capfd, monkeypatch)[1]
+        assert "--train.steps INTEGER  (default: 400)" in out
+        assert "--train.keep {all,attention,inputs}  (default: attention)" in out
 
     @pytest.mark.few(2)
     @pytest.mark.parametrize("name", _CHOICES)

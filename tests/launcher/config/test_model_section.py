@@ -96,6 +96,7 @@ def test_another_kind_of_rope_begins_with_its_own_defaults(checkpoint, tmp_path)
         (["--model.num_layers", "3"], ["model.num_layers: checkpoint 2, run 3"]),
         (["--model.norm_eps", "1e-6", "--model.activation", "geglu"], ["model.norm_eps: checkpoint 3e-06, run 1e-06"]),
         (["--model.rope.partial", "0.5"], ["model.rope.partial: checkpoint 1.0, run 0.5"]),
+        (["--model.rope.interleaved", "true"], ["model.rope.interleaved: checkpoint False, run True"]),
         (["--model.preset", "llama-2-7b"], ["model.preset='llama-2-7b'", "both say what the model is", "preset none"]),
     ],
 )

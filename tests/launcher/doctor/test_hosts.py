@@ -9,6 +9,7 @@ import pytest
 
 from launcher.doctor.finding import Finding, worst
 from launcher.doctor.hosts import Host, check_start, compare, examine_hosts
+from launcher.doctor.lines import lines_of_hosts, summary
 from launcher.doctor.machine import Options
 from launcher.doctor.probe import Probe
 from launcher.doctor.remote import Answer, NoAnswer
@@ -102,6 +103,15 @@ def test_several_hosts_need_pdsh(tmp_path, monkeypatch):
 def host(name: str, answer: Answer | NoAnswer) -> Host:
     findings = [finding.on(name) for finding in compare(answer, FACTS, 8, PROBE)]
     return Host(name=name, answer=answer, findings=findings)
+
+
+def test_sixteen_hosts_with_one_trouble_take_one_line():
+    hosts = [host(f"node-{n:02}", answered(code="f" * 16)) for n in range(16)]
+    hosts.append(host("node-16", answered()))
+    healthy, failed = lines_of_hosts(hosts)
+    assert healthy.startswith("ok    node-16 ")
+    assert failed.startswith("fail  code on node-00, node-01, node-02, node-03 and 12 more")
+    assert summary([finding for each in hosts for finding in each.findings]).startswith("16 checks failed")
 
 
 class TestAskingAll:

@@ -26,6 +26,13 @@ def test_open_files_grow_with_the_ranks(soft, world_size, verdict):
     assert bool(finding.advice) == (verdict != "ok")
 
 
+def test_the_advice_fits_the_hard_limit(monkeypatch):
+    """Above which no user may go."""
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (256, 4096))
+    assert check_open_files(1).advice == "ulimit -n 1024"
+    assert "hard limit (4096)" in check_open_files(1000).advice
+
+
 def test_locked_memory_matters_where_there_is_infiniband(tmp_path):
     assert check_locked_memory(65536, tmp_path).verdict == "ok"
     assert check_locked_memory(65536, tmp_path / "missing").verdict == "ok"

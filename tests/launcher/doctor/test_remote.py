@@ -102,9 +102,10 @@ class TestNoAnswer:
             ("ssh: Could not resolve hostname node-01: Name or service not known", "/etc/hosts"),
             ("ssh: connect to host node-01 port 22: Connection refused", "systemctl start ssh"),
             ("ssh: connect to host node-01 port 22: Connection timed out", "ping HOST"),
+            ("Host key verification failed.", "ssh HOST true"),
         ],
     )
-    def test_a_host_that_is_not_there(self, tmp_path, monkeypatch, said, advice):
+    def test_a_host_that_is_not_there_or_not_known(self, tmp_path, monkeypatch, said, advice):
         answer = refusal(tmp_path, monkeypatch, f"echo '{said}' >&2; exit 255")
         assert answer.why == f"ssh failed: {said}"
         assert advice in answer.advice

@@ -43,6 +43,12 @@ def test_little_free_space(monkeypatch, tmp_path, free, verdict):
     assert check_folder(tmp_path)[0].verdict == verdict
 
 
+def test_a_slow_folder_is_a_warning(monkeypatch, tmp_path):
+    monkeypatch.setattr("launcher.doctor.storage.write_speed", lambda folder: 10.0 * 2**20)
+    finding = check_folder(tmp_path)[1]
+    assert (finding.verdict, finding.value) == ("warn", "10 MiB/s of one process, to the disk")
+
+
 def test_shared_memory_matters_where_gpus_share_a_machine(monkeypatch, tmp_path):
     monkeypatch.setattr(shutil, "disk_usage", lambda folder: Usage(GIB // 16, 0, GIB // 16))
     assert [check_shared_memory(gpus, tmp_path).verdict for gpus in (0, 1, 2)] == ["ok", "ok", "warn"]

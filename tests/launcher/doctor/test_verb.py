@@ -12,6 +12,19 @@ from tests.launcher.cli.calls import call
 from tests.launcher.doctor.samples import put_ssh
 
 
+def test_a_line_for_each_finding_and_a_summary(capsys, tmp_path):
+    code, out, _ = call(capsys, "doctor", "--folder", tmp_path, "--master-port", 0, "--no-links")
+    lines = out.splitlines()
+    verdicts = {line[:6].strip() for line in lines[:-1]}
+    assert verdicts <= {"ok", "warn", "fail"}
+    # A machine may have GPUs that this PyTorch cannot use.
+    assert code == int("fail" in verdicts), out
+    assert len(lines) < 25, "one screen"
+    assert lines[-1].endswith(("well.", "warning.", "warnings."))
+    assert ("failed," in lines[-1]) == (code == 1)
+    assert "ok    network          not looked at: --no-links" in lines
+
+
 def test_a_failure_is_exit_code_1_also_as_json(capsys, tmp_path):
     with socket.socket() as server:
         server.bind(("127.0.0.1", 0))

@@ -15,6 +15,7 @@ from launcher.metrics.console import Pace, console_line
 from launcher.metrics.expert_history import idle_experts, shortened, steps_between_loads
 from launcher.metrics.expert_load import (
     idle_share,
+    layer_numbers,
     load_entropy,
     max_over_mean,
     max_violation,
@@ -233,6 +234,12 @@ def test_expert_figures_of_a_layer_without_tokens() -> None:
     assert math.isnan(mean_violation([0, 0]))
     assert math.isnan(load_entropy([0, 0]))
     assert idle_share([0, 0]) == 1.0
+
+
+def test_a_record_of_an_earlier_release_counts_its_layers() -> None:
+    assert layer_numbers(TRAIN) == [1, 3]
+    assert layer_numbers({"expert_load": [[1], [1], [1]]}) == [0, 1, 2]
+    assert layer_numbers({"expert_layers": [], "expert_load": []}) == []
 
 
 def test_console_line_of_a_step() -> None:

@@ -161,6 +161,8 @@ def test_rates() -> None:
     ("device", "dtype", "tflops"),
     [
         ("NVIDIA H100 80GB HBM3", "bfloat16", 989.4),
+        ("NVIDIA H100 PCIe", "bfloat16", 756.5),
+        ("NVIDIA GB200", "bfloat16", 2500.0),
         ("NVIDIA A100-SXM4-80GB", "bfloat16", 312.0),
         ("NVIDIA H200", "float32", None),
         ("cpu", "bfloat16", None),

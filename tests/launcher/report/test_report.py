@@ -113,6 +113,28 @@ def test_the_page_has_every_part(full_page: str) -> None:
     assert "finished: 20 steps" in full_page
 
 
+def test_key_figures(full_page: str) -> None:
+    found = dict(re.findall(r'class="label">(.*?)</div><div class="value">(.*?)</div>', full_page))
+    assert found == {
+        "Training loss": "6.0000",
+        "Validation loss": "5.0000",
+        "Perplexity": "148.4",
+        "Unigram entropy": "6.5000",
+        "Learned from context": "1.5000",
+        "Tokens": "81.9k",
+        "Parameters": "2.4M",
+        "Tokens a second": "10.0k",
+        "Wall time": "20 s",
+    }
+    assert "of it 10 s in steps" in full_page
+
+
+def test_remarks_tell_of_resumes_and_discarded_rows(full_page: str) -> None:
+    assert "Resumed at step 10;" in full_page
+    assert "2 rows of steps that were run again" in full_page
+    assert ">resumed</text>" in section_of(full_page, "Loss")
+
+
 def test_the_page_needs_nothing_but_itself(full_page: str) -> None:
     assert not re.search(r"<(script|link|iframe|img|object)\b", full_page)
     assert all(ref.startswith(("#", "data:image/png")) for ref in re.findall(r'(?:href|src)="([^"]*)"', full_page))
@@ -152,6 +174,12 @@ def test_dead_experts_are_named_with_their_steps(tmp_path: Path) -> None:
     assert said == ["model.layers.3.mlp.experts.0 (steps 21 to 80, 141 to 200)"]
     assert report.dead_caption(said) == f"Without a token for 50 steps or more: {said[0]}."
     assert head.remarks(run) == ["Without a token for 50 steps or more: 1 expert, named below."]
+
+
+def test_a_run_of_an_earlier_release_is_still_shown() -> None:
+    old = {"kind": "train", "step": 1, "loss": 7.0, "expert_load": [[1, 2], [3, 4]]}
+    assert ">Layer 1</text>" in report_experts.load_figure([old])
+    assert report_experts.balance_figure([old]) is None
 
 
 def test_a_run_before_its_first_step(tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from launcher.training.broken_step import rows_from
 from tests.helpers import run_distributed
 from tests.launcher.runs import tiny_config
 from tests.launcher.workers import rows, train, train_each
@@ -60,6 +61,13 @@ def test_a_run_stopped_in_the_middle_goes_on_to_the_same_rows_on_other_ranks(mix
     assert second > 1.5 * first
     log = (whole / "logs/rank_0.log").read_text()
     assert "tokens in all: first " in log
+
+
+def test_a_broken_step_names_the_rows_of_each_source(mixture: Path, tmp_path: Path):
+    source = {"block_row": 7, "block": 1, "epoch": 2}
+    said = rows_from(tiny_config(mixture, tmp_path / "run"), {"rows_consumed": 12, "sources": {"first": source}})
+    assert "from row 12 of the run on (first from row 7 of block 1 of epoch 2 on; longctx data sample" in said
+    assert "--first-row 12" in said
 
 
 def test_a_mixture_that_is_used_up_says_so_before_and_when(mixture: Path, tmp_path: Path):

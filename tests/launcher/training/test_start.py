@@ -1,7 +1,8 @@
-"""What a run refuses at its start, before a model is built."""
+"""What a run says and refuses at its start, before a model is built."""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -21,8 +22,8 @@ class BuildsError(Exception):
     """The run would allocate its model now."""
 
 
-def start(shards: Path, output: Path, changed: Mapping[str, Any]) -> None:
-    """A run that starts, up to where it would build its model."""
+def start(shards: Path, output: Path, changed: Mapping[str, Any]) -> str:
+    """The log of a run that starts, up to where it would build its model."""
 
     def build(*_: Any, **__: Any) -> None:
         raise BuildsError
@@ -30,6 +31,15 @@ def start(shards: Path, output: Path, changed: Mapping[str, Any]) -> None:
     launcher.training.setup.build_engine = build  # type: ignore[assignment]
     with pytest.raises(BuildsError):
         build_run(tiny_config(shards, output, changed), torch.device("cpu"))
+    return (output / f"logs/rank_{os.environ['RANK']}.log").read_text()
+
+
+def warn_on_rank_0(shards: Path, folder: Path) -> None:
+    """What a run is, and what it may not have meant: once."""
+    log = start(shards, folder / "warm", {"train.warmup_steps": 8})
+    warned = [line for line in log.splitlines() if "WARNING" in line]
+    assert log.count("Steps: 8 steps of 512 tokens") == len(warned) == (os.environ["RANK"] == "0")
+    assert all("train.warmup_steps=8 is not below train.steps=8" in line for line in warned)
 
 
 def refuse_for_memory(shards: Path, folder: Path) -> None:
@@ -41,7 +51,13 @@ def refuse_for_memory(shards: Path, folder: Path) -> None:
     start(shards, folder / "large", {"run.memory_check": False})
 
 
+def warn_and_refuse(shards: Path, folder: Path) -> None:
+    """Both, by the same ranks: starting them takes longer."""
+    warn_on_rank_0(shards, folder)
+    refuse_for_memory(shards, folder)
+
+
 @pytest.mark.slow
-def test_a_run_that_does_not_fit_is_refused_before_it_builds_anything(shards, tmp_path):
-    """It was killed by the kernel. What else a start warns of is in ``test_summary.py``."""
-    run(refuse_for_memory, 2, shards, tmp_path)
+def test_what_a_run_may_not_have_meant_is_said_before_it_builds_anything(shards, tmp_path):
+    """It was silent; a run that did not fit was killed by the kernel. All warnings are in ``test_summary.py``."""
+    run(warn_and_refuse, 2, shards, tmp_path)

@@ -12,7 +12,7 @@ from data_pipeline.rows.blocks import PackReport
 from launcher.config.load import load_run_config
 from launcher.plan.memory import GIB, memory_of_rank
 from launcher.training.origin import Origin
-from launcher.training.summary import Start, changed_settings, warnings
+from launcher.training.summary import Start, changed_settings, summary, warnings
 from parallel.mesh import Mesh
 from tests.launcher.runs import resolved
 
@@ -52,6 +52,20 @@ def packing(**figures: Any) -> PackReport:
     return dataclasses.replace(counted, **figures)
 
 
+def test_a_run_says_what_it_is():
+    begun = [
+        "Model: 1.61M parameters, 1.02M of them for a token; 2 layers of width 128; 8 experts",
+        "Ranks: 2 ranks = data 1 × context 2 on cpu, zigzag rows by p2p, ZeRO 1, float32.",
+        "Memory: at least 36 MiB a rank",
+        *("ZeRO 0: 25 MiB", "ZeRO 1, this run: 21 MiB", "ZeRO 2: 18 MiB", "ZeRO 3: 15 MiB"),
+        "Steps: 700 steps of 4,096 tokens = 2 rows of 2,048 tokens, in 2 micro-batches a rank; rate 0.005",
+        "Data: 2.87M tokens in all, 0.70 passes over 2,000 rows with 1.25 % padding",
+        "Checkpoints: 4 to come, 18 MiB each; the newest 2 stay; 100.0 GiB",
+    ]
+    assert [line[: len(words)] for line, words in zip(summary(start()), begun, strict=True)] == begun
+    assert warnings(start()) == []
+
+
 @pytest.mark.parametrize(
     ("flags", "step", "to_come"),
     [
@@ -87,6 +101,18 @@ def test_rows_beyond_the_models_positions():
     said = only_warning(start(["--model.max_positions", "1024"]))
     assert "data.seq_len=2048 exceeds model.max_positions=1024" in said
     assert "model.max_positions=2048" in said
+
+
+def test_a_run_that_is_all_warm_up():
+    said = only_warning(start(["--train.steps", "10"]))
+    assert "train.warmup_steps=40 is not below train.steps=10" in said
+    assert "0.00125" in said
+
+
+def test_rows_that_repeat_within_a_step():
+    assert "takes 2 rows and the data has 1" in only_warning(start(packing=packing(rows=1)))
+    estimated = start(packing=packing(rows=1, exact=False))
+    assert "takes 2 rows and the data has about 1: rows repeat" in only_warning(estimated)
 
 
 def test_checkpoints_that_fill_the_disk():

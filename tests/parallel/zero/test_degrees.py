@@ -115,3 +115,17 @@ def test_in_every_stage_and_by_chunks(ranks, kind):
     ways = [{"stage": stage, "tokens_per_rank": n} for stage, n in ((0, 17), (1, 20), (2, 31), (3, 60))]
     ways += [{"stage": stage, "tokens_per_rank": 31, **CHUNKS} for stage in (2, 3)]
     run_distributed(check, ranks, kind, ways, timeout=800)
+
+
+def test_the_cases_are_padded_and_uneven():
+    """What this page is about happens in it."""
+    padded, sizes = set(), set()
+    for ranks, most in ((3, 17), (3, 40), (5, 20), (7, 17)):
+        dealt = MicroBatches.deal(ROWS, most_rows=rows_at_once(SEQ_LEN, ranks, most))
+        sizes.add(len(set(dealt.sizes)))
+        for size in dealt.sizes:
+            tokens = tokens_on_ranks(size * SEQ_LEN, ranks, ulysses=1, tokens_per_rank=most)
+            padded.add(tokens - size * SEQ_LEN)
+    assert sizes == {1, 2}
+    assert min(padded) >= 0
+    assert len(padded) > 2

@@ -12,9 +12,10 @@ from launcher.doctor.network.findings import (
 from launcher.doctor.network.interfaces import Interface
 from launcher.doctor.network.nccl import NcclNetwork
 from launcher.doctor.network.survey import Port, Survey
-from tests.launcher.doctor.network.samples import HCA, network, survey_of
+from tests.launcher.doctor.network.samples import HCA, SOCKETS, network, survey_of
 
 INFINIBAND = NcclNetwork(transport="IB", devices=("mlx5_0:1/IB",), meets_at="eth0")
+OTHER_ADAPTER = NcclNetwork(transport="IB", devices=("mlx5_4:1/RoCE",), meets_at="eth0")
 LO = Interface(name="lo", addresses=("127.0.0.1",), mtu=65536)
 NONE = NcclNetwork(transport="")
 
@@ -66,6 +67,12 @@ class TestInterfaces:
         assert finding.verdict == "warn"
         assert "eth0 (25 Gbit/s, MTU 9000) on a, c; ib0 (MTU 9000) on b" in finding.value
 
+    def test_mtus_that_differ(self):
+        small = Interface(name="eth0", addresses=("10.0.0.2",), mtu=1500)
+        finding = only(survey_of(network(1), network(2, interfaces=[small])), "gloo interface")
+        assert finding.verdict == "warn"
+        assert "mtu 1500 on all" in finding.advice
+
     def test_two_names_of_one_machine_may_use_its_loopback(self):
         one = network(1, interface="lo", interfaces=[LO], machine="x", environment={"GLOO_SOCKET_IFNAME": "lo"})
         survey = survey_of(one, one)
@@ -84,11 +91,21 @@ class TestNccl:
     def gpus(self, **changes):
         return {"num_gpus": 8, "nccl": INFINIBAND, "adapters": [HCA], **changes}
 
-    def test_a_host_that_uses_sockets_among_infiniband(self):
-        sockets = NcclNetwork(transport="Socket", devices=("eth0",), meets_at="eth0")
-        survey = survey_of(network(1, **self.gpus()), network(2, **self.gpus(nccl=sockets)))
+    @pytest.mark.parametrize(
+        ("one", "other", "advice"),
+        [
+            (INFINIBAND, SOCKETS, "Hosts differ"),
+            (SOCKETS, SOCKETS, "active RDMA adapters of a, b"),
+            (INFINIBAND, OTHER_ADAPTER, "NCCL_IB_HCA"),
+        ],
+    )
+    def test_what_hosts_with_infiniband_make_of_it(self, one, other, advice):
+        survey = survey_of(network(1, **self.gpus(nccl=one)), network(2, **self.gpus(nccl=other)))
         assert troubles(survey) == [("NCCL network", "warn")]
-        assert "Hosts differ" in only(survey, "NCCL network").advice
+        assert advice in only(survey, "NCCL network").advice
+
+    def test_infiniband_everywhere_is_well(self):
+        assert troubles(survey_of(network(1, **self.gpus()), network(2, **self.gpus()))) == []
 
     @pytest.mark.parametrize("name", ["lo", "docker0"])
     def test_interfaces_that_lead_nowhere(self, name):

@@ -300,6 +300,15 @@ def test_whatever_happens_it_adds_up(world, tmp_path):
     assert set(goodput.seconds()) == set(KINDS)
 
 
+def test_in_words():
+    seconds = {"productive": 90.0, "lost": 6.0, "starting": 3.9, "other": 0.1, "paused": DAY}
+    assert in_words(dict.fromkeys(KINDS, 0.0) | seconds, 2) == (
+        "Effective training time: 90.0% of 2 min, 2 restarts (lost 6.0%, starting 3.9%, other 0.1%). Paused for "
+        "1 d 0 h, which is not counted."
+    )
+    assert in_words(dict.fromkeys(KINDS, 0.0), 0) == ""
+
+
 def test_the_last_words_of_a_run_are_those_of_its_file(tmp_path):
     """Its last save has no step behind it."""
     time = RunTime(tmp_path, step=0)

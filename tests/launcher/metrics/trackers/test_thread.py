@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import math
 import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping
+from types import SimpleNamespace
 
 import pytest
 
@@ -24,6 +26,7 @@ from launcher.metrics.trackers.tracker import TrackedRun, without_secrets
 from longctx.errors import ConfigError
 from tests.helpers import REPOSITORY
 from tests.launcher.metrics.test_metrics import TRAIN, VALIDATION, train
+from tests.launcher.runs import tiny_config
 
 
 class Remembers:
@@ -105,6 +108,19 @@ def test_a_tracker_that_hangs_drops_records_and_delays_no_other_one(gate, caplog
     assert len(hangs.calls) == QUEUE_CALLS + 12 - hanging.num_dropped + 1
 
 
+@pytest.mark.parametrize("how", ["stopped", "launcher", "failed"])
+def test_a_run_that_stops_waits_less_than_one_that_is_done(how, gate, caplog, monkeypatch):
+    """Whoever asked it to may soon kill it."""
+    monkeypatch.setattr(thread, "STOP_SECONDS", 0.05)
+    monkeypatch.setattr(thread, "DONE_SECONDS", math.inf)
+    hanging = TrackerThread("x", lambda: Remembers("log", gate.wait))
+    trackers = Trackers([hanging])
+    trackers.send(train(1))
+    trackers.close(how)
+    assert hanging.is_alive()
+    assert "x has not taken all records in time" in caplog.text
+
+
 @pytest.mark.parametrize("at", ["log", "text", "close"])
 def test_a_tracker_that_fails_is_closed_and_named_once(at, caplog):
     tracker = Remembers(at, fail)
@@ -176,6 +192,25 @@ def test_settings_become_parameters(tmp_path, monkeypatch):
         config={"run.trackers": "('wandb',)", "run.seed": 3, "data.train": "s3://***@h/x", "data.balance": True},
         first_step=7,
     )
+
+
+def test_a_run_opens_the_trackers_that_it_names(tmp_path, monkeypatch):
+    """On rank 0; their first step is 0, of a resumed run the one after its checkpoint."""
+    from launcher.training import trainer  # torch and DeepSpeed, for which the process above need not wait
+
+    asked: list[tuple] = []
+    monkeypatch.setattr(trainer, "open_trackers", lambda *known, **more: asked.append((*known, more)))
+    config = tiny_config(tmp_path, tmp_path, {"run.trackers": "wandb", "run.tracker_project": "mine"})
+    for origin, is_rank_0 in (("new", True), ("resumed", True), ("resumed", False)):
+        run = SimpleNamespace(config=config, folder=tmp_path, origin=origin, is_rank_0=is_rank_0)
+        trainer._open_trackers(run, step=4)
+    more = {"project": "mine", "config": dataclasses.asdict(config)}
+    assert asked == [(("wandb",), tmp_path, {**more, "first_step": first_step}) for first_step in (0, 5)]
+
+
+def test_a_tracker_named_twice_is_refused():
+    with pytest.raises(ConfigError, match="names trackio twice"):
+        check_trackers(["trackio", "trackio"])
 
 
 @pytest.mark.parametrize("name", PACKAGES)
