@@ -172,7 +172,7 @@ def measure_data(figures: Figures, ranks: int) -> None:
     most = max(map(len, shares)) * SHARD_BYTES
     figures.add("checksums that a rank reads", corpus, ranks, most, unit="B", needed="1 / ranks", power=-1.0)
     figures.add("checksums dealt out", corpus, ranks, seconds, unit="s", needed="files", power=0.0)
-    view = len(pickle.dumps(_View(data=(("0" * 32, "0" * 32),) * 2, copy="0" * 65, has_pending=True)))
+    view = len(pickle.dumps(_View(data=("0" * 32,) * 2, copy="0" * 65, has_pending=True)))
     figures.add("views of the data, gathered", corpus, ranks, view * ranks, unit="B", needed="ranks", power=1.0)
 
 

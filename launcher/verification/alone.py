@@ -128,10 +128,8 @@ def _gradients(
             loss = lm.loss_sum(lm(batch, training_pass))
         lm.loss(loss, counts).backward()
         nll += float(loss[lm.reported])
-        if batch is batches[0]:
-            counts_LE = loss.counts_LE
-        elif counts_LE is not None:
-            counts_LE = counts_LE + loss.counts_LE
+        if loss.counts_LE is not None:
+            counts_LE = loss.counts_LE if counts_LE is None else counts_LE + loss.counts_LE
         for name, p in lm.network.named_parameters():
             if p.grad is None:
                 continue

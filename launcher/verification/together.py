@@ -54,10 +54,8 @@ def steps_together(config: ResolvedConfig, mesh: Mesh, device: torch.device) -> 
             loss = engine.forward(shard.to(device), training_pass)
             engine.backward(engine.model.loss(loss, counts))
             nll += loss[engine.model.reported].double()
-            if own is rows[0]:
-                counts_LE = loss.counts_LE
-            elif counts_LE is not None:
-                counts_LE = counts_LE + loss.counts_LE
+            if loss.counts_LE is not None:
+                counts_LE = loss.counts_LE if counts_LE is None else counts_LE + loss.counts_LE
         norm = engine.step(train.lr)
         if counts_LE is not None:
             counts_LE = sum_over_ranks(counts_LE)

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NamedTuple
 
 from torch import Tensor
 
 from longctx.model.experts.router import RouterDiagnostics
 
 
-class Term(NamedTuple):
+@dataclass(frozen=True)
+class Term:
     """One sum of an objective."""
 
     name: str

@@ -106,6 +106,7 @@ class Whole:
         of_others = [gradient for name, gradient in gradients.items() if not is_expert_weight(name)]
         norms = [torch.nn.utils.get_total_norm(part) for part in (of_others, of_experts)]
         squares = torch.stack([norm.double() ** 2 for norm in norms])
+        assert experts.ep_group is not None
         Communicator().all_reduce(squares[1], experts.ep_group, doing="adding up gradient norms of experts")
         return float(squares.sum().sqrt())
 
