@@ -360,7 +360,8 @@ def test_ranks_without_a_folder_in_common_ask_unless_they_were_handed_the_key(ha
     assert not (tmp_path / "longctx_watch_told").exists()
 
 
-def test_a_file_of_the_key_is_private_and_holds_nothing_else(tmp_path):
+def test_a_file_of_the_key_is_private_and_holds_nothing_else(tmp_path, monkeypatch):
+    monkeypatch.setattr("parallel.runtime.watch.key._LOOK_SECONDS", 0.0)
     file = tmp_path / "key"
     file.write_text("k" * 32)
     file.chmod(0o600)
