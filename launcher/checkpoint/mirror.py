@@ -18,7 +18,7 @@ from launcher.checkpoint.store import Store
 from launcher.wording import plural, short_duration
 from longctx.checkpoint_format import PROVED, list_checkpoints
 from longctx.errors import CheckpointError, DataError
-from parallel.runtime.watch.spans import begin
+from parallel.runtime.spans import begin
 
 log = logging.getLogger(__name__)
 

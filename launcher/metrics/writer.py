@@ -20,7 +20,7 @@ from launcher.metrics.goodput.live import RunTime
 from launcher.metrics.live import LiveLine, is_watched
 from launcher.metrics.record import METRICS_FILE, Record, check_record, encode, settle
 from launcher.metrics.trackers.thread import Trackers
-from parallel.runtime.watch.spans import begin
+from parallel.runtime.spans import begin
 
 log = logging.getLogger(__name__)
 

@@ -22,7 +22,7 @@ from launcher.training.weights import build_engine, set_weights
 from longctx.config import ModelConfig
 from parallel.comm.world import on_every_rank, on_rank_0
 from parallel.mesh import Mesh
-from parallel.runtime.watch.spans import begin
+from parallel.runtime.spans import begin
 
 
 def build_run(asked: RunConfig, device: torch.device, stop: Stop | None = None) -> Run:

@@ -30,7 +30,7 @@ from longctx.model.training_pass import TrainingPass
 from longctx.objectives.task import Counts
 from parallel.loss import sum_counts
 from parallel.runtime.device import device_name, peak_memory_bytes
-from parallel.runtime.watch.spans import begin
+from parallel.runtime.spans import begin
 from parallel.schedule.degrees import Degrees
 
 H = TypeVar("H", bound=StepHook)

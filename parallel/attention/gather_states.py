@@ -14,7 +14,7 @@ from torch import Tensor
 
 from parallel.comm.messages.kinds import Kind
 from parallel.mesh import Mesh
-from parallel.runtime.watch.spans import DOING
+from parallel.runtime.spans import DOING
 from parallel.schedule.states import Open, StatePlan
 
 

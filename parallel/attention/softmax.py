@@ -24,7 +24,7 @@ from longctx.model.attention.work import attend_work, attend_work_backward
 from longctx.model.recompute import RecomputeCache
 from parallel.attention.plan import AttentionOptions, ContextParallelPlan, tensor_problem
 from parallel.mesh import Mesh
-from parallel.runtime.watch.spans import DOING, enter_layer
+from parallel.runtime.spans import DOING, enter_layer
 from parallel.schedule.schedule import Schedule
 from parallel.transport.block import KeysAndValues, KVBlock, PartialResult
 from parallel.transport.ulysses import HeadExchange

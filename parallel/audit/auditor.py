@@ -30,7 +30,7 @@ from parallel.audit.exchange import exchange
 from parallel.audit.sample import UPDATE, Kind, Sample
 from parallel.audit.verdict import Answer, Case, Finding, judge
 from parallel.comm.world import any_rank, gather_objects
-from parallel.runtime.watch.spans import begin
+from parallel.runtime.spans import begin
 
 CALLS = 4
 """Calls of a rank that are looked at in a step; of updates it is one."""

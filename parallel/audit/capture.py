@@ -20,7 +20,7 @@ from parallel.audit.again import flat, name_of, tensors_in
 from parallel.audit.copies import Copied, Layout, take_apart
 from parallel.audit.sample import Kind, Place, Sample
 from parallel.audit.tiles import sample_of_large
-from parallel.runtime.watch.spans import DOING
+from parallel.runtime.spans import DOING
 
 _ATEN_PRODUCTS = ("mm", "addmm", "addmm_", "bmm", "baddbmm", "baddbmm_", "mv", "addmv")
 _CPU_ATTENTION = "aten::_scaled_dot_product_flash_attention_for_cpu"

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from longctx.errors import ClusterError
-from parallel.runtime.watch.spans import DOING
+from parallel.runtime.spans import DOING
 
 T = TypeVar("T")
 

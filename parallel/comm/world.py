@@ -17,7 +17,7 @@ from longctx import errors
 from longctx.errors import LongCtxError
 from parallel.comm.collective import named_collective
 from parallel.comm.groups import control_group
-from parallel.runtime.watch.spans import waiting
+from parallel.runtime.spans import waiting
 
 T = TypeVar("T")
 

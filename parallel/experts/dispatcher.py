@@ -25,7 +25,7 @@ from parallel.comm.groups import ProcessGroup
 from parallel.comm.messages.kinds import Kind
 from parallel.experts.replicated import ReplicatedTokens
 from parallel.mesh import Mesh
-from parallel.runtime.watch.spans import DOING
+from parallel.runtime.spans import DOING
 
 _IDS = torch.int16
 """The dtype in which ids of a rank's experts are sent."""

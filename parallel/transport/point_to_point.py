@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from parallel.mesh import Mesh
-from parallel.runtime.watch.spans import enter_hop
+from parallel.runtime.spans import enter_hop
 from parallel.schedule.schedule import Schedule
 from parallel.transport.block import KeysAndValues, KVBlock, PartialResult, merge_block_
 from parallel.transport.exchange import (

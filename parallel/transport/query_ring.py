@@ -20,7 +20,7 @@ from longctx.tensor_bytes import as_bytes
 from parallel.comm.communicator import Pending
 from parallel.comm.messages.kinds import Kind
 from parallel.mesh import Mesh
-from parallel.runtime.watch.spans import enter_hop
+from parallel.runtime.spans import enter_hop
 from parallel.transport.block import PartialResult
 
 _TAG_QUERIES, _TAG_RESULTS = 9, 11

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from longctx.kernels.dtypes import accumulate_dtype
 from parallel.mesh import Mesh
-from parallel.runtime.watch.spans import enter_hop
+from parallel.runtime.spans import enter_hop
 from parallel.schedule.rows import RowRanges
 from parallel.schedule.schedule import Schedule
 from parallel.transport.block import KeysAndValues, KVBlock, PartialResult, merge_block_

@@ -21,7 +21,7 @@ from longctx.model.training_pass import TrainingPass
 from longctx.objectives.loss_sum import LossSum
 from longctx.objectives.task import Task
 from parallel.comm.world import num_ranks
-from parallel.runtime.watch.spans import begin, enter_layer
+from parallel.runtime.spans import begin, enter_layer
 from parallel.zero.deepspeed_config import quiet_deepspeed
 from parallel.zero.experts import mark_experts
 from parallel.zero.flat import Flat

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from parallel.comm.messages.kinds import Kind
 from parallel.comm.messages.sums import Sum, bit_sum, mixed, stacked
-from parallel.runtime.watch.spans import DOING
+from parallel.runtime.spans import DOING
 
 _BITS_32 = (1 << 32) - 1
 

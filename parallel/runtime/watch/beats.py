@@ -6,13 +6,13 @@ import threading
 import time
 from pathlib import Path
 
+from parallel.runtime.spans import DOING
 from parallel.runtime.watch.connection import Connection
 from parallel.runtime.watch.failure import FAILED, FIRST_ALIVE, Failure
 from parallel.runtime.watch.judge import RankState
 from parallel.runtime.watch.options import WatchOptions
 from parallel.runtime.watch.processes import RankProcess
 from parallel.runtime.watch.sample import AwakeClock, Sampler
-from parallel.runtime.watch.spans import DOING
 from parallel.runtime.watch.stacks import PREFIX, place_of_main, stacks_path, write_stacks
 from parallel.runtime.watch.verdict import process_words, state_line
 

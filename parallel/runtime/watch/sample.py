@@ -12,8 +12,8 @@ from typing import Any
 
 import psutil
 
+from parallel.runtime.spans import Doing
 from parallel.runtime.watch.judge import PATIENT, TIMED, WORKS, RankState
-from parallel.runtime.watch.spans import Doing
 
 _BUSY = 0.02
 """Share of one core that a process uses which works. The watch itself uses a thousandth."""

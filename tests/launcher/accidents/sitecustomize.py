@@ -144,7 +144,7 @@ def happen(kind: str) -> None:
 def counts(args: tuple) -> bool:
     """Whether a call with these arguments is one that counts."""
     if ACCIDENT["step"]:
-        from parallel.runtime.watch.spans import DOING
+        from parallel.runtime.spans import DOING
 
         if ACCIDENT["step"] > DOING.step:
             return False

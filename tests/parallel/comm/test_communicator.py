@@ -20,7 +20,7 @@ from parallel.comm.groups import make_group, members, world_group
 from parallel.comm.messages.kinds import Kind
 from parallel.comm.messages.ledger import Ledger, is_balanced
 from parallel.comm.world import num_ranks, own_rank, sum_over_ranks
-from parallel.runtime.watch.spans import DOING
+from parallel.runtime.spans import DOING
 from parallel.runtime.watch.stacks import place_of_main
 from parallel.zero.gradients import named_on_any_rank
 from tests.helpers import on_ranks

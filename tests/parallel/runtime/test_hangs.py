@@ -12,11 +12,11 @@ from pathlib import Path
 import pytest
 
 from parallel.runtime.code_version import code_version
+from parallel.runtime.spans import Doing
 from parallel.runtime.watch.judge import DISK, PATIENT, TIMED, WORKS, RankState, judge, late
 from parallel.runtime.watch.processes import RankProcess
 from parallel.runtime.watch.roll import Arrival, Roll
 from parallel.runtime.watch.sample import AwakeClock, Sampler
-from parallel.runtime.watch.spans import Doing
 from parallel.runtime.watch.verdict import Report, verdict_text
 from tests.parallel.runtime.watched import STARTED, Ranks
 

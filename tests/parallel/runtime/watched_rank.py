@@ -15,10 +15,10 @@ from pathlib import Path
 
 from launcher.cluster import exit as ending
 from longctx.errors import ClusterError, ConfigError, DataError
+from parallel.runtime.spans import begin, waiting
 from parallel.runtime.watch import current
 from parallel.runtime.watch.current import start_watch, stop_watch, watching
 from parallel.runtime.watch.options import WatchOptions
-from parallel.runtime.watch.spans import begin, waiting
 
 FOLDER, ACT = Path(sys.argv[1]), sys.argv[2]
 RANK, RANKS = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])

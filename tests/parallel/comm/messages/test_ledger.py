@@ -16,7 +16,7 @@ from parallel.comm.messages.kinds import Kind
 from parallel.comm.messages.ledger import Ledger, is_balanced
 from parallel.comm.world import sum_over_ranks
 from parallel.mesh import Mesh
-from parallel.runtime.watch.spans import begin, enter_layer
+from parallel.runtime.spans import begin, enter_layer
 from parallel.transport.exchange import TAG_GRADIENTS, TAG_KEYS
 from tests.helpers import on_ranks, run_distributed
 from tests.parallel.attention.attention_cases import Case, spread
