@@ -59,7 +59,7 @@ def leave_out(folder: str | Path | ObjectPath, shards: Sequence[str]) -> LeftOut
             f"{place} is packed, and its list of packed shards belongs to its manifest. Leave the shards out of the "
             "folder that it was packed from, and pack that again (`longctx data pack`)."
         )
-    _check_names(shards, [entry.file for entry in manifest.shards], place)
+    _check_names(shards, manifest, place)
     kept = replace(
         manifest,
         shards=[entry for entry in manifest.shards if entry.file not in shards],
@@ -92,10 +92,13 @@ def leave_out(folder: str | Path | ObjectPath, shards: Sequence[str]) -> LeftOut
     )
 
 
-def _check_names(shards: Sequence[str], known: Sequence[str], place: Location) -> None:
+def _check_names(shards: Sequence[str], manifest: Manifest, place: Location) -> None:
+    known = [entry.file for entry in manifest.shards]
     for shard in shards:
         if shard in known:
             continue
+        if shard in manifest.options.get(WITHOUT, []):
+            raise ConfigError(f"{shard} is left out of {place} already.")
         # A path, or a number, is easily given for a name.
         nearest = get_close_matches(Path(shard).name, known, n=1, cutoff=0)
         raise ConfigError(f"{reprlib.repr(shard)} is no shard of {place}. Did you mean {', '.join(nearest)}?")

@@ -60,6 +60,8 @@ def test_the_others_are_read_as_ever(damaged: Path, state: str):
 def test_the_manifest_counts_what_is_left(damaged: Path):
     before = Manifest.load(damaged)
     leave_out(damaged, [BAD])
+    with pytest.raises(ConfigError, match=f"{BAD} is left out of .* already"):
+        leave_out(damaged, [BAD])
     leave_out(damaged, ["00000.arrow"])
     after, shards = Manifest.load(damaged), ShardSet.open(damaged)
     assert after.shards == [entry for entry in before.shards if entry.file not in ("00000.arrow", BAD)]
