@@ -201,6 +201,12 @@ class Stream:
         """Tokens that are not padding."""
         return int((self.document_ids != PADDING_DOCUMENT).sum())
 
+    @property
+    def num_targets(self) -> int:
+        """Tokens that one follows in their document."""
+        assert self.following is not None, "an objective has read what follows"
+        return int((self.following != IGNORED_TARGET).sum())
+
     def flatten_rows(self) -> Self:
         """The same tokens as one row [1, B·T]: the shape that a sequence layout splits."""
         flat = self.map_tokens(lambda x: x.reshape(1, -1))

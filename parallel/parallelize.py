@@ -14,7 +14,8 @@ from longctx.errors import ConfigError
 from longctx.model.decoder import Decoder
 from longctx.model.experts.dispatch import TokenDispatcher
 from longctx.model.training_pass import Execution
-from longctx.objectives.causal_lm import CausalLM
+from longctx.objectives.build import build_objective
+from longctx.objectives.task import Task
 from parallel.attention.cores import CORES, build_cores
 from parallel.attention.plan import AttentionOptions
 from parallel.experts.dispatcher import AllToAllDispatcher, ReplicatedExperts
@@ -37,7 +38,7 @@ def build_parallel_model(
     label_smoothing: float = 0.0,
     seed: int | None = 0,
     device: str | None = None,
-) -> CausalLM:
+) -> Task:
     """The module that ZeRO wraps: a decoder whose attention and experts span the mesh's ranks, and its objective.
 
     Weights depend on ``seed`` and their names alone, so every mesh starts from the same model, of which each rank holds
@@ -59,7 +60,7 @@ def build_parallel_model(
     if seed is not None:
         decoder.initialize(seed)
     # 3. The objective outermost: DeepSpeed wraps one module, and under ZeRO-3 gathers weights for its forward alone.
-    return CausalLM(decoder, reduce_counts=_context_sum(mesh), z_loss=z_loss, label_smoothing=label_smoothing)
+    return build_objective(decoder, _context_sum(mesh), z_loss=z_loss, label_smoothing=label_smoothing)
 
 
 def build_empty_decoder(

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
-from longctx.batch import IGNORED_TARGET, PADDING_DOCUMENT, Batch, PackedDocuments
+from longctx.batch import IGNORED_TARGET, PADDING_DOCUMENT, Batch, PackedDocuments, Stream
 from longctx.config import ModelConfig
 from longctx.model.decoder import Decoder
 
@@ -122,3 +122,9 @@ def packed_batch(*, rows: int, seq_len: int, vocab_size: int, seed: int, padding
             bounds.append(row * seq_len + stop)
     packed = PackedDocuments.of(bounds)
     return Batch(tokens=tokens, targets=targets, positions=positions, document_ids=documents, documents=packed)
+
+
+def stream_of(batch: Batch) -> Stream:
+    """Return the stream that ``next_tokens`` makes the batch of."""
+    values = {field.name: getattr(batch, field.name) for field in fields(Stream)}
+    return Stream(**{**values, "following": batch.targets})

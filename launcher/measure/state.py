@@ -6,7 +6,6 @@ parameters', and what is left is what any step takes.
 
 from __future__ import annotations
 
-import dataclasses
 import gc
 import statistics
 from collections.abc import Callable, Iterator
@@ -130,9 +129,8 @@ def _step(clock: Clock, config: ResolvedConfig, num_steps: int) -> _Step:
     mesh = Mesh.build(context=1, ulysses=1, expert=1)
     engine = build_engine(config, mesh, accumulation=2)
     engine.initialize(0)
-    shards = [shard_batch(synthetic_batch(config), config, mesh) for _ in range(2)]
-    shards = [dataclasses.replace(shard, targets=shard.targets + 1) for shard in shards]
     task = engine.model
+    shards = [task.prepare(shard_batch(synthetic_batch(config), config, mesh)) for _ in range(2)]
     counts, steps = count_step(task, shards), []
 
     def micro_batch(number: int) -> None:

@@ -6,10 +6,10 @@ import torch
 
 from launcher.config.resolved import ResolvedConfig
 from launcher.plan.documents import documents_of
-from longctx.batch import Batch
+from longctx.batch import Stream
 
 
-def synthetic_batch(config: ResolvedConfig, document_tokens: int = 0) -> Batch:
+def synthetic_batch(config: ResolvedConfig, document_tokens: int = 0) -> Stream:
     """``train.micro_batch_rows`` full rows of documents of this length (0: a row each). Token ids are 0."""
     rows, tokens = config.train.micro_batch_rows, config.data.seq_len
     documents = documents_of(config, document_tokens)
@@ -18,9 +18,9 @@ def synthetic_batch(config: ResolvedConfig, document_tokens: int = 0) -> Batch:
     positions = torch.arange(rows * tokens) - torch.tensor(documents.bounds[:-1]).repeat_interleave(lengths)
     shape = (rows, tokens)
     zeros = torch.zeros(shape, dtype=torch.int64)
-    return Batch(
+    return Stream(
         tokens=zeros,
-        targets=zeros,
+        following=zeros,
         positions=positions.view(shape),
         document_ids=ids.view(shape),
         documents=documents,

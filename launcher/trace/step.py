@@ -22,12 +22,12 @@ from launcher.trace.figures import RankTrace
 from launcher.trace.group import join_world
 from launcher.trace.links import Links
 from launcher.trace.recorder import Recorder, StoppedAtWaitError
-from launcher.training.model import build_causal_lm, shard_batch
-from longctx.batch import Batch
+from launcher.training.model import build_task, shard_batch
+from longctx.batch import Stream
 from longctx.kernels.attention.flash.varlen import VarlenKernel
 from longctx.kernels.attention.select import KERNELS
 from longctx.model.training_pass import TrainingPass
-from longctx.objectives.causal_lm import CausalLM
+from longctx.objectives.task import Task
 from parallel.loss import count_step
 from parallel.mesh import Mesh
 from parallel.zero.options import uses_fused_adamw
@@ -77,13 +77,13 @@ def _links(rank: int, world: World, mesh: Mesh) -> Links:
     return links
 
 
-def _build(config: ResolvedConfig, mesh: Mesh, recorder: Recorder) -> CausalLM:
+def _build(config: ResolvedConfig, mesh: Mesh, recorder: Recorder) -> Task:
     """The module of a run, its weights in the run's dtype, with gradients beside them."""
     dispatcher = None
     if config.parallel.expert > 1:
         dispatcher = EvenRouting(mesh, config.model.config(), recorder.waits)
     with DEVICE:
-        module = build_causal_lm(config, mesh, dispatcher=dispatcher, device=str(DEVICE))
+        module = build_task(config, mesh, dispatcher=dispatcher, device=str(DEVICE))
     _convert(module, config.dtype)
     # There before the step: DeepSpeed has memory of its own for them, which is arithmetic.
     for p in module.parameters():
@@ -91,7 +91,7 @@ def _build(config: ResolvedConfig, mesh: Mesh, recorder: Recorder) -> CausalLM:
     return module
 
 
-def _convert(module: CausalLM, dtype: torch.dtype) -> None:
+def _convert(module: Task, dtype: torch.dtype) -> None:
     """Give every weight and buffer of a floating dtype this one, as DeepSpeed does."""
     # By hand: ``Module.to`` swaps tensors in place, which those without data refuse.
     for part in module.modules():
@@ -105,22 +105,23 @@ def _convert(module: CausalLM, dtype: torch.dtype) -> None:
 class _Step:
     """One step under way, and what it has been seen to take."""
 
-    def __init__(self, config: ResolvedConfig, mesh: Mesh, module: CausalLM, recorder: Recorder) -> None:
+    def __init__(self, config: ResolvedConfig, mesh: Mesh, module: Task, recorder: Recorder) -> None:
         self.config, self.mesh, self.module, self.recorder = config, mesh, module, recorder
         self.is_whole = True
         """Whether the trace came to the step's end."""
         self.kept = self.kept_on_host = self.peak = self.optimizer_peak = 0
         self.peak_operator = self.peak_place = ""
 
-    def run(self, batch: Batch) -> None:
+    def run(self, stream: Stream) -> None:
         """Forward, backward and the optimiser's step."""
         live = self.recorder.live
         held = [x for p in self.module.parameters() for x in (p, p.grad) if x is not None]
         live.ignore(*held, *self.module.buffers())
         self._begin()
-        shard = shard_batch(batch, self.config, self.mesh)
+        stream = shard_batch(stream, self.config, self.mesh)
         # Counted on the CPU before the first forward, as in a run.
-        counts = count_step(self.module, [shard])
+        counts = count_step(self.module, [stream])
+        shard = self.module.prepare(stream)
         training_pass = TrainingPass(seed=self.config.run.seed)
         loss = self.module.loss_sum(self.module(shard.to(DEVICE), training_pass))
         self.kept, self.kept_on_host = live.now, self.recorder.pinned.now
@@ -200,7 +201,7 @@ class _Step:
         )
 
 
-def _partition(module: CausalLM, config: ResolvedConfig, mesh: Mesh) -> list[int]:
+def _partition(module: Task, config: ResolvedConfig, mesh: Mesh) -> list[int]:
     """Values of the flat masters that this rank updates: matrices, then norms and biases."""
     ranks = mesh.world_size
     if config.zero.stage == 0:

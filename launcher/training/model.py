@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import TypeVar
 
 import torch
 
@@ -10,18 +11,18 @@ from data_pipeline.rows.batches import Share
 from launcher.config.resolved import ResolvedConfig
 from launcher.config.side_by_side import padded_documents, padded_tokens
 from launcher.training.compiling import compiler_of
-from longctx.batch import Batch, PackedDocuments
+from longctx.batch import PackedDocuments, Stream
 from longctx.model.experts.dispatch import TokenDispatcher
 from longctx.model.training_pass import Execution
-from longctx.objectives.causal_lm import CausalLM
+from longctx.objectives.task import Task
 from parallel.layout.sequence import SequenceLayout
 from parallel.mesh import Mesh
 from parallel.parallelize import build_parallel_model
 
 
-def build_causal_lm(
+def build_task(
     config: ResolvedConfig, mesh: Mesh, *, dispatcher: TokenDispatcher | None = None, device: str = "meta"
-) -> CausalLM:
+) -> Task:
     """The decoder over the mesh's ranks, and its objective; weights are unset, on ``device``.
 
     ``dispatcher`` None is the mesh's.
@@ -71,8 +72,14 @@ def share_of(documents: PackedDocuments, config: ResolvedConfig, mesh: Mesh) -> 
     return Share(padded, layout.rank_runs(mesh.context_rank), layout)
 
 
-def shard_batch(batch: Batch, config: ResolvedConfig, mesh: Mesh) -> Batch:
-    """This rank's tokens of a whole micro-batch that did not come from a loader, where the batch is: on the CPU."""
+Tokens = TypeVar("Tokens", bound=Stream)
+
+
+def shard_batch(batch: Tokens, config: ResolvedConfig, mesh: Mesh) -> Tokens:
+    """Return this rank's tokens of a whole micro-batch that did not come from a loader, on the CPU as it is.
+
+    A stream becomes a batch after that: an objective's ``prepare`` sees a rank's tokens.
+    """
     batch = batch.padded(padded_tokens(config, batch.documents.num_tokens))
     layout = build_layout(config, mesh, batch.documents)
     shard = batch.map_tokens(lambda x: layout.split(x, mesh.context_rank, 1))

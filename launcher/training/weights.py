@@ -10,7 +10,7 @@ from launcher.checkpoint.load import load_checkpoint, load_weights
 from launcher.config.resolved import ResolvedConfig
 from launcher.config.zero import zero_options
 from launcher.training.history import History
-from launcher.training.model import build_causal_lm
+from launcher.training.model import build_task
 from launcher.training.origin import Origin
 from launcher.training.run import Progress
 from longctx.config import ModelConfig
@@ -28,7 +28,7 @@ def build_engine(config: ResolvedConfig, mesh: Mesh, *, accumulation: int) -> Ze
         betas=(train.beta1, train.beta2), eps=train.eps, weight_decay=train.weight_decay, clip_norm=train.clip_norm
     )
     return ZeroEngine(
-        build_causal_lm(config, mesh),
+        build_task(config, mesh),
         stage=config.zero.stage,
         dtype=config.dtype,
         accumulation=accumulation,

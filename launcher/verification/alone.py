@@ -21,8 +21,8 @@ from longctx.model.decoder import Decoder
 from longctx.model.experts.balance import load_share, move_selection_bias_
 from longctx.model.experts.replay import RoutingReplay
 from longctx.model.training_pass import Execution, TrainingPass
-from longctx.objectives.causal_lm import CausalLM
-from longctx.objectives.task import Counts
+from longctx.objectives.build import build_objective
+from longctx.objectives.task import Counts, Task
 
 
 class Alone:
@@ -34,7 +34,7 @@ class Alone:
         micro_batches = config.micro_batches(world_size)
         numbers = product(range(len(micro_batches)), range(micro_batches.data_degree))
         self._rows = [micro_batches.rows(number, data_rank) for number, data_rank in numbers]
-        self.lm = CausalLM(
+        self.lm = build_objective(
             Decoder(self.model, seed=config.run.seed, execution=Execution(products=config.train.products)),
             z_loss=config.train.z_loss,
             label_smoothing=config.train.label_smoothing,
@@ -59,7 +59,8 @@ class Alone:
                 for name, p in self.lm.network.named_parameters():
                     # Rounded as the run's are, in whatever dtype this computes.
                     p.copy_(self.masters[name].to(self.config.dtype))
-            batches = [micro_batch(self.config, step, rows).to(self.device) for rows in self._rows]
+            streams = [micro_batch(self.config, step, rows).to(self.device) for rows in self._rows]
+            batches = [self.lm.prepare(stream) for stream in streams]
             tokens = [_tokens_of(rows, self.config.data.seq_len) for rows in self._rows]
             nll, counts_LE, counts, routers = _gradients(
                 self.lm, self.masters, batches, tokens, self.config, step, load_LE, theirs.experts_LTk
@@ -100,7 +101,7 @@ def _tokens_of(rows: range, seq_len: int) -> slice:
 
 
 def _gradients(
-    lm: CausalLM,
+    lm: Task,
     masters: dict[str, Tensor],
     batches: list[Batch],
     tokens: list[slice],

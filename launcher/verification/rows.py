@@ -5,13 +5,13 @@ from __future__ import annotations
 import torch
 
 from launcher.config.resolved import ResolvedConfig
-from longctx.batch import IGNORED_TARGET, PADDING_DOCUMENT, Batch, PackedDocuments
+from longctx.batch import IGNORED_TARGET, PADDING_DOCUMENT, PackedDocuments, Stream
 
 _PADDING = 3
 """Tokens at the end of each row that are padding."""
 
 
-def micro_batch(config: ResolvedConfig, step: int, rows_of_step: range) -> Batch:
+def micro_batch(config: ResolvedConfig, step: int, rows_of_step: range) -> Stream:
     """A micro-batch of these rows of a step, counted over all data ranks: packed rows that end in padding."""
     rows, tokens = len(rows_of_step), config.data.seq_len
     generator = torch.Generator().manual_seed((step << 20) + rows_of_step.start)
@@ -28,13 +28,13 @@ def micro_batch(config: ResolvedConfig, step: int, rows_of_step: range) -> Batch
     ids = torch.arange(len(lengths)).repeat_interleave(torch.tensor(lengths))
     positions = torch.arange(rows * tokens) - (ends - torch.tensor(lengths))[ids]
     tokens_N = torch.randint(config.model.vocab_size, (rows * tokens,), generator=generator)
-    targets = tokens_N.roll(-1)
-    targets[ends - 1] = IGNORED_TARGET
+    following = tokens_N.roll(-1)
+    following[ends - 1] = IGNORED_TARGET
     padding_N = torch.tensor(is_padding)[ids]
     shape = (rows, tokens)
-    return Batch(
+    return Stream(
         tokens=tokens_N.view(shape),
-        targets=targets.masked_fill(padding_N, IGNORED_TARGET).view(shape),
+        following=following.masked_fill(padding_N, IGNORED_TARGET).view(shape),
         positions=positions.view(shape),
         document_ids=ids.masked_fill(padding_N, PADDING_DOCUMENT).view(shape),
         documents=PackedDocuments((0, *ends.tolist())),

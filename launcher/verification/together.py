@@ -36,8 +36,10 @@ def steps_together(config: ResolvedConfig, mesh: Mesh, device: torch.device) -> 
     load_LE: Tensor | None = None
     for step in range(STEPS):
         rows = [micro_batches.rows(number, mesh.data_rank) for number in range(len(micro_batches))]
-        shards = [shard_batch(micro_batch(config, step, own), config, mesh) for own in rows]
-        counts = count_step(engine.model, shards)
+        streams = [shard_batch(micro_batch(config, step, own), config, mesh) for own in rows]
+        # As in a run: counted as it travels, then made a batch by the objective, of a rank's own tokens.
+        counts = count_step(engine.model, streams)
+        shards = [engine.model.prepare(stream.to(device)) for stream in streams]
         nll, counts_LE = torch.zeros((), dtype=torch.float64, device=device), None
         replays: list[RoutingReplay] = []
         for own, shard in zip(rows, shards, strict=True):
@@ -51,7 +53,7 @@ def steps_together(config: ResolvedConfig, mesh: Mesh, device: torch.device) -> 
                 expert_load_LE=load_LE,
                 replay=replay,
             )
-            loss = engine.forward(shard.to(device), training_pass)
+            loss = engine.forward(shard, training_pass)
             engine.backward(engine.model.loss(loss, counts))
             nll += loss[engine.model.reported].double()
             if loss.counts_LE is not None:

@@ -10,6 +10,7 @@ from collections.abc import Callable
 
 from longctx.architecture.fields import ModelFields
 from longctx.architecture.layers import layer_specs
+from longctx.architecture.mixers.mixer import norm_size
 from longctx.architecture.rules import GATED
 
 COMPONENTS = (
@@ -35,7 +36,7 @@ def count_parameters(config: ModelFields, *, active: bool = False) -> dict[str, 
     vectors = _sum(config, _block_vectors)
     # With norms after each sum the last block ends in one already.
     if config.norm_order != "post":
-        vectors["norms"] += _norm_size(config, config.hidden_size)
+        vectors["norms"] += norm_size(config, config.hidden_size)
     vectors["positions"] += _position_table(config)
     counts = Counter(count_matrices(config)) + vectors
     if active:
@@ -132,37 +133,15 @@ def _block_vectors(config: ModelFields, layer: int) -> dict[str, int]:
     """Biases, sinks, norms and vectors of positions of one layer."""
     H, D = config.num_heads, config.head_dim
     counts = _ffn_biases(config, layer)
-    counts["norms"] = _block_norms(config)
-    counts["attention"] = layer_specs(config)[layer].mixer.vectors(config)
+    # Around attention and FFN, and inside of attention.
+    num_norms = 4 if config.norm_order == "sandwich" else 2
+    mixer = layer_specs(config)[layer].mixer
+    counts["norms"] = num_norms * norm_size(config, config.hidden_size) + mixer.norms(config)
+    counts["attention"] = mixer.vectors(config)
     if config.position == "relative":
         # Transformer-XL's u and v.
         counts["positions"] = 2 * H * D
     return counts
-
-
-def _block_norms(config: ModelFields) -> int:
-    """Norms around attention and FFN, and inside of attention."""
-    num_norms = 2
-    if config.norm_order == "sandwich":
-        num_norms = 4
-    around_parts = num_norms * _norm_size(config, config.hidden_size)
-    if config.is_latent:
-        # Latents have RMSNorms, whatever ``norm`` says.
-        return around_parts + config.q_lora_rank + config.kv_lora_rank
-    if config.qk_norm == "none":
-        return around_parts
-    # One head's weights for all queries, one for all keys.
-    num_heads = 2
-    if config.qk_norm == "full":
-        num_heads = config.num_heads + config.num_kv_heads
-    return around_parts + _norm_size(config, num_heads * config.head_dim)
-
-
-def _norm_size(config: ModelFields, channels: int) -> int:
-    """Parameters of one norm: a LayerNorm has a bias beside its weight."""
-    if config.norm == "layernorm":
-        return 2 * channels
-    return channels
 
 
 def _ffn_biases(config: ModelFields, layer: int) -> dict[str, int]:

@@ -18,11 +18,11 @@ Counts = Mapping[str, int]
 
 
 class Countable(Protocol):
-    """A micro-batch, or a rank's part of one, in whatever form: its counts are known without a device."""
+    """A micro-batch, or a rank\'s part of one, before ``prepare`` or after it. Its counts need no device."""
 
     @property
     def num_targets(self) -> int:
-        """Tokens whose prediction counts."""
+        """Tokens that one follows in their document; of a prepared batch, those that have a target."""
         ...
 
     @property
@@ -55,11 +55,18 @@ class Task(nn.Module):
         raise NotImplementedError
 
     def prepare(self, stream: Stream) -> Batch:
-        """The batch of a stream: makes the targets, on the stream's device."""
+        """Return the batch of a stream: makes the targets, on the stream's device.
+
+        The stream is this rank's tokens alone, each with the one behind it (``following``), and its runs end anywhere.
+        Whatever lies farther away needs a callable of ``build_objective``; then this is collective.
+        """
         raise NotImplementedError
 
     def denominators(self, batch: Countable) -> dict[str, int]:
-        """This rank's part of the counts that its terms are divided by."""
+        """Return this rank's part of the counts that its terms are divided by, ``tokens`` (not padding) among them.
+
+        A run asks before ``prepare``, on the CPU, so they follow from what travels.
+        """
         raise NotImplementedError
 
     def loss_sum(self, tensors: Sequence[Tensor]) -> LossSum:

@@ -64,7 +64,7 @@ def linear_attend_cached(
 ) -> Tensor:
     """Output [B, t, H, V] of new tokens; their sums join the cached state. Collective; there is no backward."""
     plan.shapes.check_call(q_BtHD, None)
-    if torch.is_grad_enabled() and q_BtHD.requires_grad:
+    if torch.is_grad_enabled() and any(x.requires_grad for x in (q_BtHD, k_BtKD, v_BtKV)):
         raise ConfigError("attention over a cache that ranks share has no backward pass. Use torch.no_grad().")
     segments = plan.segments
     if plan.exchange is None:

@@ -55,6 +55,10 @@ class Latent(Softmax):
             counts += config.q_lora_rank + config.kv_lora_rank + config.rope_head_dim
         return counts + output_bias(config) + sinks(config)
 
+    def norms(self, config: ModelFields) -> int:
+        # RMSNorms of the latents, whatever ``norm`` says.
+        return config.q_lora_rank + config.kv_lora_rank
+
     def cached(self, config: ModelFields, num_tokens: int, chunk_tokens: int) -> Cached:
         # Values are channels of the keys.
         return Cached(self.cached_rows(num_tokens, chunk_tokens), config.kv_lora_rank + config.rope_head_dim)

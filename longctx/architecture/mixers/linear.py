@@ -65,3 +65,6 @@ class LatentLinear(Linear):
 
     def vectors(self, config: ModelFields) -> int:
         return Latent().vectors(config)
+
+    def norms(self, config: ModelFields) -> int:
+        return Latent().norms(config)

@@ -55,13 +55,27 @@ class Mixer:
         raise NotImplementedError
 
     def vectors(self, config: ModelFields) -> int:
-        """Weights of their biases, and of sinks; norms are counted with norms."""
+        """Weights of their biases, and of sinks."""
         raise NotImplementedError
 
+    def norms(self, config: ModelFields) -> int:
+        """Weights of norms inside of the mixer, such as those of queries and keys."""
+        return 0
+
     def flops(self, config: ModelFields, lengths: Sequence[int]) -> int:
-        """FLOPs of mixing proper, forward, over documents of these lengths: the projections are not in it."""
+        """FLOPs of mixing proper, forward, over documents of these lengths: the projections are not in it.
+
+        Backward is taken to be twice that.
+        """
         raise NotImplementedError
 
     def cached(self, config: ModelFields, num_tokens: int, chunk_tokens: int) -> Cached:
         """What a cache of so many tokens stores, of which ``chunk_tokens`` are read at a time."""
         raise NotImplementedError
+
+
+def norm_size(config: ModelFields, channels: int) -> int:
+    """Parameters of one norm: a LayerNorm has a bias beside its weight."""
+    if config.norm == "layernorm":
+        return 2 * channels
+    return channels

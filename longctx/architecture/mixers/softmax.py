@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from longctx.architecture.fields import ModelFields
-from longctx.architecture.mixers.mixer import Cached, Mixer
+from longctx.architecture.mixers.mixer import Cached, Mixer, norm_size
 
 
 @dataclass(frozen=True)
@@ -37,6 +37,15 @@ class Softmax(Mixer):
         if config.qkv_bias:
             counts += (config.num_heads + 2 * config.num_kv_heads) * config.head_dim
         return counts + output_bias(config) + sinks(config)
+
+    def norms(self, config: ModelFields) -> int:
+        if config.qk_norm == "none":
+            return 0
+        # One head's weights for all queries, one for all keys.
+        num_heads = 2
+        if config.qk_norm == "full":
+            num_heads = config.num_heads + config.num_kv_heads
+        return norm_size(config, num_heads * config.head_dim)
 
     def flops(self, config: ModelFields, lengths: Sequence[int]) -> int:
         """``2·H·(D + V)`` a (query, key) pair that the mask leaves.

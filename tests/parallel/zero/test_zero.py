@@ -22,7 +22,7 @@ from parallel.zero.engine import ZeroEngine
 from parallel.zero.optimizer import OptimizerOptions
 from parallel.zero.options import ZeroOptions, check_zero
 from tests.helpers import on_ranks, run_distributed
-from tests.oracles import Curve, packed_batch, train_alone
+from tests.oracles import Curve, packed_batch, stream_of, train_alone
 
 ROWS, SEQ_LEN, LR, CLIP = 4, 96, 1e-3, 0.5
 FEW, MANY = 3, 20
@@ -96,11 +96,13 @@ def train_together(
     losses, norms, counts_by_step = [], [], []
     for step in range(steps):
         rows = [row_of(step_rows(step), a * mesh.data + mesh.data_rank) for a in range(accumulation)]
-        mine = []
+        streams = []
         for row in rows:
             split = SequenceLayout.build(layout, SEQ_LEN, context, row.cu_seqlens, ulysses)
-            mine.append(row.map_tokens(lambda x, split=split: split.split(x, mesh.context_rank, 1)))
-        counts = count_step(engine.model, mine)
+            streams.append(stream_of(row).map_tokens(lambda x, split=split: split.split(x, mesh.context_rank, 1)))
+        # As in a run: counted as they travel, then made batches by the objective, of this rank's tokens alone.
+        counts = count_step(engine.model, streams)
+        mine = [engine.model.prepare(stream) for stream in streams]
         total, routed = torch.zeros((), dtype=torch.float64), torch.zeros(0, 0)
         for batch in mine:
             loss = engine.forward(batch)
