@@ -82,6 +82,6 @@ def test_lm_eval_is_refused(two_ranks, monkeypatch):
 
 def test_measure_is_refused_before_it_starts_ranks(two_ranks):
     with pytest.raises(ConfigError, match="Use --ranks 1, or --device cpu"):
-        _num_ranks(MeasureOptions(ranks=2), {})
-    assert _num_ranks(MeasureOptions(ranks=0), {}) == 1
-    assert _num_ranks(MeasureOptions(ranks=2, device="cpu"), {}) == 2
+        _num_ranks(MeasureOptions(ranks=2))
+    assert _num_ranks(MeasureOptions(ranks=0)) == 1
+    assert _num_ranks(MeasureOptions(ranks=2, device="cpu")) == 2

@@ -136,4 +136,5 @@ def _lines(opened: OpenFile, newline: str) -> Iterator[str]:
             yield line
     finally:
         # Else it closes the file, which is still asked how far it was read.
-        text.detach()
+        if not opened.stream.closed:
+            text.detach()

@@ -16,7 +16,7 @@ from launcher.config.sections import RunConfig
 from launcher.config.zero import zero_options
 from launcher.plan.zero import Held, partition_bytes
 from launcher.trace.live_bytes import LiveBytes
-from launcher.training.model import build_causal_lm
+from launcher.training.model import build_task
 from parallel.loss import count_step
 from parallel.mesh import Mesh
 from parallel.zero.engine import ZeroEngine
@@ -62,7 +62,7 @@ def run_config(kind: str, stage: int, dtype: str, micro_batches: int, *, overlap
 
 
 def arithmetic(config: RunConfig, mesh: Mesh) -> Held:
-    module = build_causal_lm(config, mesh)
+    module = build_task(config, mesh)
     return partition_bytes(config, module.to(config.dtype), mesh, "cpu")
 
 
@@ -71,7 +71,7 @@ def step_peak(config: RunConfig, mesh: Mesh) -> int:
     model, micro_batches = config.model.config(), config.accumulation(RANKS)
     with Alive() as alive:
         engine = ZeroEngine(
-            build_causal_lm(config, mesh),
+            build_task(config, mesh),
             stage=config.zero.stage,
             dtype=config.dtype,
             accumulation=micro_batches,
@@ -106,7 +106,7 @@ def check(stage: int, dtype: str, kinds: tuple[str, ...], steps: tuple[tuple[int
             peak = step_peak(config, mesh)
             state = held.weights + held.gradients + held.optimizer
             # A trace counts the gradient that backward is at among what passes.
-            gradient = max(p.numel() for p in build_causal_lm(config, mesh).parameters()) * config.dtype.itemsize
+            gradient = max(p.numel() for p in build_task(config, mesh).parameters()) * config.dtype.itemsize
             within = held.gathered + held.reduction.within_backward + gradient
             said = state + max(within, held.reduction.after_backward)
             where = f"ZeRO {stage}, {dtype}, {kind}, {micro_batches} micro-batches, overlap {overlap}"

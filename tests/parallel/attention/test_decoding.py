@@ -90,11 +90,13 @@ def one_process(decoder: Decoder, ids: list[int], name: str) -> tuple[list[int],
     return tokens, whole_nll(decoder, ids + tokens)
 
 
-def compare(decoder: Decoder, ids: list[int], wanted: tuple[list[int], Tensor], where: str) -> None:
+def compare(
+    decoder: Decoder, ids: list[int], wanted: tuple[list[int], Tensor], where: str, bound: float = 1e-5
+) -> None:
     tokens, nll = wanted
     assert generate(decoder, ids, NEW_TOKENS, chunk_tokens=CHUNK_TOKENS) == tokens, where
     error = (token_nll(decoder, ids + tokens, chunk_tokens=CHUNK_TOKENS) - nll).abs().max().item()
-    assert error <= 1e-5, f"{where}: {error:.1e}"
+    assert error <= bound, f"{where}: {error:.1e} > {bound:.1e}"
 
 
 # --- several sequences, and beams -----------------------------------------------------------------------------------
@@ -176,7 +178,11 @@ def test_text_that_comes_in_turns():
 def test_float32_and_the_fast_kernel():
     for name in ("grouped", "window", "latent", "experts"):
         local, decoder = Decoder(config_of(name)), parallel_decoder(name, kernel="auto")
-        compare(decoder, ids_of(61), one_process(local, ids_of(61), name), name)
+        tokens, nll = one_process(local, ids_of(61), name)
+        exact = whole_nll(local.double(), ids_of(61) + tokens)
+        # Sums in another order round as much as one process does, and the merges of blocks once more.
+        rounding = (nll - exact).abs().max().item()
+        compare(decoder, ids_of(61), (tokens, exact), name, bound=3 * rounding)
 
 
 # --- what ranks store, send and choose ------------------------------------------------------------------------------

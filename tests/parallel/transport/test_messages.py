@@ -14,6 +14,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from parallel.comm.communicator import Pending
 from parallel.layout.sequence import SequenceLayout
 from parallel.mesh import Mesh
 from parallel.schedule.rows import RowRanges
@@ -46,11 +47,11 @@ class Recording:
 
     def keys(self, outgoing, *, to: int, like, rows: int, source: int, tag: int) -> PendingExchange:
         self._note(outgoing, to, rows, source, tag)
-        return PendingExchange(empty_rows(like, rows))
+        return PendingExchange(Pending(empty_rows(like, rows) or ()))
 
     def gradients(self, outgoing, *, to: int, like, rows: RowRanges, source: int, tag: int) -> PendingGradients:
         self._note(outgoing, to, rows.num_rows, source, tag)
-        return PendingGradients(PendingExchange(empty_rows(like, rows.num_rows)), rows)
+        return PendingGradients(PendingExchange(Pending(empty_rows(like, rows.num_rows) or ())), rows)
 
     def _note(self, outgoing, to: int, rows: int, source: int, tag: int) -> None:
         if outgoing is not None:
