@@ -103,7 +103,7 @@ def check(mesh: Mesh, case: str, tolerance=EXACT, dtype=torch.float64, *, choice
 
 
 @pytest.mark.few(1)
-@pytest.mark.parametrize("ranks", [1, 3, *(pytest.param(n, marks=pytest.mark.slow) for n in (2, 4))])
+@pytest.mark.parametrize("ranks", [3, *(pytest.param(n, marks=pytest.mark.slow) for n in (2, 4))])
 def test_experts_across_ranks_equal_one_process(ranks):
     run_distributed(check_all, ranks)
 
