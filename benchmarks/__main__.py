@@ -60,7 +60,6 @@ SCRIPTS = {
     "scale": "what grows with 4,096 ranks; a page of figures and powers, read by people",
     "degrees": "rows side by side, on a corpus that is named; it ends with 1 where work is uneven",
     "layouts": "imbalance and rows received, on a corpus that is named",
-    "fingerprint": "compares two states of the code, to the bit",
     "profiled": "is started by deepspeed or torchrun",
 }
 """Commands of this folder that state no bounds to this one, and why."""
