@@ -238,4 +238,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
+    # As Ctrl-C does: the benchmark that runs ends too.
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     sys.exit(main())
