@@ -13,6 +13,7 @@ import numpy as np
 
 from longctx.errors import DataError
 from longctx.files import write_atomically
+from longctx.tokenizer.control import ControlFinder, Located
 from longctx.tokenizer.rows import check_rows
 from longctx.tokenizer.special import SpecialIds
 from longctx.tokenizer.spelling import Spelling
@@ -161,6 +162,23 @@ class Tokenizer(ABC):
     @abstractmethod
     def decode_chunks(self, ids: Sequence[np.ndarray], chunks: Sequence[Chunk]) -> list[str]:
         """What the ids of each chunk say: its text, where the tokenizer gives text back exactly."""
+
+    @cached_property
+    def controls(self) -> ControlFinder:
+        """What finds the tokens that a chat template writes; DataError for a tokenizer that does not say how."""
+        raise DataError(
+            f"tokenizer={self.path} is a SentencePiece model, whose file does not say how conversations are cut.\n"
+            "Write its tokenizer.json first: AutoTokenizer.from_pretrained(DIR).save_pretrained(DIR)."
+        )
+
+    @property
+    def sections_begin_anew(self) -> bool:
+        """Whether the text behind a control token gets the space that a document's beginning gets."""
+        return False
+
+    def locate_chunks(self, chunks: Sequence[Chunk]) -> list[Located]:
+        """Return the ids of each chunk, and the characters of it that each stands for."""
+        raise NotImplementedError
 
     @cached_property
     def spelling(self) -> Spelling | None:

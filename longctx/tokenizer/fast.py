@@ -20,6 +20,7 @@ import xxhash
 from longctx.errors import DataError
 from longctx.tokenizer.chunks import CHUNK_CHARACTERS, IsCertain, Neighbours, certain_chunks, ends_word
 from longctx.tokenizer.contract import Chunk, Tokenizer, check_characters
+from longctx.tokenizer.control import AddedToken, ControlFinder, Located
 from longctx.tokenizer.growth import check_growth, library_faults
 from longctx.tokenizer.patterns import check_patterns
 from longctx.tokenizer.special import JSON_FILE, read_object, special_ids, with_generation_config
@@ -91,6 +92,43 @@ class FastTokenizer(Tokenizer):
             if not chunk.is_first:
                 texts[number] = texts[number].removeprefix(anchor_text)
         return texts
+
+    @cached_property
+    def controls(self) -> ControlFinder:
+        """What finds the added tokens of the file; those that are special are control tokens."""
+        return ControlFinder(
+            {
+                added.content: AddedToken(number, added.special, added.lstrip, added.rstrip, added.single_word)
+                for number, added in self._added.items()
+            }
+        )
+
+    @cached_property
+    def sections_begin_anew(self) -> bool:
+        """Whether the text behind a control token gets the space that a document's beginning gets."""
+        marks = [(added.content, number) for number, added in self._added.items() if added.special]
+        if not marks or self._later is self._fast:
+            return True
+        content, number = marks[0]
+        self._fast.encode_special_tokens = False
+        try:
+            behind = self._fast.encode(content + _ANCHOR, add_special_tokens=False).ids
+        finally:
+            self._fast.encode_special_tokens = True
+        return behind == [number, *self._fast.encode(_ANCHOR, add_special_tokens=False).ids]
+
+    def locate_chunks(self, chunks: Sequence[Chunk]) -> list[Located]:
+        """Return the ids of each chunk, and the characters of it that each stands for."""
+        located: list[Located] = []
+        with library_faults(self.path):
+            for chunk in chunks:
+                fast = self._fast if chunk.is_first else self._later
+                encoding = fast.encode(chunk.text, add_special_tokens=False)
+                if self.is_control[_ids(encoding)].any():
+                    encoding = self._guarded(chunk.is_first).encode(chunk.text, add_special_tokens=False)
+                starts, stops = np.array(encoding.offsets, dtype=np.int64).reshape(-1, 2).T
+                located.append(Located(_ids(encoding), starts, stops))
+        return located
 
     def piece(self, token: int) -> str:
         """How the file spells one id, for display; empty for a number that it leaves out."""

@@ -27,6 +27,7 @@ from longctx.tokenizer.chunks import (
     newline_chunks,
 )
 from longctx.tokenizer.contract import Chunk, Tokenizer, check_characters
+from longctx.tokenizer.control import AddedToken, ControlFinder, Located
 from longctx.tokenizer.growth import MOST_GROWTH, MOST_PIECE, check_charsmap, check_lengths
 from longctx.tokenizer.special import special_ids, with_generation_config
 from longctx.tokenizer.spelling import Spelling
@@ -145,6 +146,22 @@ class SentencePieceTokenizer(Tokenizer):
             if not chunk.is_first:
                 texts[number] = texts[number].removeprefix(anchor_text)
         return texts
+
+    @cached_property
+    def controls(self) -> ControlFinder:
+        """What finds the control pieces of a model of ours; DataError for one of others."""
+        if not self.is_own:
+            return super().controls
+        control = np.flatnonzero(self.is_control).tolist()
+        return ControlFinder({self.piece(token): AddedToken(token) for token in control})
+
+    def locate_chunks(self, chunks: Sequence[Chunk]) -> list[Located]:
+        """Return the ids of each chunk, and the characters of it that each stands for; for a model of ours."""
+        assert self.spelling is not None
+        located: list[Located] = []
+        for chunk, ids in zip(chunks, self.encode_chunks(chunks), strict=True):
+            located.append(Located(ids, *self.spelling.locate(ids, chunk.text)))
+        return located
 
     def piece(self, token: int) -> str:
         """How the model file spells one id, for display."""

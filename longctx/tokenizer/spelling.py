@@ -29,3 +29,13 @@ class Spelling:
         at = np.repeat(first, lengths)
         at += np.arange(len(raw), dtype=np.int32)
         return bool(np.array_equal(self._bytes[at], raw))
+
+    def locate(self, ids: np.ndarray, text: str) -> tuple[np.ndarray, np.ndarray]:
+        """Return first character, and the one behind the last, of each id of ``text``, int64; ids spell the text."""
+        raw = np.frombuffer(text.encode(), dtype=np.uint8)
+        # Characters that begin before each byte, and in the text as a whole.
+        begun = np.concatenate([np.zeros(1, np.int64), np.cumsum((raw & 0xC0) != 0x80)])
+        stops = np.cumsum(self._lengths[ids], dtype=np.int64)
+        starts = stops - self._lengths[ids]
+        # A byte within a character stands for that character.
+        return begun[starts + 1] - 1, begun[stops]

@@ -1,4 +1,4 @@
-"""Chat templates of strangers: nothing renders them today, and what will has to hold out against these.
+"""Chat templates of strangers: what renders them holds out against these, and nothing else renders any.
 
 A template is a program. Those of ``HOSTILE`` run a command, read a file, never end or fill all memory wherever they are
 rendered without bounds: by a plain ``jinja2.Environment`` each does what it says.
@@ -7,7 +7,6 @@ rendered without bounds: by a plain ``jinja2.Environment`` each does what it say
 from __future__ import annotations
 
 import ast
-import importlib.util
 import json
 from pathlib import Path
 
@@ -16,12 +15,13 @@ import pytest
 from longctx.conversion import export_checkpoint, import_hf
 from longctx.errors import LongCtxError
 from longctx.tokenizer import load_tokenizer
+from longctx.untrusted.chat_template import render
 from tests.bounded import refusal, within_bounds
 from tests.helpers import REPOSITORY
 from tests.longctx.tokenizer.byte_level import tokenizer_json, write_model
 
-RENDERER = "longctx.untrusted.chat_template"
-"""The only module that may ever render one, by ``render(template, messages)``: LongCtxError for what is hostile."""
+RENDERER = "longctx/untrusted/template_worker.py"
+"""The only program that may ever render one."""
 OWN_PAGES = "launcher/report/template.py"
 """Renders the report, whose templates are this project's own."""
 PACKAGES = ("data_pipeline", "launcher", "longctx", "parallel")
@@ -39,7 +39,7 @@ HOSTILE = {
     "import": "{% import 'os' as os %}{{ os }}",
     "loops": "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}",
     "recursion": "{% macro f(n) %}{{ f(n + 1) }}{{ f(n + 1) }}{% endmacro %}{{ f(0) }}",
-    "power": "{{ 10 ** 10 ** 9 }}",
+    "power": "{{ 10 ** (10 ** 9) }}",
     "shift": "{{ (1).__lshift__(10 ** 12) }}",
     "repeated text": "{{ 'x' * 10 ** 10 }}",
     "repeated list": "{{ ([0] * 10 ** 10)|length }}",
@@ -78,7 +78,7 @@ def test_no_door_renders_a_template(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
 def test_one_module_alone_may_render_them():
     """Nobody else imports Jinja, or calls the function by which transformers renders."""
-    allowed = {OWN_PAGES, RENDERER.replace(".", "/") + ".py"}
+    allowed = {OWN_PAGES, RENDERER}
     strange = []
     for package in PACKAGES:
         for path in (REPOSITORY / package).rglob("*.py"):
@@ -104,10 +104,7 @@ def _renders(tree: ast.Module) -> bool:
 
 @pytest.mark.parametrize("name", list(HOSTILE))
 def test_what_renders_them_holds_out(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    if importlib.util.find_spec(RENDERER) is None:
-        pytest.skip(f"there is no {RENDERER}: chat templates are not rendered")
     monkeypatch.chdir(tmp_path)
-    render = importlib.import_module(RENDERER).render
     messages = json.loads(json.dumps(MESSAGES))
     refusal(lambda: render(HOSTILE[name], messages))
     assert messages == MESSAGES

@@ -1,0 +1,185 @@
+"""``Conversation``: messages and tools, from a record as people have them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from longctx.untrusted.reading import printable, shown
+
+Message = dict[str, Any]
+
+ASSISTANT = "assistant"
+_KINDS = ("messages", "conversations", "prompt")
+"""Fields by which a record is a conversation, first match first."""
+_ROLES = {
+    "human": "user",
+    "user": "user",
+    "gpt": ASSISTANT,
+    "assistant": ASSISTANT,
+    "chatgpt": ASSISTANT,
+    "bing": ASSISTANT,
+    "model": ASSISTANT,
+    "system": "system",
+    "tool": "tool",
+    "function": "tool",
+    "observation": "tool",
+}
+"""Names of roles under ``from``, as ShareGPT's and its heirs' files have them."""
+_REASONING = ("reasoning_content", "thinking", "reasoning")
+"""Names of a message's reasoning. Templates read the first one; gpt-oss's the second."""
+_MOST_MESSAGES = 1 << 20
+_MEDIA = ("image", "image_url", "video", "audio", "input_audio", "images", "videos", "audios")
+
+
+class NoConversationError(ValueError):
+    """A record that is no conversation, in a few words; ``turn`` counts from 0, −1 is the record itself."""
+
+    def __init__(self, reason: str, turn: int = -1) -> None:
+        super().__init__(reason)
+        self.turn = turn
+
+
+@dataclass(frozen=True)
+class Conversation:
+    """What a chat template renders."""
+
+    messages: tuple[Message, ...]
+    """Each with ``role``, and what else its record has; None is left out."""
+    tools: tuple[dict[str, Any], ...] = ()
+    """JSON schemas of the functions that the model may call."""
+    weights: tuple[bool, ...] = ()
+    """For each message whether its tokens may count: false where the record says ``weight: 0``."""
+
+
+def kind_of(record: Mapping[str, Any]) -> str:
+    """Return by which field a record is a conversation: ``messages``, ``conversations``, ``prompt``; "" for none."""
+    if isinstance(record.get("messages"), list | str):
+        return "messages"
+    if isinstance(record.get("conversations"), list | str):
+        return "conversations"
+    if "prompt" in record and "completion" in record:
+        return "prompt"
+    return ""
+
+
+def conversation_of(record: Mapping[str, Any], kind: str) -> Conversation:
+    """Return the conversation of a record. NoConversationError says what is wrong with it, and where."""
+    if kind == "prompt":
+        turns = [*_turns(record, "prompt", "user"), *_turns(record, "completion", ASSISTANT)]
+    else:
+        turns = _turns(record, kind, "")
+    if not turns:
+        raise NoConversationError("it has no messages")
+    if len(turns) > _MOST_MESSAGES:
+        raise NoConversationError(f"it has {len(turns):,} messages, and {_MOST_MESSAGES:,} are read")
+    system = record.get("system")
+    if kind == "conversations" and isinstance(system, str) and system:
+        turns = [{"role": "system", "content": system}, *turns]
+    for name in _MEDIA:
+        if record.get(name):
+            raise NoConversationError(f"it has {name!r}, which are not trained on")
+    messages, weights = [], []
+    for turn, entry in enumerate(turns):
+        message = _message(entry, turn)
+        weights.append(_weight(message.pop("weight", 1), turn))
+        messages.append(message)
+    return Conversation(tuple(messages), tuple(_tools(record.get("tools"))), tuple(weights))
+
+
+def _turns(record: Mapping[str, Any], field: str, role: str) -> list[Any]:
+    """Return the messages of a field: a list of them, a text that is one, or JSON of a list."""
+    value = record.get(field)
+    if isinstance(value, str) and role:
+        return [{"role": role, "content": value}]
+    if isinstance(value, str):
+        value = _parsed(value, field)
+    if not isinstance(value, list):
+        raise NoConversationError(f"{field} is {shown(value)}, and no list of messages")
+    return value
+
+
+def _message(entry: Any, turn: int) -> Message:
+    """Return a message with ``role`` and ``content`` under these names; NoConversationError for what is none."""
+    if not isinstance(entry, Mapping):
+        raise NoConversationError(f"it is {shown(entry)}, and no message", turn)
+    message = {str(key): value for key, value in entry.items() if value is not None}
+    if "role" not in message and "from" in message:
+        said = message.pop("from")
+        if said not in _ROLES:
+            raise NoConversationError(f"from={shown(said)} is none of {', '.join(_ROLES)}", turn)
+        message["role"] = _ROLES[said]
+        if "content" not in message and "value" in message:
+            message["content"] = message.pop("value")
+    role = message.get("role")
+    if not isinstance(role, str) or not role:
+        raise NoConversationError(f"role={shown(role)} is no name of a role", turn)
+    reasoning = next((message[name] for name in _REASONING if name in message), None)
+    if reasoning is not None:
+        message = {"thinking": reasoning, **message, "reasoning_content": reasoning}
+    if "tool_calls" in message:
+        message["tool_calls"] = _tool_calls(message["tool_calls"], turn)
+    content = message.get("content")
+    if isinstance(content, list):
+        for part in _media(content):
+            raise NoConversationError(f"it has a part of type {printable(part)}, which is not trained on", turn)
+    elif not isinstance(content, str) and not (content is None and "tool_calls" in message):
+        raise NoConversationError(f"content={shown(content)} is no text", turn)
+    return message
+
+
+def _media(parts: Sequence[Any]) -> Iterator[str]:
+    """Yield the types of a content's parts that are no text."""
+    for part in parts:
+        kind = "text"
+        if isinstance(part, Mapping):
+            kind = str(part.get("type", "text"))
+        elif not isinstance(part, str):
+            kind = type(part).__name__
+        if kind != "text":
+            yield kind
+
+
+def _tool_calls(value: Any, turn: int) -> list[Any]:
+    """Return a message's calls, their arguments as objects where they are spelt as JSON."""
+    if isinstance(value, str):
+        value = _parsed(value, "tool_calls", turn)
+    if not isinstance(value, list) or not all(isinstance(call, Mapping) for call in value):
+        raise NoConversationError(f"tool_calls={shown(value)} is no list of calls", turn)
+    return [_without_none(call) for call in value]
+
+
+def _tools(value: Any) -> list[dict[str, Any]]:
+    """Return a record's tools; a column of strings holds them as JSON."""
+    if value is None or value == "":
+        return []
+    if isinstance(value, str):
+        value = _parsed(value, "tools")
+    if not isinstance(value, list) or not all(isinstance(tool, Mapping) for tool in value):
+        raise NoConversationError(f"tools={shown(value)} is no list of schemas")
+    return [_without_none(tool) for tool in value]
+
+
+def _without_none(value: Any) -> Any:
+    """Return a value without the keys that a table puts where a record has none."""
+    if isinstance(value, Mapping):
+        return {str(key): _without_none(item) for key, item in value.items() if item is not None}
+    if isinstance(value, list):
+        return [_without_none(item) for item in value]
+    return value
+
+
+def _weight(value: Any, turn: int) -> bool:
+    """Return whether a message counts."""
+    if type(value) not in (int, float, bool) or value not in (0, 1):
+        raise NoConversationError(f"weight={shown(value)} is neither 0 nor 1", turn)
+    return bool(value)
+
+
+def _parsed(value: str, field: str, turn: int = -1) -> Any:
+    try:
+        return json.loads(value)
+    except (ValueError, RecursionError) as error:
+        raise NoConversationError(f"{field} is {shown(value)}, and no JSON", turn) from error

@@ -1,0 +1,224 @@
+"""``ChatEncoder``: a conversation as ids, and which of them a model is trained on: derived, or refused.
+
+A reply's tokens are known in one of two ways. A template may mark them (``{% generation %}``). Else the messages before
+a reply are rendered by themselves, with the prompt for the next one, and then those with the reply; the text of all has
+to begin with each, and the ids with those of the prompt. A template that changes a turn when another follows, as those
+do that drop earlier reasoning, is refused with the turn: what a model would be trained on is not what it will see.
+"""
+
+from __future__ import annotations
+
+import datetime
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import numpy as np
+
+from longctx.chat.conversation import ASSISTANT, Conversation
+from longctx.chat.guard import Guard
+from longctx.chat.template_files import DEFAULT, WITH_TOOLS, find_templates, variables
+from longctx.errors import DataError
+from longctx.tokenizer.contract import Tokenizer
+from longctx.tokenizer.control import Located, Span
+from longctx.tokenizer.rendered import encode_rendered
+from longctx.untrusted.chat_template import ChatTemplate, TemplateError
+
+TrainOn = Literal["replies", "last", "all"]
+
+
+class NotCountedError(DataError):
+    """A conversation of which it cannot be said which tokens count, or that a template refuses."""
+
+    def __init__(self, reason: str, detail: str = "") -> None:
+        super().__init__(f"{reason}: {detail}" if detail else reason)
+        self.reason, self.detail = reason, detail
+
+
+@dataclass(frozen=True)
+class EncodedChat:
+    """A conversation as ids."""
+
+    text: str
+    ids: np.ndarray
+    """int32 [N]."""
+    counted: np.ndarray
+    """bool [N]: whether the loss of predicting this token counts."""
+
+
+class ChatEncoder:
+    """Conversations as ids, by a tokenizer and its chat template."""
+
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        *,
+        template: str | None = None,
+        train_on: TrainOn = "replies",
+        now: datetime.datetime | None = None,
+        options: Mapping[str, Any] | None = None,
+    ) -> None:
+        """``template`` None is the tokenizer's own; ``options`` are variables of it, such as ``enable_thinking``."""
+        self.tokenizer, self.train_on = tokenizer, train_on
+        texts = {DEFAULT: template}
+        if template is None:
+            texts = find_templates(tokenizer.files, tokenizer.path)
+        if not texts:
+            raise DataError(
+                f"tokenizer={tokenizer.path} has no chat template: it is a base model's. Give the one that the tuned "
+                "model is to have: --chat-template FILE, such as the chat_template.jinja of a sister model."
+            )
+        self._templates = {name: ChatTemplate(text or "", name=_named(name), now=now) for name, text in texts.items()}
+        self._variables = _variables(tokenizer) | dict(options or {})
+        self._spellings = tokenizer.controls.spellings()
+
+    def close(self) -> None:
+        """End the processes that render."""
+        for template in self._templates.values():
+            template.close()
+
+    def encode(self, conversation: Conversation) -> EncodedChat:
+        """Return a conversation's ids. NotCountedError if its template refuses it, or if its mask cannot be derived."""
+        template = self._template(conversation)
+        guard = Guard(self._spellings)
+        replies = _replies(conversation, self.train_on)
+        asks: list[tuple[int, bool]] = []
+        if self.train_on != "all" and not template.marks_replies:
+            asks = [ask for turn in replies for ask in ((turn, True), (turn + 1, False))]
+        elif not _counts_all(conversation, self.train_on):
+            asks = [ask for turn in replies for ask in ((turn, False), (turn + 1, False))]
+        try:
+            rendered = template.render(
+                guard.hide(list(conversation.messages)),
+                tools=guard.hide(list(conversation.tools)) or None,
+                variables=self._variables,
+                beginnings=asks,
+            )
+            restored, places = guard.restore(rendered.text)
+        except TemplateError as error:
+            if not error.is_refusal:
+                raise
+            raise NotCountedError("the chat template refuses it", error.reason) from error
+        except ValueError as error:
+            raise NotCountedError("control tokens in its text", str(error)) from error
+        located = encode_rendered(self.tokenizer, restored.text, restored.plain)
+        growth = np.cumsum([0, *(stop - start - 1 for start, stop in restored.plain)])
+
+        def moved(at: int) -> int:
+            """Return where a character of the rendered text stands in the restored one."""
+            return at + int(growth[np.searchsorted(places, at)])
+
+        counted = np.ones(len(located.ids), dtype=bool)
+        if asks or self.train_on != "all":
+            bounds = _bounds(replies, rendered.beginnings)
+            spans = [(moved(start), moved(stop)) for start, stop in bounds]
+            marked = [(moved(start), moved(stop)) for start, stop in rendered.spans]
+            counted = self._counted(template, conversation, located, restored.text, spans, marked, bool(asks))
+        return EncodedChat(restored.text, located.ids, counted)
+
+    def _counted(
+        self,
+        template: ChatTemplate,
+        conversation: Conversation,
+        located: Located,
+        text: str,
+        spans: list[Span],
+        marked: list[Span],
+        is_asked: bool,
+    ) -> np.ndarray:
+        """Return which ids count."""
+        if self.train_on == "all":
+            return located.within(spans)
+        if template.marks_replies:
+            if is_asked:
+                marked = [one for one in marked if any(start <= one[0] < stop for start, stop in spans)]
+            return located.within(marked)
+        counted = np.zeros(len(located.ids), dtype=bool)
+        for start, stop in spans:
+            self._check_prompt(located, text, start)
+            counted |= located.within([(start, _turn_end(self.tokenizer, located, text, start, stop))])
+        return counted
+
+    def _check_prompt(self, located: Located, text: str, start: int) -> None:
+        """Raise NotCountedError unless the ids before a reply are those of the prompt alone."""
+        before = int(np.searchsorted(located.stops, start, side="right"))
+        # From the last control token on: what stands before it is encoded by itself in both.
+        control = np.flatnonzero(self.tokenizer.is_control[located.ids[:before]])
+        first, at = 0, 0
+        if len(control):
+            first, at = int(control[-1]) + 1, int(located.stops[control[-1]])
+        alone = encode_rendered(self.tokenizer, text[at:start]).ids
+        if not np.array_equal(alone, located.ids[first:before]):
+            raise NotCountedError(
+                "a reply's first token is one with the prompt's last",
+                f"{text[max(0, start - 10) : start]!r} and {text[start : start + 10]!r}",
+            )
+
+    def _template(self, conversation: Conversation) -> ChatTemplate:
+        if conversation.tools and WITH_TOOLS in self._templates:
+            return self._templates[WITH_TOOLS]
+        if DEFAULT in self._templates:
+            return self._templates[DEFAULT]
+        raise DataError(
+            f"tokenizer={self.tokenizer.path} has the chat templates {', '.join(self._templates)} and none of them is "
+            "its default. Name one: --chat-template FILE."
+        )
+
+
+def _replies(conversation: Conversation, train_on: TrainOn) -> list[int]:
+    """Return the messages whose tokens may count."""
+    turns = [
+        turn
+        for turn, (message, weight) in enumerate(zip(conversation.messages, conversation.weights, strict=True))
+        if weight and (train_on == "all" or message["role"] == ASSISTANT)
+    ]
+    if train_on == "last":
+        replies = [turn for turn, message in enumerate(conversation.messages) if message["role"] == ASSISTANT]
+        turns = [turn for turn in turns if turn == max(replies)]
+    return turns
+
+
+def _counts_all(conversation: Conversation, train_on: TrainOn) -> bool:
+    """Return whether all that may count does, so that nobody need know which message a token is of."""
+    return all(conversation.weights) and train_on != "last"
+
+
+def _bounds(replies: Sequence[int], beginnings: Sequence[int | str]) -> list[Span]:
+    """Return the characters of each reply. NotCountedError names the first turn that changes its past."""
+    spans: list[Span] = []
+    for turn, before, behind in zip(replies, beginnings[::2], beginnings[1::2], strict=False):
+        for found, what in ((before, "before it"), (behind, "up to it")):
+            if isinstance(found, str):
+                raise NotCountedError(
+                    "the template changes a turn when others follow",
+                    found or f"message {turn}: the text {what} is another one without what follows",
+                )
+        assert isinstance(before, int)
+        assert isinstance(behind, int)
+        spans.append((before, behind))
+    return spans
+
+
+def _turn_end(tokenizer: Tokenizer, located: Located, text: str, start: int, stop: int) -> int:
+    """Return where a reply ends: behind its last control token if nothing but white space follows it."""
+    first, last = np.searchsorted(located.starts, [start, stop])
+    control = np.flatnonzero(tokenizer.is_control[located.ids[first:last]])
+    if len(control):
+        end = int(located.stops[first + control[-1]])
+        if not text[end:stop].strip():
+            return end
+    return stop
+
+
+def _variables(tokenizer: Tokenizer) -> dict[str, Any]:
+    """Return what templates know of special tokens."""
+    found = variables(tokenizer.files, tokenizer.path)
+    named = {"bos_token": tokenizer.special.bos, "eos_token": tokenizer.special.end}
+    own = {key: tokenizer.piece(token) for key, token in named.items() if token is not None}
+    return own | found
+
+
+def _named(name: str) -> str:
+    if name == DEFAULT:
+        return "The chat template"
+    return f"The chat template {name!r}"

@@ -1,0 +1,62 @@
+"""The chat template of a tokenizer's files, and the variables that it reads."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from longctx.errors import DataError
+from longctx.tokenizer.special import SPECIAL_TOKENS_MAP, TOKENIZER_CONFIG, read_object
+from longctx.tokenizer.templates import TEMPLATES
+
+TEMPLATE_FILE = "chat_template.jinja"
+_OLD_FILE = "chat_template.json"
+DEFAULT, WITH_TOOLS = "default", "tool_use"
+"""Names of templates: the one that is taken, and the one for conversations that have tools."""
+
+
+def find_templates(files: Mapping[str, bytes], path: Path) -> dict[str, str]:
+    """Return the templates of a tokenizer by name, empty if it has none. DataError for what is no text.
+
+    As transformers reads them: files of their own win over ``tokenizer_config.json``.
+    """
+    found: dict[str, str] = {}
+    said = read_object(files, TOKENIZER_CONFIG, path).get("chat_template")
+    if said is None:
+        said = read_object(files, _OLD_FILE, path).get("chat_template")
+    if isinstance(said, str):
+        found[DEFAULT] = said
+    elif isinstance(said, list):
+        found |= {str(one["name"]): str(one["template"]) for one in said if _is_named(one)}
+    elif said is not None:
+        raise DataError(f"{TOKENIZER_CONFIG} of tokenizer={path} has a chat_template that is no text. Copy it again.")
+    own = {name: content for name, content in files.items() if name.startswith(f"{TEMPLATES}.")}
+    own |= {f"{TEMPLATES}.{DEFAULT}.jinja": files[TEMPLATE_FILE]} if TEMPLATE_FILE in files else {}
+    if own:
+        found = {}
+    for name, content in own.items():
+        try:
+            found[name.removeprefix(f"{TEMPLATES}.").removesuffix(".jinja")] = content.decode()
+        except UnicodeDecodeError as error:
+            raise DataError(f"{name} of tokenizer={path} is no UTF-8 ({error.reason}). Copy it again.") from error
+    return found
+
+
+def variables(files: Mapping[str, bytes], path: Path) -> dict[str, Any]:
+    """Return what templates know of the special tokens: ``bos_token``, ``eos_token`` and the others, as texts."""
+    found: dict[str, Any] = {}
+    names = [TOKENIZER_CONFIG, SPECIAL_TOKENS_MAP]
+    if "added_tokens_decoder" in read_object(files, TOKENIZER_CONFIG, path):
+        names.reverse()
+    for name in names:
+        for key, value in read_object(files, name, path).items():
+            if isinstance(value, Mapping):
+                value = value.get("content")
+            if key.endswith("_token") and isinstance(value, str):
+                found[key] = value
+    return found
+
+
+def _is_named(one: Any) -> bool:
+    return isinstance(one, Mapping) and isinstance(one.get("name"), str) and isinstance(one.get("template"), str)

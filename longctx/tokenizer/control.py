@@ -1,0 +1,101 @@
+"""``ControlFinder``: the control tokens that a chat template has written into a text, and where they stand.
+
+As the library ``tokenizers`` finds them: leftmost first, of those the longest, each with the white space that it takes
+along.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+
+Span = tuple[int, int]
+"""First character and the one behind the last."""
+
+
+class AddedToken(NamedTuple):
+    """A token that is looked for in a text before it is cut into words."""
+
+    id: int
+    is_control: bool = True
+    strips_left: bool = False
+    """Whether white space before it is part of it."""
+    strips_right: bool = False
+    is_word: bool = False
+    """Whether it is one only if no letter or digit stands beside it."""
+
+
+@dataclass(frozen=True)
+class Located:
+    """Ids, and for each the characters of the text that it stands for."""
+
+    ids: np.ndarray
+    """int32 [N]."""
+    starts: np.ndarray
+    """int64 [N]."""
+    stops: np.ndarray
+    """int64 [N]: the character behind the last."""
+
+    @classmethod
+    def joined(cls, parts: Sequence[Located]) -> Located:
+        """Return parts of one text as one, in their order."""
+        empty = cls(np.empty(0, np.int32), np.empty(0, np.int64), np.empty(0, np.int64))
+        parts = [empty, *parts]
+        return cls(*(np.concatenate([getattr(part, name) for part in parts]) for name in ("ids", "starts", "stops")))
+
+    def moved(self, by: int) -> Located:
+        """Return the same ids so many characters further on."""
+        return Located(self.ids, self.starts + by, self.stops + by)
+
+    def within(self, spans: Sequence[Span]) -> np.ndarray:
+        """Return for each id whether one of these spans, in ascending order, has a character of it, bool [N]."""
+        if not spans:
+            return np.zeros(len(self.ids), dtype=bool)
+        starts, stops = np.array(spans, dtype=np.int64).T
+        # The first span that ends behind the id's first character is the only one that may hold it.
+        first = np.minimum(np.searchsorted(stops, self.starts, side="right"), len(stops) - 1)
+        return (self.stops > starts[first]) & (self.starts < stops[first])
+
+
+class ControlFinder:
+    """Finds the control tokens of a tokenizer in a text."""
+
+    def __init__(self, added: Mapping[str, AddedToken]) -> None:
+        self._added = dict(added)
+        longest_first = sorted((text for text in added if text), key=len, reverse=True)
+        self._pattern = re.compile("|".join(map(re.escape, longest_first)) or "(?!)")
+
+    def spellings(self) -> list[str]:
+        """Return the control tokens' texts."""
+        return [text for text, token in self._added.items() if token.is_control]
+
+    def find(self, text: str, plain: Sequence[Span] = ()) -> Iterator[tuple[int, int, int]]:
+        """Yield first character, the one behind the last and id of each control token, outside ``plain``."""
+        at = behind = 0
+        spans = iter(plain)
+        span = next(spans, None)
+        while (match := self._pattern.search(text, at)) is not None:
+            start, stop = match.span()
+            token = self._added[match[0]]
+            at = stop
+            if token.is_word and not _stands_alone(text, start, stop):
+                continue
+            while span is not None and span[1] <= start:
+                span = next(spans, None)
+            is_plain = span is not None and span[0] < stop
+            if token.strips_left:
+                start = max(len(text[:start].rstrip()), behind)
+            if token.strips_right:
+                stop = len(text) - len(text[stop:].lstrip())
+            if token.is_control and not is_plain:
+                yield start, stop, token.id
+                at = behind = stop
+
+
+def _stands_alone(text: str, start: int, stop: int) -> bool:
+    before, after = text[max(0, start - 1) : start], text[stop : stop + 1]
+    return not any(re.match(r"\w", character) for character in (before, after) if character)

@@ -1,0 +1,49 @@
+"""``encode_rendered``: the ids of a conversation that a chat template has rendered, with the characters of each.
+
+Everywhere else a text is text. Here the control tokens that the template wrote become their ids; what stands between
+them is encoded as text.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from longctx.tokenizer.contract import GROUP_CHARACTERS, Chunk, Tokenizer, groups
+from longctx.tokenizer.control import Located, Span
+from longctx.tokenizer.rows import check_rows
+
+
+def encode_rendered(tokenizer: Tokenizer, text: str, plain: Sequence[Span] = ()) -> Located:
+    """Return the ids of a rendered conversation, without begin and end.
+
+    In the spans of ``plain``, ascending, control tokens are text. The ids are those of transformers'
+    ``tokenizer(text, add_special_tokens=False)`` if there are no such spans.
+    """
+    parts: list[Located] = []
+    at = 0
+    for start, stop, token in tokenizer.controls.find(text, plain):
+        parts.append(_section(tokenizer, text, at, start))
+        place = np.array([token], np.int32), np.array([start], np.int64), np.array([stop], np.int64)
+        parts.append(Located(*place))
+        at = stop
+    parts.append(_section(tokenizer, text, at, len(text)))
+    located = Located.joined(parts)
+    check_rows(tokenizer, located.ids, "the conversation")
+    return located
+
+
+def _section(tokenizer: Tokenizer, text: str, start: int, stop: int) -> Located:
+    """Return the ids of the text between two control tokens."""
+    if start == stop:
+        return Located.joined([])
+    begins = start == 0 or tokenizer.sections_begin_anew
+    chunks = (Chunk(part, is_first and begins) for part, is_first in tokenizer.cut(text[start:stop]))
+    located: list[Located] = []
+    at = start
+    for group in groups(chunks, GROUP_CHARACTERS):
+        for chunk, found in zip(group, tokenizer.locate_chunks(group), strict=True):
+            located.append(found.moved(at))
+            at += len(chunk.text)
+    return Located.joined(located)

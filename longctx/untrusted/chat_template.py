@@ -1,0 +1,190 @@
+"""``ChatTemplate``: a conversation as text, by the template that a model came with.
+
+A template is a program of a stranger. It runs in a process of its own (``template_worker``), in Jinja's sandbox, with
+bounds on memory and processor time: what no sandbox of Python holds back ends that process and nothing else.
+"""
+
+from __future__ import annotations
+
+import datetime
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import weakref
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple, Self
+
+from longctx.errors import DataError
+from longctx.untrusted.reading import printable
+
+MOST_CHARACTERS = 1 << 20
+"""Of a template. The longest that are published have some 20,000."""
+_SHOWN_CHARACTERS = 300
+_GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
+_WORKER = Path(__file__).with_name("template_worker.py")
+_REASONS = {
+    "memory": "takes more memory than a conversation may",
+    "depth": "is nested too deep",
+    "syntax": "is no template",
+    "sandbox": "does what no template may",
+}
+
+Message = Mapping[str, Any]
+"""A turn: ``role``, ``content`` and whatever else the template reads, of JSON's types."""
+
+
+class TemplateError(DataError):
+    """A template that refuses a conversation, or one that is refused itself."""
+
+    def __init__(self, text: str, reason: str, *, is_refusal: bool = False) -> None:
+        super().__init__(text)
+        self.reason = reason
+        """Why, in some words."""
+        self.is_refusal = is_refusal
+        """Whether the template itself refuses this conversation: another one may pass."""
+
+
+class Rendered(NamedTuple):
+    """A conversation as text."""
+
+    text: str
+    spans: list[tuple[int, int]]
+    """First character and the one behind the last of each part that ``{% generation %}`` marks, in order."""
+    beginnings: list[int | str]
+    """For each beginning that was asked for its characters, if the text begins so; else why not, "" if it differs."""
+
+
+class ChatTemplate:
+    """A chat template, rendered by a process of its own that is started when the first conversation comes.
+
+    Used by one thread. A process that is forked from this one starts another.
+    """
+
+    def __init__(self, text: str, *, name: str = "the chat template", now: datetime.datetime | None = None) -> None:
+        """``name`` says in messages which one it is; ``now`` is the time that its ``strftime_now`` knows."""
+        self.text, self.name = text, name
+        self.now = now or datetime.datetime.now()
+        self.marks_replies = _GENERATION.search(text) is not None
+        """Whether it says by ``{% generation %}`` what the model is to say."""
+        self._process: subprocess.Popen[bytes] | None = None
+        self._owner = -1
+        if len(text) > MOST_CHARACTERS:
+            raise self._refused(f"has {len(text):,} characters, and {MOST_CHARACTERS:,} are the most")
+
+    def render(
+        self,
+        messages: Sequence[Message],
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        add_generation_prompt: bool = False,
+        variables: Mapping[str, Any] | None = None,
+        beginnings: Sequence[tuple[int, bool]] = (),
+    ) -> Rendered:
+        """Return a conversation as text. TemplateError if the template refuses it, fails on it or takes too much.
+
+        ``variables`` are what else it reads: ``bos_token`` and the like, ``enable_thinking``. ``beginnings`` are
+        numbers of messages, each with or without a prompt for the next one: their text is compared with that of all.
+        """
+        values = {
+            "messages": list(messages),
+            "tools": tools,
+            "documents": None,
+            "add_generation_prompt": add_generation_prompt,
+            "beginnings": list(beginnings),
+        }
+        answer = self._ask(json.dumps({**(variables or {}), **values}))
+        spans = [(start, stop) for start, stop in answer["spans"]]
+        return Rendered(answer["text"], spans, answer["beginnings"])
+
+    def close(self) -> None:
+        """End the process, if there is one."""
+        if self._process is not None and self._owner == os.getpid():
+            _end(self._process)
+        self._process = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _ask(self, line: str) -> dict[str, Any]:
+        """Return the answer to a line of JSON; starts the process if none is there."""
+        if self._process is None or self._owner != os.getpid():
+            self._start()
+        return self._answer_to(line)
+
+    def _start(self) -> None:
+        # Without the environment: a template that broke out would find no keys in it.
+        self._process = subprocess.Popen(
+            [sys.executable, "-I", str(_WORKER)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            env={},
+            cwd="/",
+        )
+        self._owner = os.getpid()
+        weakref.finalize(self, _end, self._process)
+        self._answer_to(json.dumps({"template": self.text, "now": self.now.isoformat()}))
+
+    def _answer_to(self, line: str) -> dict[str, Any]:
+        process = self._process
+        assert process is not None
+        assert process.stdin is not None
+        assert process.stdout is not None
+        try:
+            process.stdin.write(line.encode() + b"\n")
+            process.stdin.flush()
+            content = process.stdout.readline()
+        except BrokenPipeError:
+            content = b""
+        if not content.endswith(b"\n"):
+            code = process.wait()
+            self._process = None
+            raise self._refused(_death(code))
+        answer = json.loads(content)
+        kind = answer.get("error")
+        if kind is None:
+            return answer
+        said = printable(answer.get("message", ""))[:_SHOWN_CHARACTERS]
+        if kind == "template":
+            raise TemplateError(f"{self.name} refuses the conversation: {said}", said, is_refusal=True)
+        raise self._refused(": ".join(part for part in (_REASONS[kind], said) if part))
+
+    def _refused(self, reason: str) -> TemplateError:
+        """Return the error of a template that is not used."""
+        # One that fails once is asked no more: a process whose memory was full is in no state that is known.
+        self.close()
+        return TemplateError(
+            f"{self.name} {reason}.\nTake it from the model's publisher, or give another one: --chat-template FILE.",
+            reason,
+        )
+
+
+def render(template: str, messages: Sequence[Message], **values: Any) -> str:
+    """Return one conversation as text by the text of a template. TemplateError as of ``ChatTemplate``."""
+    with ChatTemplate(template) as chat:
+        return chat.render(messages, **values).text
+
+
+def _death(code: int) -> str:
+    """Return why the process ended, in the words of a message."""
+    if code == -signal.SIGXCPU:
+        return "takes longer than a conversation may"
+    if code < 0:
+        return f"ends the process that renders it (signal {-code})"
+    return f"ends the process that renders it (code {code})"
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    """End a process, its pipes closed."""
+    process.kill()
+    process.wait()
+    for pipe in (process.stdin, process.stdout):
+        if pipe is not None:
+            pipe.close()

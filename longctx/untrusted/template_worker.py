@@ -1,0 +1,216 @@
+"""Renders chat templates of strangers: the program of the process that ``chat_template`` starts and bounds.
+
+A line of JSON in, a line of JSON out. The first line is the template; each line after it is one conversation. It
+imports nothing of this project, so that it starts in a tenth of a second and has nothing to give away.
+
+Rendering is that of ``transformers`` 5.24: the same sandbox, options, filters and functions. What the sandbox of Jinja
+hides is an error here at once, and not a value that prints as nothing.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import json
+import resource
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import jinja2
+import jinja2.debug  # imported now: later, there may be no memory for it
+import jinja2.ext
+import jinja2.sandbox
+
+_MEMORY_BYTES = 256 * 2**20
+"""Memory beyond what Python and Jinja have taken."""
+_MEMORY_PER_CHARACTER = 64
+"""Bytes more for each character of a conversation."""
+_SECONDS, _CHARACTERS_PER_SECOND = 1, 1 << 20
+"""Processor seconds of a conversation, and the characters of it that get one more."""
+_FORBIDDEN = "_"
+"""How names begin that a template may not store."""
+
+
+class Generation(jinja2.ext.Extension):
+    """``{% generation %}`` … ``{% endgeneration %}``: what stands between them is what the model says."""
+
+    tags = {"generation"}  # noqa: RUF012  as the base class declares it
+
+    def __init__(self, environment: jinja2.Environment) -> None:
+        super().__init__(environment)
+        environment.extend(blocks=[], spans=[])
+
+    def parse(self, parser: Any) -> jinja2.nodes.Node:
+        """Return the node that notes where its body stands in the text."""
+        line = next(parser.stream).lineno
+        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+        return jinja2.nodes.CallBlock(self.call_method("_noted"), [], [], body).set_lineno(line)
+
+    def _noted(self, caller: Callable[[], str]) -> str:
+        said = caller()
+        environment: Any = self.environment
+        start = sum(map(len, environment.blocks))
+        environment.spans.append((start, start + len(said)))
+        return said
+
+
+class Sandbox(jinja2.sandbox.ImmutableSandboxedEnvironment):
+    """Jinja's sandbox, in which a hidden attribute is an error even if nothing is done with it."""
+
+    def unsafe_undefined(self, obj: Any, attribute: str) -> jinja2.Undefined:
+        """Raise the error that the attribute of this object is hidden."""
+        raise jinja2.sandbox.SecurityError(f"it reads the attribute {attribute!r} of a {type(obj).__name__}")
+
+
+class Namespace(jinja2.utils.Namespace):
+    """Variables that outlive a loop; none of Python's own names among them."""
+
+    def __init__(*args: Any, **kwargs: Any) -> None:
+        self, *rest = args
+        values = dict(*rest, **kwargs)
+        for name in values:
+            _check_name(name)
+        jinja2.utils.Namespace.__init__(self, values)
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        _check_name(name)
+        super().__setitem__(name, value)
+
+
+class Dictionaries:
+    """``dict`` as templates call it."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> dict[Any, Any]:
+        return dict(*args, **kwargs)
+
+    def fromkeys(self, *args: Any) -> dict[Any, Any]:
+        """Return a dictionary of these keys."""
+        return dict.fromkeys(*args)
+
+
+def environment(now: datetime.datetime) -> Any:
+    """Return the sandbox, with what templates of ``transformers`` may call."""
+    sandbox = Sandbox(trim_blocks=True, lstrip_blocks=True, extensions=[Generation, jinja2.ext.loopcontrols])
+    sandbox.filters["tojson"] = _to_json
+    sandbox.globals |= {
+        "raise_exception": _raise_exception,
+        "strftime_now": now.strftime,
+        "dict": Dictionaries(),
+        "namespace": Namespace,
+    }
+    return sandbox
+
+
+def main() -> None:
+    """Answer lines until there are no more."""
+    _limit(resource.RLIMIT_FSIZE, 0)
+    _limit(resource.RLIMIT_CORE, 0)
+    own_bytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 + 2**28
+    first = json.loads(sys.stdin.readline())
+    _allow(own_bytes, len(first["template"]))
+    sandbox = environment(datetime.datetime.fromisoformat(first["now"]))
+    template: Any = None
+
+    def compile_it() -> dict[str, Any]:
+        nonlocal template
+        template = sandbox.from_string(first["template"])
+        return {}
+
+    _answer(compile_it)
+    for line in sys.stdin:
+        _allow(own_bytes, len(line))
+        values = json.loads(line)
+        _allow(own_bytes, len(line), 1 + len(values["beginnings"]))
+        _answer(lambda values=values: _rendered(sandbox, template, values))
+
+
+def _rendered(sandbox: Any, template: Any, values: dict[str, Any]) -> dict[str, Any]:
+    """Return a conversation's text, the spans of characters that the template marks, and how long its beginnings are.
+
+    ``beginnings`` asks for those of some messages each, with a prompt for the next one or without: their length, or
+    what is wrong with them.
+    """
+    beginnings = values.pop("beginnings")
+    text, spans = _text_of(sandbox, template, values)
+    found: list[int | str] = []
+    for num_messages, prompts in beginnings:
+        if not num_messages and not prompts:
+            found.append(0)
+            continue
+        part = {**values, "messages": values["messages"][:num_messages], "add_generation_prompt": prompts}
+        try:
+            beginning, _ = _text_of(sandbox, template, part)
+        except jinja2.sandbox.SecurityError:
+            raise
+        except jinja2.TemplateError as error:
+            found.append(f"the template refuses the messages up to it: {error}")
+            continue
+        if text.startswith(beginning):
+            found.append(len(beginning))
+        else:
+            found.append("")
+    return {"text": text, "spans": spans, "beginnings": found}
+
+
+def _text_of(sandbox: Any, template: Any, values: dict[str, Any]) -> tuple[str, list[tuple[int, int]]]:
+    sandbox.blocks.clear()
+    sandbox.spans.clear()
+    for block in template.generate(**values):
+        sandbox.blocks.append(block)
+    return "".join(sandbox.blocks), list(sandbox.spans)
+
+
+def _answer(action: Callable[[], dict[str, Any]]) -> None:
+    """Write what an action returns, or what it raises."""
+    try:
+        answer = action()
+        line = json.dumps(answer)
+    except MemoryError:
+        line = json.dumps({"error": "memory"})
+    except RecursionError:
+        line = json.dumps({"error": "depth"})
+    except jinja2.TemplateSyntaxError as error:
+        line = json.dumps({"error": "syntax", "message": f"line {error.lineno}: {error.message}"})
+    except jinja2.sandbox.SecurityError as error:
+        line = json.dumps({"error": "sandbox", "message": str(error)})
+    except jinja2.TemplateError as error:
+        line = json.dumps({"error": "template", "message": str(error)})
+    except Exception as error:  # a template may divide by zero, or call a list
+        line = json.dumps({"error": "template", "message": f"{type(error).__name__}: {error}"})
+    sys.stdout.write(line + "\n")
+    sys.stdout.flush()
+
+
+def _allow(own_bytes: int, characters: int, times: int = 1) -> None:
+    """Bound what rendering so many characters, so many times, may take."""
+    _limit(resource.RLIMIT_AS, own_bytes + _MEMORY_BYTES + characters * _MEMORY_PER_CHARACTER)
+    used = resource.getrusage(resource.RUSAGE_SELF)
+    seconds = used.ru_utime + used.ru_stime + _SECONDS + times * characters / _CHARACTERS_PER_SECOND
+    _limit(resource.RLIMIT_CPU, int(seconds) + 1)
+
+
+def _limit(what: int, most: int) -> None:
+    # Only the soft limit: the next conversation gets more.
+    with contextlib.suppress(ValueError, OSError):
+        resource.setrlimit(what, (most, resource.getrlimit(what)[1]))
+
+
+def _check_name(name: Any) -> None:
+    if isinstance(name, str) and name.startswith(_FORBIDDEN):
+        raise jinja2.sandbox.SecurityError(f"it stores {name!r} in a namespace")
+
+
+def _to_json(
+    value: Any, ensure_ascii: bool = False, indent: Any = None, separators: Any = None, sort_keys: bool = False
+) -> str:
+    # Jinja's own filter escapes HTML.
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+
+
+def _raise_exception(message: str) -> None:
+    raise jinja2.TemplateError(message)
+
+
+if __name__ == "__main__":
+    main()
