@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,8 +12,8 @@ from longctx.untrusted.reading import printable, shown
 Message = dict[str, Any]
 
 ASSISTANT = "assistant"
-_KINDS = ("messages", "conversations", "prompt")
-"""Fields by which a record is a conversation, first match first."""
+FIELDS = {"messages": ("messages",), "conversations": ("conversations",), "prompt": ("prompt", "completion")}
+"""Kinds of records that are conversations, and the fields that each needs."""
 _ROLES = {
     "human": "user",
     "user": "user",
@@ -31,7 +31,7 @@ _ROLES = {
 _REASONING = ("reasoning_content", "thinking", "reasoning")
 """Names of a message's reasoning. Templates read the first one; gpt-oss's the second."""
 _MOST_MESSAGES = 1 << 20
-_MEDIA = ("image", "image_url", "video", "audio", "input_audio", "images", "videos", "audios")
+MEDIA = ("image", "image_url", "video", "audio", "input_audio", "images", "videos", "audios")
 
 
 class NoConversationError(ValueError):
@@ -53,13 +53,20 @@ class Conversation:
     weights: tuple[bool, ...] = ()
     """For each message whether its tokens may count: false where the record says ``weight: 0``."""
 
+    def part(self, turns: Iterable[int]) -> Conversation:
+        """Return a conversation of these messages."""
+        numbers = list(turns)
+        messages = tuple(self.messages[turn] for turn in numbers)
+        return Conversation(messages, self.tools, tuple(self.weights[turn] for turn in numbers))
+
 
 def kind_of(record: Mapping[str, Any]) -> str:
     """Return by which field a record is a conversation: ``messages``, ``conversations``, ``prompt``; "" for none."""
-    if isinstance(record.get("messages"), list | str):
-        return "messages"
-    if isinstance(record.get("conversations"), list | str):
-        return "conversations"
+    for kind in ("messages", "conversations"):
+        value = record.get(kind)
+        # A table of strings holds lists as JSON. Any other text is none.
+        if isinstance(value, list) or (isinstance(value, str) and value.lstrip().startswith("[")):
+            return kind
     if "prompt" in record and "completion" in record:
         return "prompt"
     return ""
@@ -78,7 +85,7 @@ def conversation_of(record: Mapping[str, Any], kind: str) -> Conversation:
     system = record.get("system")
     if kind == "conversations" and isinstance(system, str) and system:
         turns = [{"role": "system", "content": system}, *turns]
-    for name in _MEDIA:
+    for name in MEDIA:
         if record.get(name):
             raise NoConversationError(f"it has {name!r}, which are not trained on")
     messages, weights = [], []
@@ -87,6 +94,32 @@ def conversation_of(record: Mapping[str, Any], kind: str) -> Conversation:
         weights.append(_weight(message.pop("weight", 1), turn))
         messages.append(message)
     return Conversation(tuple(messages), tuple(_tools(record.get("tools"))), tuple(weights))
+
+
+def spoken(conversation: Conversation) -> str:
+    """Return what is said in a conversation as one text: each message's role on a line, and then what it says.
+
+    Reasoning and calls of tools are lines of JSON with sorted keys, so that the same ones are the same text.
+    """
+    lines: list[str] = []
+    for message in conversation.messages:
+        lines.append(message["role"])
+        content = message.get("content")
+        if isinstance(content, list):
+            content = "".join(map(_part_text, content))
+        if content is not None:
+            lines.append(content)
+        for name in ("reasoning_content", "tool_calls"):
+            if name in message:
+                lines.append(json.dumps(message[name], ensure_ascii=False, sort_keys=True))
+    return "\n".join(lines)
+
+
+def _part_text(part: Any) -> str:
+    """Return the text of a content's part."""
+    if isinstance(part, str):
+        return part
+    return part["text"]
 
 
 def _turns(record: Mapping[str, Any], field: str, role: str) -> list[Any]:
@@ -105,7 +138,8 @@ def _message(entry: Any, turn: int) -> Message:
     """Return a message with ``role`` and ``content`` under these names; NoConversationError for what is none."""
     if not isinstance(entry, Mapping):
         raise NoConversationError(f"it is {shown(entry)}, and no message", turn)
-    message = {str(key): value for key, value in entry.items() if value is not None}
+    # All the way down: some templates ask of a part only whether it has the key ``image``.
+    message = _without_none(entry)
     if "role" not in message and "from" in message:
         said = message.pop("from")
         if said not in _ROLES:
@@ -125,6 +159,9 @@ def _message(entry: Any, turn: int) -> Message:
     if isinstance(content, list):
         for part in _media(content):
             raise NoConversationError(f"it has a part of type {printable(part)}, which is not trained on", turn)
+        for part in content:
+            if isinstance(part, Mapping) and not isinstance(part.get("text"), str):
+                raise NoConversationError(f"it has a part {shown(part)} without a text", turn)
     elif not isinstance(content, str) and not (content is None and "tool_calls" in message):
         raise NoConversationError(f"content={shown(content)} is no text", turn)
     return message

@@ -9,22 +9,21 @@ do that drop earlier reasoning, is refused with the turn: what a model would be 
 from __future__ import annotations
 
 import datetime
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 
 from longctx.chat.conversation import ASSISTANT, Conversation
 from longctx.chat.guard import Guard
+from longctx.chat.rule import ChatRule, TrainOn
 from longctx.chat.template_files import DEFAULT, WITH_TOOLS, find_templates, variables
 from longctx.errors import DataError
 from longctx.tokenizer.contract import Tokenizer
 from longctx.tokenizer.control import Located, Span
 from longctx.tokenizer.rendered import encode_rendered
 from longctx.untrusted.chat_template import ChatTemplate, TemplateError
-
-TrainOn = Literal["replies", "last", "all"]
 
 
 class NotCountedError(DataError):
@@ -45,32 +44,46 @@ class EncodedChat:
     counted: np.ndarray
     """bool [N]: whether the loss of predicting this token counts."""
 
+    def begin(self, num_tokens: int) -> EncodedChat:
+        """Return the first so many tokens; the text stays whole."""
+        return EncodedChat(self.text, self.ids[:num_tokens], self.counted[:num_tokens])
+
+
+_USUAL = ChatRule()
+
 
 class ChatEncoder:
     """Conversations as ids, by a tokenizer and its chat template."""
 
-    def __init__(
-        self,
-        tokenizer: Tokenizer,
-        *,
-        template: str | None = None,
-        train_on: TrainOn = "replies",
-        now: datetime.datetime | None = None,
-        options: Mapping[str, Any] | None = None,
-    ) -> None:
-        """``template`` None is the tokenizer's own; ``options`` are variables of it, such as ``enable_thinking``."""
-        self.tokenizer, self.train_on = tokenizer, train_on
-        texts = {DEFAULT: template}
-        if template is None:
+    def __init__(self, tokenizer: Tokenizer, rule: ChatRule = _USUAL) -> None:
+        """DataError for a tokenizer without a template, if the rule gives none."""
+        self.tokenizer, self.rule = tokenizer, rule
+        texts = {DEFAULT: rule.template}
+        if rule.template is None:
             texts = find_templates(tokenizer.files, tokenizer.path)
         if not texts:
             raise DataError(
                 f"tokenizer={tokenizer.path} has no chat template: it is a base model's. Give the one that the tuned "
                 "model is to have: --chat-template FILE, such as the chat_template.jinja of a sister model."
             )
+        now = None
+        if rule.now:
+            now = datetime.datetime.fromisoformat(rule.now)
         self._templates = {name: ChatTemplate(text or "", name=_named(name), now=now) for name, text in texts.items()}
-        self._variables = _variables(tokenizer) | dict(options or {})
+        self._variables = _variables(tokenizer) | dict(rule.options)
         self._spellings = tokenizer.controls.spellings()
+
+    @property
+    def marks_replies(self) -> bool:
+        """Whether its template says what the model is to say."""
+        return any(template.marks_replies for template in self._templates.values())
+
+    @property
+    def _train_on(self) -> TrainOn:
+        """Which tokens of a document count."""
+        if self.rule.train_on == "each":
+            return "last"
+        return self.rule.train_on
 
     def close(self) -> None:
         """End the processes that render."""
@@ -78,14 +91,18 @@ class ChatEncoder:
             template.close()
 
     def encode(self, conversation: Conversation) -> EncodedChat:
-        """Return a conversation's ids. NotCountedError if its template refuses it, or if its mask cannot be derived."""
+        """Return a conversation's ids, whatever their number.
+
+        NotCountedError if its template refuses it, or if it cannot be derived which tokens count.
+        """
+        train_on = self._train_on
         template = self._template(conversation)
         guard = Guard(self._spellings)
-        replies = _replies(conversation, self.train_on)
+        replies = _replies(conversation, train_on)
         asks: list[tuple[int, bool]] = []
-        if self.train_on != "all" and not template.marks_replies:
+        if train_on != "all" and not template.marks_replies:
             asks = [ask for turn in replies for ask in ((turn, True), (turn + 1, False))]
-        elif not _counts_all(conversation, self.train_on):
+        elif not _counts_all(conversation, train_on):
             asks = [ask for turn in replies for ask in ((turn, False), (turn + 1, False))]
         try:
             rendered = template.render(
@@ -109,7 +126,7 @@ class ChatEncoder:
             return at + int(growth[np.searchsorted(places, at)])
 
         counted = np.ones(len(located.ids), dtype=bool)
-        if asks or self.train_on != "all":
+        if asks or train_on != "all":
             bounds = _bounds(replies, rendered.beginnings)
             spans = [(moved(start), moved(stop)) for start, stop in bounds]
             marked = [(moved(start), moved(stop)) for start, stop in rendered.spans]
@@ -127,7 +144,7 @@ class ChatEncoder:
         is_asked: bool,
     ) -> np.ndarray:
         """Return which ids count."""
-        if self.train_on == "all":
+        if self._train_on == "all":
             return located.within(spans)
         if template.marks_replies:
             if is_asked:

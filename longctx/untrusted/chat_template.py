@@ -40,9 +40,9 @@ Message = Mapping[str, Any]
 class TemplateError(DataError):
     """A template that refuses a conversation, or one that is refused itself."""
 
-    def __init__(self, text: str, reason: str, *, is_refusal: bool = False) -> None:
+    def __init__(self, text: str, reason: str = "", *, is_refusal: bool = False) -> None:
         super().__init__(text)
-        self.reason = reason
+        self.reason = reason or text
         """Why, in some words."""
         self.is_refusal = is_refusal
         """Whether the template itself refuses this conversation: another one may pass."""

@@ -1,0 +1,120 @@
+"""``chat_documents``: a conversation as documents: one, one for each reply, or parts of one that is too long."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+from longctx.chat.conversation import ASSISTANT, Conversation
+from longctx.chat.encode import ChatEncoder, EncodedChat, NotCountedError
+
+NOTHING_COUNTS = "no token counts"
+"""The reason of a conversation without a reply to train on."""
+
+
+def chat_documents(conversation: Conversation, encoder: ChatEncoder) -> Iterator[EncodedChat | NotCountedError]:
+    """Yield a conversation's documents by the encoder's rule, and for what is left out the reason.
+
+    Each document has a token that counts, and at most ``max_tokens``.
+    """
+    for part in _parts(conversation, encoder):
+        yield from _fitted(part, encoder)
+
+
+def _parts(conversation: Conversation, encoder: ChatEncoder) -> Iterator[Conversation]:
+    """Yield the conversation, or with ``each`` its beginning up to each reply."""
+    if encoder.rule.train_on != "each":
+        yield conversation
+        return
+    for turn, message in enumerate(conversation.messages):
+        if message["role"] == ASSISTANT and conversation.weights[turn]:
+            yield conversation.part(range(turn + 1))
+
+
+def _fitted(conversation: Conversation, encoder: ChatEncoder) -> Iterator[EncodedChat | NotCountedError]:
+    """Yield a document of at most ``max_tokens``, or several."""
+    rule = encoder.rule
+    try:
+        encoded = encoder.encode(conversation)
+    except NotCountedError as error:
+        yield error
+        return
+    if rule.max_tokens is None or len(encoded.ids) <= rule.max_tokens:
+        yield _counting(encoded)
+    elif rule.too_long == "keep-begin":
+        yield _counting(encoded.begin(rule.max_tokens))
+    elif rule.too_long == "drop":
+        yield _too_long(encoded, rule.max_tokens)
+    else:
+        yield from _split(conversation, encoder, rule.max_tokens)
+
+
+def _split(
+    conversation: Conversation, encoder: ChatEncoder, max_tokens: int
+) -> Iterator[EncodedChat | NotCountedError]:
+    """Yield parts of whole exchanges, each with the system turn, as many exchanges each as fit."""
+    begin, exchanges = _exchanges(conversation)
+
+    def part(first: int, count: int) -> EncodedChat | NotCountedError:
+        turns = [turn for exchange in exchanges[first : first + count] for turn in exchange]
+        try:
+            encoded = encoder.encode(conversation.part([*begin, *turns]))
+        except NotCountedError as error:
+            return error
+        if len(encoded.ids) > max_tokens:
+            return _too_long(encoded, max_tokens)
+        return encoded
+
+    first = 0
+    while first < len(exchanges):
+        count, found = _most(lambda count, first=first: part(first, count), len(exchanges) - first)
+        yield _counting(found)
+        first += count
+
+
+def _most(
+    part: Callable[[int], EncodedChat | NotCountedError], limit: int
+) -> tuple[int, EncodedChat | NotCountedError]:
+    """Return the most exchanges, up to ``limit``, that a part holds, and the part: one that fits, or why one does not.
+
+    Doubled until they are too many, and then halved: a few parts are encoded for each that is kept.
+    """
+    fits, found = 1, part(1)
+    too_many = limit + 1
+    if isinstance(found, NotCountedError):
+        return fits, found
+    while fits + 1 < too_many:
+        count = 2 * fits
+        if too_many <= limit:
+            count = (fits + too_many) // 2
+        more = part(min(count, limit))
+        if isinstance(more, NotCountedError):
+            too_many = min(count, limit)
+        else:
+            fits, found = min(count, limit), more
+    return fits, found
+
+
+def _exchanges(conversation: Conversation) -> tuple[list[int], list[list[int]]]:
+    """Return the system turns that a conversation begins with, and its turns from each question to the next."""
+    roles = [message["role"] for message in conversation.messages]
+    begin = 0
+    while begin < len(roles) and roles[begin] in ("system", "developer"):
+        begin += 1
+    exchanges: list[list[int]] = []
+    for turn in range(begin, len(roles)):
+        if not exchanges or (roles[turn] == "user" and roles[turn - 1] != "user"):
+            exchanges.append([])
+        exchanges[-1].append(turn)
+    return list(range(begin)), exchanges
+
+
+def _counting(found: EncodedChat | NotCountedError) -> EncodedChat | NotCountedError:
+    """Return the same, or the error of a document in which nothing counts."""
+    # The first token is nobody's target.
+    if isinstance(found, EncodedChat) and not found.counted[1:].any():
+        return NotCountedError(NOTHING_COUNTS)
+    return found
+
+
+def _too_long(encoded: EncodedChat, max_tokens: int) -> NotCountedError:
+    return NotCountedError(f"more than {max_tokens:,} tokens", f"it has {len(encoded.ids):,}")

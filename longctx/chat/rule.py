@@ -1,0 +1,77 @@
+"""``ChatRule``: how conversations become ids, and what a shard folder says of it."""
+
+from __future__ import annotations
+
+import copy
+import datetime
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal
+
+import xxhash
+
+from longctx.chat.template_files import TEMPLATE_FILE, find_templates
+from longctx.tokenizer.contract import Tokenizer
+
+_TELLS_TIME = "strftime_now"
+
+TrainOn = Literal["replies", "last", "all", "each"]
+TooLong = Literal["drop", "keep-begin", "split-turns"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ChatRule:
+    """How conversations become ids."""
+
+    template: str | None = None
+    """The template; None for the tokenizer's own."""
+    train_on: TrainOn = "replies"
+    """Which tokens count: of all replies, of the last one, or all. ``each`` makes a document of each reply and what
+    stands before it."""
+    max_tokens: int | None = None
+    """The most tokens of a document; None for any number."""
+    too_long: TooLong = "drop"
+    """What becomes of a longer one: it is left out, its beginning is kept, or it is split between a reply and what
+    follows it, each part with the system turn."""
+    now: str = ""
+    """The time that a template's ``strftime_now`` knows, by ISO 8601; empty for the time at which it is rendered."""
+    options: Mapping[str, Any] = field(default_factory=dict)
+    """Variables of the template, such as ``enable_thinking``."""
+
+
+def settled(rule: ChatRule, tokenizer: Tokenizer, recorded: Mapping[str, Any]) -> ChatRule:
+    """Return the rule with a date, if the template writes one and the rule gives none: the recorded one, else today.
+
+    ``recorded`` is what a folder says that is to be built again.
+    """
+    texts = [rule.template or ""]
+    if rule.template is None:
+        texts = list(find_templates(tokenizer.files, tokenizer.path).values())
+    if rule.now or not any(_TELLS_TIME in text for text in texts):
+        return rule
+    return replace(rule, now=recorded.get("now") or datetime.date.today().isoformat())
+
+
+def with_template(tokenizer: Tokenizer, rule: ChatRule) -> Tokenizer:
+    """Return the tokenizer with the rule's template among its files, if the rule gives one."""
+    if rule.template is None:
+        return tokenizer
+    changed = copy.copy(tokenizer)
+    changed.files = {**tokenizer.files, TEMPLATE_FILE: rule.template.encode()}
+    return changed
+
+
+def chat_options(tokenizer: Tokenizer, rule: ChatRule) -> dict[str, Any]:
+    """Return what the manifest of a shard folder says of the rule; of the tokenizer's templates their hash."""
+    templates = sorted(find_templates(tokenizer.files, tokenizer.path).items())
+    said = {
+        "train_on": rule.train_on,
+        "template": xxhash.xxh3_128_hexdigest(repr(templates).encode()),
+        "max_tokens": rule.max_tokens,
+        "too_long": rule.too_long,
+        "now": rule.now,
+        "options": dict(rule.options),
+    }
+    # Only what differs from the beginnings: folders built then are still up to date.
+    usual = {"max_tokens": None, "too_long": "drop", "now": "", "options": {}}
+    return {name: value for name, value in said.items() if name not in usual or value != usual[name]}

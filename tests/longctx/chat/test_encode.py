@@ -1,0 +1,351 @@
+"""Which tokens of a conversation count, in a table by hand: if a template marks replies, and if it does not."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from data_pipeline.marked import marked_text
+from longctx.chat.conversation import Conversation, conversation_of, kind_of
+from longctx.chat.documents import chat_documents
+from longctx.chat.encode import ChatEncoder, EncodedChat, NotCountedError
+from longctx.chat.rule import ChatRule
+from longctx.errors import DataError
+from tests.bounded import check_screen
+from tests.longctx.chat.templates import FORGETFUL, MARKED, PLAIN, STRICT, chat_tokenizer
+
+CALL = {"type": "function", "function": {"name": "add", "arguments": {"a": 1}}}
+TOOLS = [{"type": "function", "function": {"name": "add"}}]
+
+
+def user(text: str) -> dict[str, Any]:
+    return {"role": "user", "content": text}
+
+
+def reply(text: str | None, **fields: Any) -> dict[str, Any]:
+    return {"role": "assistant", "content": text, **fields}
+
+
+def said(role: str, text: str) -> str:
+    """How the templates render a message."""
+    return f"<|im_start|>{role}\n{text}<|im_end|>\n"
+
+
+def counted(text: str) -> str:
+    """How they render a reply that counts."""
+    return f"<|im_start|>assistant\n⟦{text}<|im_end|>⟧\n"
+
+
+CASES: dict[str, tuple[dict[str, Any], str]] = {
+    "one turn": ({"messages": [user("Hi"), reply("Hello.")]}, said("user", "Hi") + counted("Hello.")),
+    "several turns": (
+        {"messages": [user("a"), reply("b"), user("c"), reply("d")]},
+        said("user", "a") + counted("b") + said("user", "c") + counted("d"),
+    ),
+    "two replies in a row": (
+        {"messages": [user("a"), reply("b"), reply("c")]},
+        said("user", "a") + counted("b") + counted("c"),
+    ),
+    "two questions in a row": (
+        {"messages": [user("a"), user("b"), reply("c")]},
+        said("user", "a") + said("user", "b") + counted("c"),
+    ),
+    "a system turn": (
+        {"messages": [{"role": "system", "content": "Be kind."}, user("a"), reply("b")]},
+        said("system", "Be kind.") + said("user", "a") + counted("b"),
+    ),
+    "a system turn in the middle": (
+        {"messages": [user("a"), reply("b"), {"role": "system", "content": "s"}, user("c"), reply("d")]},
+        said("user", "a") + counted("b") + said("system", "s") + said("user", "c") + counted("d"),
+    ),
+    "a role of its own": (
+        {"messages": [{"role": "developer", "content": "x"}, user("a"), reply("b")]},
+        said("developer", "x") + said("user", "a") + counted("b"),
+    ),
+    "the reply first": (
+        {"messages": [reply("Hello."), user("a"), reply("b")]},
+        counted("Hello.") + said("user", "a") + counted("b"),
+    ),
+    "the question last": (
+        {"messages": [user("a"), reply("b"), user("c")]},
+        said("user", "a") + counted("b") + said("user", "c"),
+    ),
+    "an empty reply": ({"messages": [user("a"), reply("")]}, said("user", "a") + counted("")),
+    "an empty question": ({"messages": [user(""), reply("b")]}, said("user", "") + counted("b")),
+    "spaces at ends": (
+        {"messages": [user("  a \n"), reply("b \n\n")]},
+        said("user", "  a \n") + counted("b \n\n"),
+    ),
+    "texts that are not Latin": (
+        {"messages": [user("Как дела? 你好"), reply("سلام 👋🏽 नमस्ते")]},
+        said("user", "Как дела? 你好") + counted("سلام 👋🏽 नमस्ते"),
+    ),
+    "reasoning": (
+        {"messages": [user("a"), reply("b", reasoning_content="hm")]},
+        said("user", "a") + counted("<think>hm</think>b"),
+    ),
+    "reasoning by another name": (
+        {"messages": [user("a"), reply("b", reasoning="hm")]},
+        said("user", "a") + counted("<think>hm</think>b"),
+    ),
+    "reasoning in every turn": (
+        {"messages": [user("a"), reply("b", reasoning_content="x"), user("c"), reply("d", reasoning_content="y")]},
+        said("user", "a") + counted("<think>x</think>b") + said("user", "c") + counted("<think>y</think>d"),
+    ),
+    "a call without content": (
+        {"messages": [user("a"), reply(None, tool_calls=[CALL])]},
+        said("user", "a") + counted('<call>{"name": "add", "arguments": {"a": 1}}</call>'),
+    ),
+    "a call, its result, a reply": (
+        {
+            "messages": [
+                user("a"),
+                reply("", tool_calls=[CALL]),
+                {"role": "tool", "content": "1"},
+                reply("It is 1."),
+            ]
+        },
+        said("user", "a")
+        + counted('<call>{"name": "add", "arguments": {"a": 1}}</call>')
+        + said("tool", "1")
+        + counted("It is 1."),
+    ),
+    "two calls at once": (
+        {"messages": [user("a"), reply("", tool_calls=[CALL, CALL])]},
+        said("user", "a") + counted('<call>{"name": "add", "arguments": {"a": 1}}</call>' * 2),
+    ),
+    "a list of tools": (
+        {"messages": [user("a"), reply("b")], "tools": TOOLS},
+        said("tools", '[{"type": "function", "function": {"name": "add"}}]') + said("user", "a") + counted("b"),
+    ),
+    "content in parts": (
+        {"messages": [user("a"), {"role": "assistant", "content": [{"type": "text", "text": "b"}]}]},
+        said("user", "a") + counted("b"),
+    ),
+    "a prompt and a completion": ({"prompt": "a", "completion": "b"}, said("user", "a") + counted("b")),
+    "turns of from and value": (
+        {"conversations": [{"from": "human", "value": "a"}, {"from": "gpt", "value": "b"}], "system": "s"},
+        said("system", "s") + said("user", "a") + counted("b"),
+    ),
+    "a message that does not count": (
+        {"messages": [user("a"), reply("b", weight=0), user("c"), reply("d", weight=1)]},
+        said("user", "a") + said("assistant", "b") + said("user", "c") + counted("d"),
+    ),
+}
+
+
+def conversation(record: dict[str, Any]) -> Conversation:
+    return conversation_of(record, kind_of(record))
+
+
+@pytest.fixture(scope="module", params=[PLAIN, MARKED], ids=["derived", "marked"])
+def encoder(request, tmp_path_factory) -> Iterator[ChatEncoder]:
+    found = ChatEncoder(chat_tokenizer(tmp_path_factory.mktemp("tokenizer"), request.param))
+    yield found
+    found.close()
+
+
+def shown(found: EncodedChat, encoder: ChatEncoder) -> str:
+    return marked_text(found.ids, encoder.tokenizer, found.counted)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_replies_count_with_the_end_of_their_turn(encoder: ChatEncoder, case: str):
+    record, wanted = CASES[case]
+    assert shown(encoder.encode(conversation(record)), encoder) == wanted
+
+
+SPELT = "Say <|im_end|>\n<|im_start|>system and </think>."
+
+
+def test_control_tokens_in_a_text_are_text(encoder: ChatEncoder):
+    """In a question, a reply and an argument: none of them ends a turn."""
+    call = {"function": {"name": "f", "arguments": {"x": "<|im_end|>"}}}
+    record = {"messages": [user(SPELT), reply(SPELT, tool_calls=[call]), user("\U000f0000 <|im_end|>"), reply("b")]}
+    found = encoder.encode(conversation(record))
+    end = encoder.tokenizer.controls.spellings().index("<|im_end|>")
+    assert end >= 0
+    assert (found.ids == 262).sum() == 4
+    assert (found.ids == 261).sum() == 4
+    assert shown(found, encoder) == (
+        said("user", SPELT)
+        + counted(f'{SPELT}<call>{{"name": "f", "arguments": {{"x": "<|im_end|>"}}}}</call>')
+        + said("user", "\U000f0000 <|im_end|>")
+        + counted("b")
+    )
+    # What is no control token is the token that any text becomes.
+    assert (found.ids == 264).sum() == 2
+
+
+@pytest.mark.parametrize(
+    ("train_on", "wanted"),
+    [
+        ("replies", said("user", "a") + counted("b") + said("user", "c") + counted("d")),
+        ("last", said("user", "a") + said("assistant", "b") + said("user", "c") + counted("d")),
+        ("all", "⟦" + said("user", "a") + said("assistant", "b") + said("user", "c") + said("assistant", "d") + "⟧"),
+    ],
+)
+@pytest.mark.parametrize("template", [PLAIN, MARKED], ids=["derived", "marked"])
+def test_what_is_trained_on(tmp_path: Path, template: str, train_on: Any, wanted: str):
+    encoder = ChatEncoder(chat_tokenizer(tmp_path, template), ChatRule(train_on=train_on))
+    record = {"messages": [user("a"), reply("b"), user("c"), reply("d")]}
+    assert shown(encoder.encode(conversation(record)), encoder) == wanted
+    encoder.close()
+
+
+def test_all_but_what_has_no_weight(tmp_path: Path):
+    encoder = ChatEncoder(chat_tokenizer(tmp_path), ChatRule(train_on="all"))
+    record = {"messages": [user("a"), reply("b", weight=0), user("c")]}
+    found = shown(encoder.encode(conversation(record)), encoder)
+    assert found == "⟦" + said("user", "a") + "⟧" + said("assistant", "b") + "⟦" + said("user", "c") + "⟧"
+    encoder.close()
+
+
+def documents(record: dict[str, Any], encoder: ChatEncoder) -> list[str]:
+    found = chat_documents(conversation(record), encoder)
+    return [str(one) if isinstance(one, NotCountedError) else shown(one, encoder) for one in found]
+
+
+def test_a_document_for_each_reply(tmp_path: Path):
+    """What a template that forgets reasoning says of each turn while it is the last."""
+    encoder = ChatEncoder(chat_tokenizer(tmp_path, FORGETFUL), ChatRule(train_on="each"))
+    record = {
+        "messages": [user("a"), reply("b", reasoning_content="x"), user("c"), reply("d", reasoning_content="y")],
+    }
+    first = said("user", "a")
+    assert documents(record, encoder) == [
+        first + counted("<think>x</think>b"),
+        first + said("assistant", "b") + said("user", "c") + counted("<think>y</think>d"),
+    ]
+    encoder.close()
+
+
+def test_a_template_that_changes_its_past_is_refused_with_the_turn(tmp_path: Path):
+    record = {"messages": [user("a"), reply("b", reasoning_content="x"), user("c"), reply("d")]}
+    tokenizer = chat_tokenizer(tmp_path, FORGETFUL)
+    encoder = ChatEncoder(tokenizer)
+    with pytest.raises(NotCountedError, match="changes a turn when others follow: message 1"):
+        encoder.encode(conversation(record))
+    last = ChatEncoder(tokenizer, ChatRule(train_on="last"))
+    assert shown(last.encode(conversation(record)), last).endswith(counted("d"))
+    encoder.close()
+    last.close()
+
+
+def test_what_a_template_refuses_is_said_in_its_words(tmp_path: Path):
+    encoder = ChatEncoder(chat_tokenizer(tmp_path, STRICT))
+    with pytest.raises(NotCountedError, match="Begin with a question, not with assistant"):
+        encoder.encode(conversation({"messages": [reply("a"), user("b")]}))
+    # It goes on with the next one.
+    assert encoder.encode(conversation({"messages": [user("a"), reply("b")]})).counted.any()
+    encoder.close()
+
+
+def test_a_token_across_the_beginning_of_a_reply_is_refused(tmp_path: Path):
+    """Of the prompt's last letters and the reply's first ones: a model that continues never sees it."""
+    template = PLAIN.replace("'<|im_start|>' + message.role + '\n'", "message.role + ': d'").replace(
+        "'<|im_start|>assistant\n'", "'assistant: d'"
+    )
+    encoder = ChatEncoder(chat_tokenizer(tmp_path, template))
+    assert encoder.encode(conversation({"messages": [user("a"), reply("o")]})).counted.any()
+    with pytest.raises(NotCountedError, match="first token is one with the prompt's last"):
+        encoder.encode(conversation({"messages": [user("a"), reply("ef")]}))
+    encoder.close()
+
+
+LONG = {
+    "messages": [
+        {"role": "system", "content": "s"},
+        *(turn for n in range(9) for turn in (user(f"q{n}"), reply(f"a{n}"))),
+    ]
+}
+
+
+def test_a_long_conversation_is_left_out_cut_or_split(tmp_path: Path):
+    tokenizer = chat_tokenizer(tmp_path)
+
+    def made(**rule: Any) -> list[str]:
+        encoder = ChatEncoder(tokenizer, ChatRule(**rule))
+        found = documents(LONG, encoder)
+        encoder.close()
+        return found
+
+    (whole,) = made()
+    length = len(tokenizer.encode(whole.replace("⟦", "").replace("⟧", "")))
+    assert length > 300
+    assert made(max_tokens=100)[0].startswith("more than 100 tokens: it has ")
+    (begin,) = made(max_tokens=100, too_long="keep-begin")
+    assert whole.startswith(begin.removesuffix("⟧"))
+    parts = made(max_tokens=100, too_long="split-turns")
+    assert all(part.startswith(said("system", "s")) for part in parts)
+    assert "".join(part.removeprefix(said("system", "s")) for part in parts) == whole.removeprefix(said("system", "s"))
+    encoder = ChatEncoder(tokenizer, ChatRule(max_tokens=100, too_long="split-turns"))
+    lengths = [len(one.ids) for one in chat_documents(conversation(LONG), encoder) if isinstance(one, EncodedChat)]
+    encoder.close()
+    assert len(lengths) == len(parts)
+    assert max(lengths) <= 100
+    # No part could have had one exchange more.
+    assert min(lengths[:-1]) + max(lengths) > 100
+    assert {part.partition(":")[0] for part in made(max_tokens=20, too_long="split-turns")} == {"more than 20 tokens"}
+
+
+@pytest.mark.parametrize("max_tokens", range(40, 400, 37))
+def test_parts_hold_every_exchange_once_and_as_many_as_fit(tmp_path: Path, max_tokens: int):
+    encoder = ChatEncoder(chat_tokenizer(tmp_path), ChatRule(max_tokens=max_tokens, too_long="split-turns"))
+    found = [one for one in chat_documents(conversation(LONG), encoder) if isinstance(one, EncodedChat)]
+    encoder.close()
+    texts = [one.text.removeprefix(said("system", "s")) for one in found]
+    assert "".join(texts) == "".join(said("user", f"q{n}") + said("assistant", f"a{n}") for n in range(9))
+    exchange = len(found[0].ids) // texts[0].count("user")
+    for one in found[:-1]:
+        assert max_tokens - 2 * exchange < len(one.ids) <= max_tokens
+
+
+def test_a_conversation_without_a_token_that_counts(tmp_path: Path):
+    encoder = ChatEncoder(chat_tokenizer(tmp_path))
+    assert documents({"messages": [user("a")]}, encoder) == ["no token counts"]
+    assert documents({"messages": [user("a"), reply("b", weight=0)]}, encoder) == ["no token counts"]
+    encoder.close()
+
+
+def test_a_base_model_has_no_template(tmp_path: Path):
+    with pytest.raises(DataError, match="--chat-template FILE") as caught:
+        ChatEncoder(chat_tokenizer(tmp_path, None))
+    check_screen(str(caught.value))
+    given = ChatEncoder(chat_tokenizer(tmp_path, None), ChatRule(template=PLAIN))
+    assert given.encode(conversation({"messages": [user("a"), reply("b")]})).counted.any()
+    given.close()
+
+
+def test_the_time_that_a_template_writes_is_the_rules(tmp_path: Path):
+    template = "{{ strftime_now('%d %B %Y') }}" + PLAIN
+    encoder = ChatEncoder(chat_tokenizer(tmp_path, template), ChatRule(now="2026-02-03"))
+    found = encoder.encode(conversation({"messages": [user("a"), reply("b")]}))
+    assert found.text.startswith("03 February 2026")
+    encoder.close()
+
+
+def test_variables_of_a_template(tmp_path: Path):
+    template = "{{ bos_token }}{% if enable_thinking is defined %}{{ enable_thinking }}{% endif %}" + PLAIN
+    tokenizer = chat_tokenizer(tmp_path, template)
+    encoder = ChatEncoder(tokenizer, ChatRule(options={"enable_thinking": False}))
+    found = encoder.encode(conversation({"messages": [user("a"), reply("b")]}))
+    assert found.text.startswith("<|begin|>False<|im_start|>")
+    assert found.ids[0] == tokenizer.special.bos
+    assert (found.ids == tokenizer.special.bos).sum() == 1
+    encoder.close()
+
+
+def test_ids_of_a_million_tokens_are_those_of_its_turns(tmp_path: Path):
+    """Chunks of a long text are cut where a token ends anyway, and so are the characters that tokens stand for."""
+    encoder = ChatEncoder(chat_tokenizer(tmp_path))
+    text = "define a man " * 60_000
+    found = encoder.encode(conversation({"messages": [user(text), reply(text)]}))
+    own = encoder.tokenizer.encode(text)
+    assert np.array_equal(found.ids[found.counted][:-1], own)
+    assert len(found.ids) > 2 * len(own) > 1_000_000
+    encoder.close()
