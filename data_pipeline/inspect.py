@@ -13,11 +13,14 @@ import numpy as np
 import xxhash
 
 from data_pipeline.loader import documents_in, open_order
+from data_pipeline.marked import marked_text, mask_of
 from data_pipeline.mixture.file import Mixture, Stage, is_mixture
 from data_pipeline.prepare.duplicates.report import DUPLICATES_FILE
 from data_pipeline.prepare.left_out import LEFT_OUT_FILE
+from data_pipeline.rows.batches import Documents
 from data_pipeline.rows.blocks import BlockPlanner, PackReport
 from data_pipeline.rows.pack import BEST_FIT, Packing
+from data_pipeline.rows.row import Piece
 from data_pipeline.shards.copies import LocalCopy, copies_folder, open_folder
 from data_pipeline.shards.corpus import Corpus
 from data_pipeline.shards.manifest import MANIFEST_FILE, VALIDATION_FOLDER, Manifest
@@ -57,6 +60,10 @@ class Description:
     skipped: dict[str, int]
     duplicates: dict[str, Any]
     """Counts of duplicates that the build found; empty where it looked for none, and in the validation split."""
+    counted_tokens: int
+    """Tokens whose prediction counts in the loss: all, but in a folder of conversations."""
+    conversation: str
+    """How the first conversation begins, what counts between ⟦ and ⟧; empty in a folder of texts."""
     packing: PackReport | None
     """Epoch 0 of seed 0 at the ``seq_len`` that was asked for; an estimate of more than ``PLANNED_DOCUMENTS``."""
 
@@ -162,8 +169,22 @@ def describe(folder: str | Path, *, seq_len: int | None = None) -> Description:
         sources=manifest.sources,
         skipped=manifest.skipped,
         duplicates={name: value for name, value in manifest.duplicates.items() if name != "list"},
+        counted_tokens=manifest.counted or manifest.tokens,
+        conversation=_first_conversation(shards),
         packing=packing,
     )
+
+
+def _first_conversation(shards: ShardSet) -> str:
+    """Return the beginning of the first conversation as text, what counts marked; empty without one."""
+    if not shards.is_masked or not shards.num_documents:
+        return ""
+    ids, bounds = shards.document(0), shards.counted(0)
+    assert bounds is not None
+    text = marked_text(ids[:_SHOWN_TOKENS], shards.tokenizer(), mask_of(bounds, len(ids))[:_SHOWN_TOKENS])
+    if len(ids) > _SHOWN_TOKENS:
+        text += " …"
+    return text
 
 
 def show_row(
@@ -246,8 +267,18 @@ def sample_rows(
             if len(folders) > 1:
                 name = f"{folders[corpus.folder_of(document)].folder.name}: {name}"
             text.append(f"──── {name} (tokens {start:,} to {stop:,} of {size:,})")
-            text.append(_with_marks(documents.slice(document, start, stop), tokenizer))
+            text.append(_text_of(documents, (document, start, stop), tokenizer))
         yield "\n".join(text) + "\n"
+
+
+def _text_of(documents: Documents, piece: Piece, tokenizer: Tokenizer) -> str:
+    """Return a piece as text; of a conversation with marks around what counts."""
+    document, start, stop = piece
+    ids = documents.slice(document, start, stop)
+    bounds = documents.counted(document)
+    if bounds is None:
+        return _with_marks(ids, tokenizer)
+    return marked_text(ids, tokenizer, mask_of(bounds, max(stop, int(bounds[-1:].sum())))[start : start + len(ids)])
 
 
 def _with_marks(ids: np.ndarray, tokenizer: Tokenizer) -> str:
@@ -262,6 +293,8 @@ def _with_marks(ids: np.ndarray, tokenizer: Tokenizer) -> str:
     return text
 
 
+_SHOWN_TOKENS = 512
+"""Of a conversation that is shown."""
 _SKIPPED_AT_ONCE = 1024
 """Rows whose pieces are in memory while others are looked for."""
 
@@ -378,18 +411,17 @@ def _list_problems(path: Location, hash: str) -> Iterator[str]:
 def _piece_view(shards: ShardSet, tokenizer: Tokenizer, piece: tuple[int, int, int], preview: int) -> PieceView:
     """A piece of a row, decoded at both ends; whole where the two ends would meet."""
     document, start, stop = piece
-    ids = shards.slice(document, start, stop)
-    head, tail = ids, ids[:0]
-    if len(ids) > 2 * preview:
-        head, tail = ids[:preview], ids[len(ids) - preview :]
+    head, tail = (start, stop), (stop, stop)
+    if stop - start > 2 * preview:
+        head, tail = (start, start + preview), (stop - preview, stop)
     return PieceView(
         document=document,
         name=shards.name(document),
         start=start,
         stop=stop,
         document_tokens=len(shards.document(document)),
-        head=tokenizer.decode(head),
-        tail=tokenizer.decode(tail),
+        head=_text_of(shards, (document, *head), tokenizer),
+        tail=_text_of(shards, (document, *tail), tokenizer),
     )
 
 

@@ -410,6 +410,12 @@ def documents_in(folders: Sequence[ShardSet], fims: Sequence[Fim | None] = ()) -
     documents: Documents = folders[0]
     if len(folders) > 1:
         documents = Corpus(folders)
+    for shards, fim in zip(folders, fims, strict=False):
+        if fim is not None and shards.is_masked:
+            raise ConfigError(
+                f"data.fim_rate fills in the middle of texts, and {shards.folder} holds conversations.\n"
+                "Set data.fim_rate=0 (fim_rate of a mixture's source)."
+            )
     if any(fims):
         return FimDocuments(documents, fims)
     return documents

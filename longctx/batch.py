@@ -179,6 +179,8 @@ class Stream:
     following: Tensor | None = None
     """The token that follows in the same document, int64; ``IGNORED_TARGET`` where there is none. None if an objective
     has read it, or nobody will."""
+    counted: Tensor | None = None
+    """Whether predicting what follows the token counts in the loss, bool; None if it always does."""
     sources: Tensor | None = None
     """Number of each document's source [num_documents], int64, −1 for padding; None where all have one source."""
     row_tokens: int = 0
@@ -203,9 +205,8 @@ class Stream:
 
     @property
     def num_targets(self) -> int:
-        """Tokens that one follows in their document."""
-        assert self.following is not None, "an objective has read what follows"
-        return int((self.following != IGNORED_TARGET).sum())
+        """Tokens that one follows in their document, and that count."""
+        return int((_targets(self) != IGNORED_TARGET).sum())
 
     def flatten_rows(self) -> Self:
         """The same tokens as one row [1, B·T]: the shape that a sequence layout splits."""
@@ -220,7 +221,13 @@ class Stream:
         if not missing:
             return flat
         positions = torch.arange(missing)[None] % documents.lengths[self.documents.num_documents]
-        fill = {"tokens": 0, "following": IGNORED_TARGET, "targets": IGNORED_TARGET, "document_ids": PADDING_DOCUMENT}
+        fill = {
+            "counted": 0,
+            "tokens": 0,
+            "following": IGNORED_TARGET,
+            "targets": IGNORED_TARGET,
+            "document_ids": PADDING_DOCUMENT,
+        }
         longer = {}
         for name, x in flat.per_token().items():
             behind = positions
@@ -232,8 +239,9 @@ class Stream:
     def per_token(self) -> dict[str, Tensor]:
         """The tensors with a value for each token, by name: one that was cut without the others would be shifted."""
         found = {"tokens": self.tokens, "positions": self.positions, "document_ids": self.document_ids}
-        if self.following is not None:
-            found["following"] = self.following
+        for name in ("following", "counted"):
+            if (values := getattr(self, name)) is not None:
+                found[name] = values
         return found
 
     def map_tokens(self, change: Callable[[Tensor], Tensor]) -> Self:
@@ -262,10 +270,16 @@ class Batch(Stream):
 
 
 def next_tokens(stream: Stream) -> Batch:
-    """The batch in which every token's target is the one that follows in the same document."""
-    assert stream.following is not None, "nobody has read what follows"
+    """The batch in which every token's target is the one that follows in the same document, if that counts."""
     values = {field.name: getattr(stream, field.name) for field in fields(Stream)}
-    return Batch(**{**values, "targets": stream.following, "following": None})
+    return Batch(**{**values, "targets": _targets(stream), "following": None, "counted": None})
+
+
+def _targets(stream: Stream) -> Tensor:
+    assert stream.following is not None, "nobody has read what follows"
+    if stream.counted is None:
+        return stream.following
+    return stream.following.masked_fill(~stream.counted, IGNORED_TARGET)
 
 
 def _fault(bounds: Sequence[Any], num_tokens: int | None) -> str | None:

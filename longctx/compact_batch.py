@@ -69,8 +69,11 @@ class CompactBatch:
     """``Batch.documents``."""
     shape: tuple[int, int]
     """(B, t)."""
+    counted: Tensor | None = None
+    """Runs of tokens of the whole sequence whose target counts in the loss, of this rank's documents: first token and
+    the one behind the last of each, int64 [2 · runs], ascending. None if every target counts."""
     num_targets: int
-    """Tokens that one follows in their document."""
+    """Tokens that one follows in their document, and that count."""
     num_tokens: int
     """Tokens that are not padding."""
     sources: Tensor | None = None
@@ -83,11 +86,19 @@ class CompactBatch:
     @property
     def nbytes(self) -> int:
         """Bytes that go to the device."""
-        return sum(x.nbytes for x in (self.ids, self.spans, self.ends, self.bounds))
+        return sum(getattr(self, name).nbytes for name in self._moving)
 
     def pinned(self) -> CompactBatch:
         """The same in page-locked memory, which a GPU copies from while it computes."""
-        return replace(self, **{name: getattr(self, name).pin_memory() for name in ("ids", "spans", "ends", "bounds")})
+        return replace(self, **{name: getattr(self, name).pin_memory() for name in self._moving})
+
+    @property
+    def _moving(self) -> tuple[str, ...]:
+        """Names of the tensors that go to the device."""
+        names = ("ids", "spans", "ends", "bounds")
+        if self.counted is not None:
+            names += ("counted",)
+        return names
 
     def unpack(self, device: torch.device | str = "cpu", prepare: Callable[[Stream], Batch] = next_tokens) -> Batch:
         """The batch with its per-token tensors [B, t], int64, on ``device``; the host waits for nothing.
@@ -112,6 +123,9 @@ class CompactBatch:
         ids, spans, ends, bounds = (
             x.to(device, non_blocking=True) for x in (self.ids, self.spans, self.ends, self.bounds)
         )
+        counted = self.counted
+        if counted is not None:
+            counted = counted.to(device, non_blocking=True)
         start_S, count_S, step_S, at_S = spans.unbind(1)
         num_local = self.shape[0] * self.shape[1]
         local = torch.arange(num_local, device=device)
@@ -126,12 +140,15 @@ class CompactBatch:
         end = ends[document]
         is_last = index + 1 == bounds[1:][document]
         ignored = (end == DocumentEnd.PADDING) | (is_last & (end == DocumentEnd.NOTHING))
-        return {
+        found = {
             "tokens": _looked_up(ids, entry),
             "following": _looked_up(ids, entry + behind).masked_fill_(ignored, IGNORED_TARGET),
             "positions": index - bounds[document],
             "document_ids": document.masked_fill(end == DocumentEnd.PADDING, PADDING_DOCUMENT),
         }
+        if counted is not None:
+            found["counted"] = _inside(counted, index)
+        return found
 
     def copied(self) -> dict[str, Tensor]:
         """The same on the CPU, document by document: a tenth of the time that it takes there token by token."""
@@ -139,6 +156,8 @@ class CompactBatch:
         names = ("tokens", "following", "positions", "document_ids")
         found = {name: torch.empty(num_local, dtype=torch.int64) for name in names}
         tokens, following, positions, document_ids = found.values()
+        if self.counted is not None:
+            found["counted"] = torch.empty(num_local, dtype=torch.bool)
         bounds, ends = self.documents.bounds, self.ends.tolist()
         counting = torch.arange(max(self.documents.lengths, default=0))
         local = 0
@@ -162,8 +181,16 @@ class CompactBatch:
                 document_ids[into] = number
                 if ends[number] == DocumentEnd.NOTHING and first + (num - 1) * step + 1 == bounds[number + 1]:
                     following[begin + num - 1] = IGNORED_TARGET
+            if self.counted is not None:
+                index = torch.arange(start, start + count * step, step)
+                found["counted"][local : local + count] = _inside(self.counted, index)
             local += count
         return found
+
+
+def _inside(bounds: Tensor, index: Tensor) -> Tensor:
+    """Return whether each index lies in one of the runs with these bounds."""
+    return torch.searchsorted(bounds, index, right=True) % 2 == 1
 
 
 def _looked_up(ids: Tensor, index: Tensor) -> Tensor:

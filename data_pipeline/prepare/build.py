@@ -32,6 +32,7 @@ from data_pipeline.shards.verify import open_verified
 from data_pipeline.shards.writer import DEFAULT_SHARD_TOKENS
 from data_pipeline.stores.client import list_objects
 from data_pipeline.stores.urls import Location, ObjectPath, locate
+from longctx.chat.rule import ChatRule, chat_options, settled, with_template
 from longctx.errors import DataError
 from longctx.files import explained_writes
 from longctx.tokenizer.contract import Tokenizer
@@ -102,6 +103,7 @@ def build_shards(
     workers: int | None = None,
     engine: Engine | None = None,
     duplicates: DuplicateRule | None = None,
+    chat: ChatRule | None = None,
     comparing: Progress | None = None,
     progress: Progress | None = None,
     say: Callable[[str], None] = logger.info,
@@ -122,16 +124,28 @@ def build_shards(
 
     ``duplicates`` has the source read once more, before: equal or similar texts are removed and listed, or kept on one
     side of the split. ``comparing`` is told of that pass what ``progress`` is of the other.
+
+    ``chat`` says how conversations become ids, of a source that has these. The folder then says which tokens count.
     """
     output = locate(output)
     _check_numbers(validation_fraction, shard_tokens, workers)
     started = time.monotonic()
     _say_cut(source, say)
     rule = duplicates or DuplicateRule()
-    options = {"validation_fraction": validation_fraction, "shard_tokens": shard_tokens, **rule.options()}
+    chat = _chat_rule(source, chat)
+    if chat is not None:
+        chat = settled(chat, tokenizer, _recorded_chat(output))
+        tokenizer = with_template(tokenizer, chat)
+    options: dict[str, Any] = {
+        "validation_fraction": validation_fraction,
+        "shard_tokens": shard_tokens,
+        **rule.options(),
+    }
+    if chat is not None:
+        options["chat"] = chat_options(tokenizer, chat)
     sources = [source.fingerprint()]
     if isinstance(output, ObjectPath):
-        settings = {"exact": exact, "workers": workers, "duplicates": duplicates, "comparing": comparing}
+        settings = {"exact": exact, "workers": workers, "duplicates": duplicates, "comparing": comparing, "chat": chat}
         settings |= {"validation_fraction": validation_fraction, "shard_tokens": shard_tokens}
         settings |= {"engine": engine, "progress": progress, "say": say}
         recipe = {"sources": sources, "tokenizer": tokenizer, "options": options}
@@ -146,6 +160,7 @@ def build_shards(
         shard_tokens=shard_tokens,
         exact=exact,
         duplicates=rule,
+        chat=chat,
     )
     parts = deal_parts(source.pieces(), part_bytes(shard_tokens))
     made_from = {"source": sources, "tokenizer": tokenizer.fingerprint, "options": options}
@@ -161,6 +176,22 @@ def build_shards(
     return _report(
         output, source, up_to_date=False, differences=differences, started=started, parts=len(parts), parts_found=found
     )
+
+
+def _chat_rule(source: Source, chat: ChatRule | None) -> ChatRule | None:
+    """Return how the source's conversations are encoded; None for texts. DataError for a rule that means nothing."""
+    if getattr(getattr(source, "fields", None), "kind", "text") == "text":  # TEMP
+        if chat is not None:
+            raise DataError(f"{source.spec} holds texts, which have no chat template and no replies.")
+        return None
+    return chat or ChatRule()
+
+
+def _recorded_chat(output: Location) -> dict[str, Any]:
+    """Return what the folder that is there says of its conversations; empty if there is none."""
+    if not (output / MANIFEST_FILE).is_file():
+        return {}
+    return Manifest.load(output).options.get("chat", {})
 
 
 def _is_occupied(output: Path, *, overwrite: bool) -> bool:

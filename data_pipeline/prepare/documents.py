@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any
 
 from data_pipeline.stores.urls import Location
+from longctx.chat.conversation import FIELDS, Conversation
 
 
 class DamageError(Exception):
@@ -18,6 +20,31 @@ class Document:
 
     name: str
     text: str
+    """Of a conversation what is said in it (``spoken``): by it duplicates are found and lengths are counted."""
+    conversation: Conversation | None = None
+    """The messages, if the record is a conversation."""
+
+
+@dataclass(frozen=True, slots=True)
+class Fields:
+    """Fields or columns that make a record a document."""
+
+    text: str = "text"
+    """The field with the text."""
+    kind: str = "text"
+    """``text``, or a kind of conversation: ``messages``, ``conversations`` or ``prompt``."""
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The fields that a record needs."""
+        return FIELDS.get(self.kind, (self.text,))
+
+    def to_json(self) -> dict[str, Any]:
+        """What a fingerprint says of it: of texts the same as when there was nothing else."""
+        said = {"text_field": self.text}
+        if self.kind != "text":
+            said["format"] = self.kind
+        return said
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,7 +6,7 @@ import logging
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
-from data_pipeline.prepare.documents import Document, Piece, Skip
+from data_pipeline.prepare.documents import Document, Fields, Piece, Skip
 from data_pipeline.prepare.left_out import LeftOut
 from data_pipeline.prepare.lengths import ANY_LENGTH, Lengths
 from data_pipeline.prepare.readers.read import read
@@ -21,7 +21,7 @@ class ReadAs:
 
     spec: str
     """What the user named, for messages."""
-    text_field: str
+    fields: Fields
     strict: bool
     """Whether a fault ends the reading."""
     lengths: Lengths = ANY_LENGTH
@@ -43,7 +43,7 @@ class Reading:
         """Yield every document. What cannot be read is noted; a fault is a ``DataError`` where reading is strict."""
         passed = 0
         for piece in pieces:
-            for item, bytes_read in read(piece, self._read_as.text_field):
+            for item, bytes_read in read(piece, self._read_as.fields):
                 self.bytes_read = passed + bytes_read
                 if isinstance(item, Document):
                     problem = self._read_as.lengths.problem(item)

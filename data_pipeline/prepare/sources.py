@@ -17,7 +17,7 @@ from typing import Any
 
 import xxhash
 
-from data_pipeline.prepare.documents import Document, File, Piece, Skip, whole
+from data_pipeline.prepare.documents import Document, Fields, File, Piece, Skip, whole
 from data_pipeline.prepare.joining import Join, cut_directories, join_pieces
 from data_pipeline.prepare.left_out import LeftOut
 from data_pipeline.prepare.lengths import ANY_LENGTH, Lengths
@@ -26,9 +26,10 @@ from data_pipeline.prepare.object_listing import list_source
 from data_pipeline.prepare.readers.cut import CUT_BYTES, hash_and_cut
 from data_pipeline.prepare.readers.formats import READABLE
 from data_pipeline.prepare.readers.read import UNREADABLE, check
-from data_pipeline.prepare.readers.records import no_field_reason
+from data_pipeline.prepare.readers.records import NO_CONVERSATION, no_field_reason
 from data_pipeline.prepare.readers.unnamed_json import REASON as UNNAMED_JSON
 from data_pipeline.prepare.reading import ReadAs, Reading, fault
+from data_pipeline.prepare.recognise import AUTO, FORMATS, described, find_fields
 from data_pipeline.prepare.selection import Selection
 from data_pipeline.stores.client import list_names
 from data_pipeline.stores.urls import Location, ObjectPath, locate
@@ -51,7 +52,7 @@ class Source:
         kind: str,
         files: list[File],
         left_out: list[Skip],
-        text_field: str,
+        fields: Fields,
         selection: Selection,
         strict: bool,
         join: Join | None = None,
@@ -66,7 +67,9 @@ class Source:
         self._files = files
         self.not_listed = tuple(left_out)
         """What was left out before anything was read."""
-        self.read_as = ReadAs(spec=spec, text_field=text_field, strict=strict, lengths=lengths)
+        self.fields = fields
+        """Whether documents are texts or conversations, and where they lie in a record."""
+        self.read_as = ReadAs(spec=spec, fields=fields, strict=strict, lengths=lengths)
         self._selection = selection
         self._join = join
         self._fingerprint: dict[str, Any] | None = None
@@ -139,8 +142,7 @@ class Source:
         """What the corpus is, JSON-able and the same on every machine that has the same files.
 
         ``files_xxh3_128`` covers each file's relative path, size and content; absolute paths and dates are not in it.
-        The files are read once for this, which takes far less time than tokenizing them; ``progress`` is told the
-        bytes so far.
+        The files are read once for this, far faster than they are tokenized; ``progress`` is told the bytes so far.
         """
         if self._fingerprint is None:
             digest = xxhash.xxh3_128()
@@ -175,7 +177,7 @@ class Source:
         if self.kind == "stdlib":
             read_as: dict[str, Any] = {"interpreter": f"{platform.python_implementation()} {platform.python_version()}"}
         else:
-            read_as = {"text_field": self.read_as.text_field}
+            read_as = self.fields.to_json()
         # Only what differs from the beginnings: folders built then are still up to date.
         for name in ("include", "as_text", "as_json"):
             if patterns := getattr(self._selection, name):
@@ -210,6 +212,7 @@ def open_source(
     spec: str | Path,
     *,
     text_field: str = "text",
+    format: str = AUTO,
     include: Sequence[str] = (),
     exclude: Sequence[str] = (),
     as_text: Sequence[str] = (),
@@ -223,15 +226,18 @@ def open_source(
     ``"stdlib"`` is the Python source of the running interpreter's standard library; anything else is a path, or a URL
     of an object store (``s3://``, ``gs://``): a folder
     (read recursively, linked folders once, hidden files left out) or a file: text, JSON, JSON Lines, CSV, Parquet,
-    Arrow, also compressed, with the text in ``text_field``. ``include``, ``exclude``, ``as_text`` and ``as_json``
+    Arrow, also compressed, with the text in ``text_field``, or with conversations. ``format`` says which: ``"text"``,
+    a kind of conversation (``messages``, ``conversations`` or ``prompt``), or ``"auto"``: what the files agree on.
+    ``include``, ``exclude``, ``as_text`` and ``as_json``
     (files to read as plain text or as JSON whatever their ending) take glob patterns on relative paths, where ``*``
     also crosses folders and a folder's own path stands for all below it. What cannot be read is left out and listed;
     ``strict`` makes it an error.
     A text file is one document, or with ``join`` those of a directory are one together. Documents of other ``lengths``
     are left out and listed.
 
-    Every file's schema or first records are looked at here. Raises ``DataError`` if there is nothing to read, or if the
-    text field is in none of the files that should have it and these are most of the source.
+    Every file's schema or first records are looked at here. Raises ``DataError`` if there is nothing to read, if the
+    files leave a doubt whether they are conversations, or if the fields are in none of the files that should have them
+    and these are most of the source.
     """
     kind, root = _locate(spec)
     selection = Selection(include=include, exclude=exclude, as_text=as_text, as_json=as_json)
@@ -243,14 +249,16 @@ def open_source(
     unused = selection.unused()
     if unused:
         logger.warning("%s: pattern %s matches no file", spec, ", ".join(map(repr, unused)))
-    checked = [(file, check(file, text_field)) for file in listing.files]
+    fields, with_text = find_fields(str(spec), listing.files, text_field=text_field, format=format, join=join)
+    # No file is opened twice to see the same.
+    checked = [(file, None if file.name in with_text else check(file, fields)) for file in listing.files]
     files = [file for file, problem in checked if problem is None]
     problems = [problem for _, problem in checked if problem is not None]
     left_out = listing.left_out + problems
     faults = [skip for skip in left_out if skip.is_fault]
     if strict and faults:
         raise DataError(fault(str(spec), faults[0]))
-    _check_field(str(spec), text_field, files=files, listed=listing.files, problems=problems)
+    _check_fields(str(spec), fields, files=files, listed=listing.files, problems=problems)
     _check_unnamed(str(spec), files=files, listed=listing.files, problems=problems)
     if not files:
         raise DataError(no_text(str(spec), LeftOut(left_out)))
@@ -263,7 +271,7 @@ def open_source(
         kind=kind,
         files=[file for file, problem in checked if _is_read(file, problem)],
         left_out=listing.left_out + not_read,
-        text_field=text_field,
+        fields=fields,
         selection=selection,
         strict=strict,
         join=join,
@@ -280,20 +288,29 @@ def _is_read(file: File, problem: Skip | None) -> bool:
     return problem is None or (file.format.kind == "text" and problem.reason != UNREADABLE)
 
 
-def _check_field(spec: str, text_field: str, *, files: list[File], listed: list[File], problems: list[Skip]) -> None:
-    """Raise ``DataError`` where the text field is most likely another one: it is nowhere, and much would be lost."""
-    lost = _lost_files(no_field_reason(text_field), files=files, listed=listed, problems=problems)
-    if lost and all(file.format.kind == "text" for file in files):
+def _check_fields(spec: str, fields: Fields, *, files: list[File], listed: list[File], problems: list[Skip]) -> None:
+    """Raise ``DataError`` where the fields are most likely others: they are nowhere, and much would be lost."""
+    reasons = [no_field_reason(field) for field in fields.names]
+    if fields.kind != "text":
+        reasons.append(NO_CONVERSATION)
+    lost = _lost_files(reasons, files=files, listed=listed, problems=problems)
+    if not lost or any(file.format.kind != "text" for file in files):
+        return
+    if fields.kind == "text":
         raise DataError(
-            f"source={spec} has no text in field {text_field!r}.\n{lost}\n"
+            f"source={spec} has no text in field {fields.text!r}.\n{lost}\n"
             "Name the right field with --text-field (text_field), leave such files out with --exclude, "
             "or read them as plain text with --as-text."
         )
+    raise DataError(
+        f"source={spec} has no conversations {described(fields.kind)}.\n{lost}\n"
+        f"Say what it has with --format ({', '.join(FORMATS)}), or leave such files out with --exclude."
+    )
 
 
 def _check_unnamed(spec: str, *, files: list[File], listed: list[File], problems: list[Skip]) -> None:
     """Raise ``DataError`` where most of the source are records of JSON that are not named so."""
-    lost = _lost_files(UNNAMED_JSON, files=files, listed=listed, problems=problems)
+    lost = _lost_files([UNNAMED_JSON], files=files, listed=listed, problems=problems)
     if lost:
         raise DataError(
             f"source={spec} has JSON in files whose endings do not say so.\n{lost}\n"
@@ -301,9 +318,9 @@ def _check_unnamed(spec: str, *, files: list[File], listed: list[File], problems
         )
 
 
-def _lost_files(reason: str, *, files: list[File], listed: list[File], problems: list[Skip]) -> str:
-    """Return the names of the files that are left out for this reason, if they are more than half of the bytes."""
-    without = {skip.name: skip for skip in problems if skip.reason == reason}
+def _lost_files(reasons: Sequence[str], *, files: list[File], listed: list[File], problems: list[Skip]) -> str:
+    """Return the names of the files with these faults, if they are more than half of the bytes."""
+    without = {skip.name: skip for skip in problems if skip.is_fault and skip.reason in reasons}
     lost = sum(file.size for file in listed if file.name in without)
     # A stray table among the files of a program is no reason to stop.
     if lost <= sum(file.size for file in files):

@@ -48,6 +48,15 @@ class Documents(Protocol):
         """``slice`` of each piece, behind ``check_files``: what a batch reads."""
         ...
 
+    @property
+    def is_masked(self) -> bool:
+        """Whether documents say which of their tokens count in the loss."""
+        ...
+
+    def counted(self, index: int) -> np.ndarray | None:
+        """Return the runs of a document's tokens that count, as pairs of bounds, int64 [2 · runs]; None for all."""
+        ...
+
 
 @dataclass(frozen=True)
 class Share:
@@ -156,6 +165,15 @@ class _Layout:
                     wanted.append((row.documents[place], first + offset, last + offset + 1))
         return wanted
 
+    def piece(self, number: int) -> tuple[int, int, int] | None:
+        """Return the document of a piece, its first token there and the one behind the last; None for padding."""
+        row, begin, _ = self._row_of(number)
+        place = number - begin
+        if place >= len(row.lengths):
+            return None
+        start = row.starts[place]
+        return row.documents[place], start, start + row.lengths[place]
+
     def _row_of(self, number: int) -> tuple[Row, int, int]:
         """The row of a piece, the number of its first one, and that of the next row's first one."""
         # What is padding behind the rows counts as the last one's.
@@ -229,6 +247,11 @@ def _read(
             _add_run(buffer, layout, own, tokens, start)
         else:
             _add_strided(buffer, layout, own, tokens, Span(start, count, step, buffer.at))
+    counted = None
+    if shards.is_masked:
+        bounds = _counted_targets(shards, layout, held)
+        buffer.num_targets = sum(_num_inside(bounds, *run) for run in share.runs)
+        counted = torch.from_numpy(bounds)
     return CompactBatch(
         ids=torch.from_numpy(buffer.ids()),
         spans=torch.from_numpy(np.array(buffer.spans or _NO_SPANS, np.int64)),
@@ -236,6 +259,7 @@ def _read(
         bounds=layout.documents.cu_seqlens,
         documents=layout.documents,
         shape=shape,
+        counted=counted,
         num_targets=buffer.num_targets,
         num_tokens=buffer.num_tokens,
         sources=_sources(shards, layout),
@@ -252,6 +276,35 @@ def _held(documents: PackedDocuments, start: int, count: int, step: int) -> list
     on_step = ((number, first + (start - first) % step, last) for number, first, last in found)
     # Of a document shorter than a step, none may be here.
     return [held for held in on_step if held[1] < held[2]]
+
+
+def _counted_targets(shards: Documents, layout: _Layout, held: Iterable[list[Held]]) -> np.ndarray:
+    """Return the runs of tokens of the micro-batch whose target counts, as pairs of bounds, int64 [2 · runs].
+
+    Of the documents that this rank has tokens of. A token's target is the one behind it in its document, so the runs
+    are those of the shards moved by one, cut where a piece is.
+    """
+    found: list[np.ndarray] = [np.empty(0, np.int64)]
+    for number in sorted({number for run in held for number, _, _ in run}):
+        piece = layout.piece(number)
+        if piece is None:
+            continue
+        document, start, stop = piece
+        bounds = shards.counted(document)
+        if bounds is None:
+            # All but the document's first token, which is nobody's target.
+            length = int(shards.lengths_of(np.array([document]))[0])
+            bounds = np.array([1, max(length, 1)], np.int64)
+        inside = np.clip(bounds - 1, start, stop).reshape(-1, 2)
+        inside = inside[inside[:, 0] < inside[:, 1]]
+        found.append(inside.ravel() + (layout.documents.bounds[number] - start))
+    return np.concatenate(found)
+
+
+def _num_inside(bounds: np.ndarray, start: int, count: int, step: int) -> int:
+    """Return how many of a run's tokens lie in runs with these bounds."""
+    tokens = np.arange(start, start + count * step, step)
+    return int((np.searchsorted(bounds, tokens, side="right") % 2).sum())
 
 
 def _sources(shards: Documents, layout: _Layout) -> torch.Tensor | None:

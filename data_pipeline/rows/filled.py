@@ -19,6 +19,7 @@ class FimDocuments:
         assert len(fims) == len(documents.first_documents), "one for each folder"
         self._documents, self._fims = documents, tuple(fims)
         self.padding, self.first_documents = documents.padding, documents.first_documents
+        self.is_masked = documents.is_masked
 
     def check_files(self, documents: Iterable[int]) -> None:
         """As the documents' own."""
@@ -38,6 +39,10 @@ class FimDocuments:
             if fim is not None and own.any():
                 lengths[own] = fim.lengths(documents[own] - self.first_documents[number], lengths[own])
         return lengths
+
+    def counted(self, index: int) -> np.ndarray | None:
+        """As the documents' own: of a folder that says which tokens count nothing is filled in."""
+        return self._documents.counted(index)
 
     def slice(self, index: int, start: int, stop: int) -> np.ndarray:
         """Tokens ``start`` to ``stop`` of a document as it is read; beyond its end there are none.

@@ -82,6 +82,16 @@ class Corpus:
         number = self.folder_of(document)
         return self.folders[number].document(document - self.first_document[number])
 
+    @property
+    def is_masked(self) -> bool:
+        """Whether one of the folders says which tokens count."""
+        return any(shards.is_masked for shards in self.folders)
+
+    def counted(self, index: int) -> np.ndarray | None:
+        """``ShardSet.counted`` of a document of any folder."""
+        number = self.folder_of(index)
+        return self.folders[number].counted(index - self.first_document[number])
+
     def name(self, document: int) -> str:
         """The name of a document in its source."""
         number = self.folder_of(document)

@@ -23,7 +23,8 @@ from longctx.untrusted.reading import MOST_JSON_BYTES, NotFetchedError, parse_js
 from longctx.untrusted.schema import NAME, Check, anything, listing, mapping, one_of, text, whole
 
 FORMAT = "longctx-shards"
-VERSION = 1
+VERSION, MASKED_VERSION = 1, 2
+"""Of a folder in which every token counts in the loss, and of one that says which do."""
 MANIFEST_FILE = "manifest.json"
 LIST_OF_BEFORE = "exclusions.json"
 """A list of excluded shards, which folders had before ``data build --without``."""
@@ -49,12 +50,14 @@ class ShardEntry:
 
     num_ids: int = 0
     """One more than the largest id of the file's tokens; 0 in folders of releases that did not record it."""
+    counted: int = 0
+    """Tokens whose prediction counts in the loss; 0 in a folder in which all do."""
 
     def to_json(self) -> dict[str, Any]:
         """The object that is written."""
         values = dataclasses.asdict(self)
         # Older folders have none, and their hash must stay what it was.
-        for name in ("sums", "num_ids"):
+        for name in ("sums", "num_ids", "counted"):
             if not values[name]:
                 del values[name]
         return values
@@ -99,6 +102,18 @@ class Manifest:
         return self.text_bytes / self.tokens
 
     @property
+    def counted(self) -> int:
+        """Tokens whose prediction counts in the loss, of a folder that says which do; 0 if all do."""
+        return sum(entry.counted for entry in self.shards)
+
+    @property
+    def version(self) -> int:
+        """Version of the format."""
+        if self.counted:
+            return MASKED_VERSION
+        return VERSION
+
+    @property
     def files_left_out(self) -> set[str]:
         """Names of the shards that `data build --without` left out, and of their sums: the files may still be there."""
         names = self.options.get(WITHOUT, [])
@@ -111,7 +126,7 @@ class Manifest:
 
     def to_json(self) -> dict[str, Any]:
         """The object that is written, with format, version and its own hash."""
-        body = {"format": FORMAT, "version": VERSION, **dataclasses.asdict(self)}
+        body = {"format": FORMAT, "version": self.version, **dataclasses.asdict(self)}
         body["shards"] = [entry.to_json() for entry in self.shards]
         # Written where there are some only: most folders have none, and older ones have no such entry.
         if not self.inexact_documents:
@@ -150,9 +165,10 @@ class Manifest:
         body = read_object(path)
         if body.get("format") != FORMAT:
             raise DataError(f"{path} is not a shard manifest (format={body.get('format')!r}, wanted {FORMAT!r}).")
-        if body.get("version") != VERSION:
+        if body.get("version") not in (VERSION, MASKED_VERSION):
             raise DataError(
-                f"{path} has format version {body.get('version')!r}; this release reads {VERSION}.\n"
+                f"{path} has format version {body.get('version')!r}; this release reads {VERSION} and "
+                f"{MASKED_VERSION}.\n"
                 "Build the shards again with this release, or use the release that wrote them."
             )
         recorded = body.pop("hash", None)
@@ -171,6 +187,8 @@ class Manifest:
             shards = [ShardEntry(**entry) for entry in listed]
             fields = {name: value for name, value in body.items() if name not in ("format", "version")}
             manifest = cls(shards=shards, **fields)
+            if manifest.version != body["version"]:
+                raise TypeError(f"version {body['version']} with {manifest.counted} counted tokens")
         except (TypeError, KeyError) as error:
             raise DataError(f"{path} lacks a field or has one too many ({error}). Build the shards again.") from error
         # Anybody can seal a manifest, and a folder may come from a stranger.
@@ -194,6 +212,8 @@ def manifest_problems(manifest: Manifest) -> Iterator[str]:
         # A name that leads elsewhere would have us read, and name in messages, files of others.
         if not _SHARD_NAME.fullmatch(entry.file):
             yield f"{where}.file={_shown(entry.file)} is no name of a shard in this folder, such as 00000.arrow"
+        if entry.counted > entry.tokens or bool(entry.counted) != bool(manifest.counted):
+            yield f"{where}.counted={_shown(entry.counted)} cannot be of {_shown(entry.tokens)} tokens"
         if entry.num_ids > manifest.vocab_size:
             yield f"{where}.num_ids={_shown(entry.num_ids)} is above vocab_size={_shown(manifest.vocab_size)}"
         if entry.file in seen:

@@ -1,7 +1,8 @@
 """One shard, mapped into memory: documents, lengths and names as views, each checked by its blocks before it is used.
 
 Each ``NNNNN.arrow`` is an Arrow IPC file with one record batch, a row a document: ``tokens`` (large_list of uint16 or
-uint32, by vocabulary), ``source`` (int16), ``hash`` (uint64, xxh3_64 of the text), ``name`` (string).
+uint32, by vocabulary), ``source`` (int16), ``hash`` (uint64, xxh3_64 of the text), ``name`` (string); in folders of
+conversations ``counted`` too (large_list of int64): runs of tokens whose prediction counts, as pairs of bounds.
 """
 
 from __future__ import annotations
@@ -49,6 +50,9 @@ class MappedShard:
         # Plain integers come from a memory view, in a third of the time that numpy takes.
         self.tokens = _reader(path, blocks, self.values, memoryview(self.offsets), self._offsets_at, self._values_at)
         """Reads tokens ``start`` to ``stop`` of a document (to its end if None), as a view."""
+        self._counted: _Lists | None = None
+        if "counted" in batch.schema.names:
+            self._counted = _Lists(batch.column("counted"), content, blocks, path)
         # Tokens are read in runs; of everything else a few bytes here and there.
         advise(values, mmap.MADV_NORMAL)
 
@@ -121,6 +125,16 @@ class MappedShard:
         except UnicodeDecodeError as error:
             raise DataError(f"{self.path} is damaged: a name is no text ({error.reason}). {ADVICE}") from error
 
+    def counted(self, row: int) -> np.ndarray | None:
+        """Return the runs of a document's tokens that count, as ``EncodedDocument.counted`` has them; None for all."""
+        if self._counted is None:
+            return None
+        bounds = self._counted.of(row)
+        length = int(self.offsets[row + 1] - self.offsets[row])
+        if len(bounds) % 2 or (np.diff(bounds, prepend=-1) <= 0).any() or (len(bounds) and bounds[-1] > length):
+            raise DataError(f"{self.path} is damaged: its counted tokens are no runs of its documents. {ADVICE}")
+        return bounds
+
     def strange_sources(self, sources: int) -> int | None:
         """A number in the column ``source`` which is not below ``sources``; None without one, or without sources."""
         column = self._batch.column("source").to_numpy(zero_copy_only=False)
@@ -136,6 +150,8 @@ class MappedShard:
             ends = np.array([0, self.num_documents])
             self._blocks.check_items(self._offsets_at + _OFFSET * ends, _OFFSET)
             counted = self.offsets[ends].tolist() == [0, len(self.values)]
+        if bool(entry.counted) > (self._counted is not None):
+            raise DataError(f"{self.path} says of no token that it counts, and {MANIFEST_FILE} of some. {ADVICE}")
         if not counted:
             raise DataError(
                 f"{self.path} does not hold the {entry.documents} documents and {entry.tokens} tokens "
@@ -149,6 +165,27 @@ class MappedShard:
         """
         # Of a file that is mapped for reading: nothing can be lost.
         advise(self._offsets_buffer, mmap.MADV_DONTNEED)
+
+
+class _Lists:
+    """A column of lists of int64."""
+
+    def __init__(self, column: pa.Array, content: pa.Buffer, blocks: Blocks, path: Path) -> None:
+        self._blocks, self._path = blocks, path
+        self._offsets = column.offsets.to_numpy(zero_copy_only=True)
+        self._values = column.values.to_numpy(zero_copy_only=True)
+        buffers = (column.offsets.buffers()[1], column.values.buffers()[1])
+        self._offsets_at, self._values_at = (_place(part, content, path) for part in buffers)
+
+    def of(self, row: int) -> np.ndarray:
+        """Return a row's list, a view."""
+        at = self._offsets_at + _OFFSET * row
+        self._blocks.check(at, at + 2 * _OFFSET)
+        start, stop = int(self._offsets[row]), int(self._offsets[row + 1])
+        if not 0 <= start <= stop <= len(self._values):
+            raise _wrong_offsets(self._path)
+        self._blocks.check(self._values_at + 8 * start, self._values_at + 8 * stop)
+        return self._values[start:stop]
 
 
 def _reader(
@@ -241,6 +278,8 @@ def _check_columns(batch: pa.RecordBatch, path: Path) -> None:
         raise DataError(f"{path} is no shard: its tokens are {tokens.type}, its names {names.type}. {ADVICE}")
     if batch.schema.field("source").type != pa.int16() or any(column.null_count for column in batch.columns):
         raise DataError(f"{path} is no shard: its sources are no int16, or a value is missing. {ADVICE}")
+    if "counted" in batch.schema.names and batch.column("counted").type != pa.large_list(pa.int64()):
+        raise DataError(f"{path} is no shard: its counted tokens are {batch.column('counted').type}. {ADVICE}")
     # Whether each buffer is as long as its column says: numpy would read on behind a shorter one.
     batch.validate()
 

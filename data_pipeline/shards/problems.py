@@ -110,11 +110,17 @@ def _wrong_content(
         shard = MappedShard.open(folder, entry, verify=True)
         found = shard.lengths_of(np.arange(entry.documents))
         lengths.append(found)
+        counted = 0
         for row in range(entry.documents):
             shard.name(row)
+            bounds = shard.counted(row)
+            if bounds is not None:
+                counted += int(bounds[1::2].sum() - bounds[::2].sum())
     except DataError as error:
         yield str(error)
         return
+    if counted != entry.counted:
+        yield f"{path} says of {counted} tokens that they count, and {MANIFEST_FILE} of {entry.counted}."
     values = shard.all_tokens()
     if values.dtype != token_dtype(manifest.vocab_size):
         yield f"{path} holds ids of {values.dtype}, which do not fit a vocabulary of {manifest.vocab_size}."

@@ -118,6 +118,16 @@ class ShardSet:
             found.append(tokens_of(document - first_document[number], start, stop))
         return found
 
+    @property
+    def is_masked(self) -> bool:
+        """Whether the folder says which tokens count."""
+        return bool(self.manifest.counted)
+
+    def counted(self, index: int) -> np.ndarray | None:
+        """Return the runs of document ``index`` that count, as ``EncodedDocument.counted`` has them; None for all."""
+        shard, row = self._find(index)
+        return shard.counted(row)
+
     def name(self, index: int) -> str:
         """The name of document ``index`` in its source."""
         shard, row = self._find(index)

@@ -43,6 +43,21 @@ class EncodedDocument:
     name: str
     text_bytes: int
     source: int = 0
+    counted: np.ndarray | None = None
+    """Runs of tokens whose prediction counts in the loss: first token and the one behind the last of each run, one run
+    after the other, int64 [2 · runs], strictly ascending. None in a folder in which every token counts."""
+
+    @property
+    def num_counted(self) -> int:
+        """Tokens that count; 0 without a mask."""
+        if self.counted is None:
+            return 0
+        return int(self.counted[1::2].sum() - self.counted[::2].sum())
+
+
+def runs_of(counted: np.ndarray) -> np.ndarray:
+    """Return a mask, bool [N], as ``EncodedDocument.counted`` has it."""
+    return np.flatnonzero(np.diff(counted.astype(np.int8), prepend=0, append=0)).astype(np.int64)
 
 
 class ShardWriter:
@@ -52,13 +67,16 @@ class ShardWriter:
     temporary folder (``files.staged_folder``).
     """
 
-    def __init__(self, folder: Path, *, vocab_size: int, shard_tokens: int = DEFAULT_SHARD_TOKENS) -> None:
+    def __init__(
+        self, folder: Path, *, vocab_size: int, shard_tokens: int = DEFAULT_SHARD_TOKENS, masked: bool = False
+    ) -> None:
+        """``masked``: every document says which of its tokens count."""
         if shard_tokens < 1:
             raise DataError(f"shard_tokens={shard_tokens} must be at least 1. Try {DEFAULT_SHARD_TOKENS}.")
         self._folder = folder
         self._vocab_size = vocab_size
         self._shard_tokens = shard_tokens
-        self._open = _OpenShard(token_dtype(vocab_size))
+        self._open = _OpenShard(token_dtype(vocab_size), masked=masked)
         self._entries: list[ShardEntry] = []
         # Documents by the number of bits of their length: all that the manifest tells of lengths.
         self._by_bits = [0] * 64
@@ -163,6 +181,7 @@ class ShardWriter:
             tokens=self._open.tokens,
             sums=xxhash.xxh3_128_hexdigest(sums.tobytes()),
             num_ids=self._open.largest_id + 1,
+            counted=self._open.counted,
         )
         self._entries.append(entry)
         self._open.clear()
@@ -171,10 +190,13 @@ class ShardWriter:
 class _OpenShard:
     """The documents of a shard that is not written yet: their tokens once, and a few bytes for each document."""
 
-    def __init__(self, dtype: np.dtype) -> None:
+    def __init__(self, dtype: np.dtype, *, masked: bool) -> None:
         self._values = np.empty(0, dtype)
-        self.tokens = 0
+        self._masked = masked
+        self.tokens = self.counted = 0
         self.largest_id = 0
+        # The runs of counted tokens of all documents, and how many numbers those of each are.
+        self._runs, self._num_runs = array("q"), array("q")
         self._lengths = array("q")
         self._sources = array("h")
         self._hashes = array("Q")
@@ -193,6 +215,11 @@ class _OpenShard:
         self._values[self.tokens : stop] = document.tokens
         self.tokens = stop
         self.largest_id = max(self.largest_id, int(document.tokens.max()))
+        assert (document.counted is not None) == self._masked, "a folder's documents all have a mask, or none has"
+        if document.counted is not None:
+            self._runs.frombytes(document.counted.tobytes())
+            self._num_runs.append(len(document.counted))
+            self.counted += document.num_counted
         self._lengths.append(len(document.tokens))
         self._sources.append(document.source)
         self._hashes.append(document.hash)
@@ -200,18 +227,25 @@ class _OpenShard:
 
     def record_batch(self) -> pa.RecordBatch:
         """The documents as one Arrow record batch, a view of this object: use it before the next ``add``."""
-        offsets = np.zeros(len(self) + 1, dtype=np.int64)
-        np.cumsum(np.frombuffer(self._lengths, np.int64), out=offsets[1:])
-        return pa.record_batch(
-            {
-                "tokens": pa.LargeListArray.from_arrays(pa.array(offsets), pa.array(self._values[: self.tokens])),
-                "source": pa.array(np.frombuffer(self._sources, np.int16)),
-                "hash": pa.array(np.frombuffer(self._hashes, np.uint64)),
-                "name": pa.array(self._names, pa.string()),
-            }
-        )
+        columns = {
+            "tokens": _lists(self._lengths, self._values[: self.tokens]),
+            "source": pa.array(np.frombuffer(self._sources, np.int16)),
+            "hash": pa.array(np.frombuffer(self._hashes, np.uint64)),
+            "name": pa.array(self._names, pa.string()),
+        }
+        if self._masked:
+            columns["counted"] = _lists(self._num_runs, np.frombuffer(self._runs, np.int64))
+        return pa.record_batch(columns)
 
     def clear(self) -> None:
         """Begin the next shard in the same memory."""
-        self.tokens = self.largest_id = 0
+        self.tokens = self.counted = self.largest_id = 0
+        self._runs, self._num_runs = array("q"), array("q")
         self._lengths, self._sources, self._hashes, self._names = array("q"), array("h"), array("Q"), []
+
+
+def _lists(lengths: array, values: np.ndarray) -> pa.Array:
+    """Return values as a list for each length."""
+    offsets = np.zeros(len(lengths) + 1, dtype=np.int64)
+    np.cumsum(np.frombuffer(lengths, np.int64), out=offsets[1:])
+    return pa.LargeListArray.from_arrays(pa.array(offsets), pa.array(values))

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 from tyro.conf import UseAppendAction, arg
 
-from launcher.cli.console import human_bytes, say
+from launcher.cli.console import human_bytes, note, say
 from launcher.wording import plural
 from longctx.errors import ConfigError
 
@@ -38,6 +38,9 @@ class Corpus:
     """Read files that match as JSON: lines, an array or values, whatever their ending, e.g. 'part-*'."""
     text_field: str = "text"
     """Field or column with the text in JSON, CSV, Parquet and Arrow."""
+    format: Literal["auto", "text", "messages", "conversations", "prompt"] = "auto"
+    """What JSON, CSV, Parquet and Arrow hold: texts, or conversations by the field 'messages', 'conversations'
+    (ShareGPT) or 'prompt' with 'completion'. By default what the files agree on."""
     strict: bool = False
     """Stop at the first file or record that cannot be read, instead of leaving it out and listing it."""
     min_bytes: int = 0
@@ -55,15 +58,20 @@ class Corpus:
     r"""Text before each file, e.g. '# {path}\n'; also {directory} and {name}. Nothing unless given."""
 
     def open(self) -> Source:
-        """The source to read; DataError if there is none, ConfigError if none is named."""
+        """The source to read; DataError if there is none, ConfigError if none is named.
+
+        What is not read as text is said: nobody has to have named it.
+        """
         from data_pipeline.prepare.lengths import Lengths
+        from data_pipeline.prepare.recognise import described
         from data_pipeline.prepare.sources import open_source
 
         if not self.source:
             raise ConfigError("--source is missing: a folder or file of text, its URL, or stdlib.")
-        return open_source(
+        source = open_source(
             self.source,
             text_field=self.text_field,
+            format=self.format,
             include=_flat(self.include),
             exclude=_flat(self.exclude),
             as_text=_flat(self.as_text),
@@ -72,6 +80,9 @@ class Corpus:
             join=self._joining(),
             lengths=Lengths(min_bytes=self.min_bytes, max_bytes=self.max_bytes),
         )
+        if source.fields.kind != "text":
+            note(f"{self.source}: conversations {described(source.fields.kind)}")
+        return source
 
     def arguments(self) -> list[str]:
         """The options as the user gave them, for a command line that we suggest."""
@@ -88,6 +99,8 @@ class Corpus:
                 arguments += _flat(globs)
         if self.text_field != "text":
             arguments += ["--text-field", self.text_field]
+        if self.format != "auto":
+            arguments += ["--format", self.format]
         if self.strict:
             arguments.append("--strict")
         if self.join != "file":

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from longctx.untrusted.reading import printable, shown
+from longctx.untrusted.reading import MOST_JSON_VALUES, printable, shown
 
 Message = dict[str, Any]
 
@@ -75,24 +75,28 @@ def kind_of(record: Mapping[str, Any]) -> str:
 def conversation_of(record: Mapping[str, Any], kind: str) -> Conversation:
     """Return the conversation of a record. NoConversationError says what is wrong with it, and where."""
     if kind == "prompt":
-        turns = [*_turns(record, "prompt", "user"), *_turns(record, "completion", ASSISTANT)]
+        turns = _turns(record, "prompt", "user") + _turns(record, "completion", ASSISTANT)
     else:
         turns = _turns(record, kind, "")
     if not turns:
         raise NoConversationError("it has no messages")
     if len(turns) > _MOST_MESSAGES:
         raise NoConversationError(f"it has {len(turns):,} messages, and {_MOST_MESSAGES:,} are read")
-    system = record.get("system")
-    if kind == "conversations" and isinstance(system, str) and system:
-        turns = [{"role": "system", "content": system}, *turns]
+    # A column of these may be empty, as it is for the texts of a set with pictures.
     for name in MEDIA:
         if record.get(name):
             raise NoConversationError(f"it has {name!r}, which are not trained on")
+    _check_calls(turns)
     messages, weights = [], []
     for turn, entry in enumerate(turns):
         message = _message(entry, turn)
         weights.append(_weight(message.pop("weight", 1), turn))
         messages.append(message)
+    system = record.get("system")
+    # Not before: the message that an error names is counted as in the record.
+    if kind == "conversations" and isinstance(system, str) and system:
+        messages.insert(0, {"role": "system", "content": system})
+        weights.insert(0, True)
     return Conversation(tuple(messages), tuple(_tools(record.get("tools"))), tuple(weights))
 
 
@@ -109,6 +113,7 @@ def spoken(conversation: Conversation) -> str:
             content = "".join(map(_part_text, content))
         if content is not None:
             lines.append(content)
+        # JSON, and not their own text: they are no part of what is said.
         for name in ("reasoning_content", "tool_calls"):
             if name in message:
                 lines.append(json.dumps(message[name], ensure_ascii=False, sort_keys=True))
@@ -134,6 +139,14 @@ def _turns(record: Mapping[str, Any], field: str, role: str) -> list[Any]:
     return value
 
 
+def _check_calls(turns: Sequence[Any]) -> None:
+    """Raise NoConversationError for calls, spelt as JSON, that would be too many values together."""
+    # All of them, and before the first is parsed: each alone may be small.
+    calls = (turn.get("tool_calls") for turn in turns if isinstance(turn, Mapping))
+    if sum(_num_values(call) for call in calls if isinstance(call, str)) > MOST_JSON_VALUES:
+        raise NoConversationError(f"its tool_calls have more than {MOST_JSON_VALUES:,} values")
+
+
 def _message(entry: Any, turn: int) -> Message:
     """Return a message with ``role`` and ``content`` under these names; NoConversationError for what is none."""
     if not isinstance(entry, Mapping):
@@ -142,7 +155,7 @@ def _message(entry: Any, turn: int) -> Message:
     message = _without_none(entry)
     if "role" not in message and "from" in message:
         said = message.pop("from")
-        if said not in _ROLES:
+        if not isinstance(said, str) or said not in _ROLES:
             raise NoConversationError(f"from={shown(said)} is none of {', '.join(_ROLES)}", turn)
         message["role"] = _ROLES[said]
         if "content" not in message and "value" in message:
@@ -216,7 +229,14 @@ def _weight(value: Any, turn: int) -> bool:
 
 
 def _parsed(value: str, field: str, turn: int = -1) -> Any:
+    if _num_values(value) > MOST_JSON_VALUES:
+        raise NoConversationError(f"{field} has more than {MOST_JSON_VALUES:,} values", turn)
     try:
         return json.loads(value)
     except (ValueError, RecursionError) as error:
         raise NoConversationError(f"{field} is {shown(value)}, and no JSON", turn) from error
+
+
+def _num_values(text: str) -> int:
+    """Return how many values JSON has at most: parsed, each takes some 50 to 100 bytes. Commas in texts count too."""
+    return sum(map(text.count, ",[{"))

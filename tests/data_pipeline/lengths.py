@@ -11,7 +11,7 @@ import torch
 from data_pipeline.loader import Loader
 from data_pipeline.shards.manifest import hash_json
 from data_pipeline.shards.reader import ShardSet
-from data_pipeline.shards.writer import EncodedDocument, ShardWriter
+from data_pipeline.shards.writer import EncodedDocument, ShardWriter, runs_of
 from longctx.tokenizer import Tokenizer
 
 
@@ -37,13 +37,23 @@ def strip_sums(folder: Path) -> Path:
     return folder
 
 
-def write_lengths(folder: Path, tokenizer: Tokenizer, lengths: list[int], *, shard_tokens: int = 1 << 26) -> ShardSet:
-    """A shard folder of documents of these lengths; the ids of each tell it from its neighbours."""
+def write_lengths(
+    folder: Path, tokenizer: Tokenizer, lengths: list[int], *, shard_tokens: int = 1 << 26, masked: bool = False
+) -> ShardSet:
+    """A shard folder of documents of these lengths; the ids of each tell it from its neighbours.
+
+    With ``masked`` some runs of each count, of every other one all tokens or none.
+    """
     folder.mkdir()
-    writer = ShardWriter(folder, vocab_size=tokenizer.vocab_size, shard_tokens=shard_tokens)
+    writer = ShardWriter(folder, vocab_size=tokenizer.vocab_size, shard_tokens=shard_tokens, masked=masked)
     for number, length in enumerate(lengths):
         ids = (np.arange(length) * 7 + number * 13) % tokenizer.vocab_size
-        writer.add(EncodedDocument(tokens=ids, hash=number, name=f"d{number}", text_bytes=length))
+        counted = None
+        if masked:
+            draws = np.random.default_rng(number).random(length // 5 + 1).repeat(5)[:length]
+            counted = runs_of(draws < (0.5, 0.0, 0.8, 1.0)[number % 4])
+        document = EncodedDocument(tokens=ids, hash=number, name=f"d{number}", text_bytes=length, counted=counted)
+        writer.add(document)
     writer.finish(split="training", tokenizer=tokenizer, sources=[], options={}, skipped={})
     tokenizer.save(folder)
     return ShardSet.open(folder)

@@ -12,6 +12,7 @@ from data_pipeline.prepare.documents import Document
 from data_pipeline.prepare.duplicates.outcome import PartDecision
 from data_pipeline.prepare.duplicates.rule import DuplicateRule
 from data_pipeline.prepare.encode import Difference, encode_documents
+from data_pipeline.prepare.encode_conversations import encode_conversations
 from data_pipeline.prepare.left_out import LeftOutFile
 from data_pipeline.prepare.parts.deal import Part
 from data_pipeline.prepare.parts.record import SPLITS, PartRecord, SplitRecord
@@ -19,6 +20,8 @@ from data_pipeline.prepare.parts.staging import KEPT
 from data_pipeline.prepare.reading import ReadAs, Reading
 from data_pipeline.prepare.split import is_held_out
 from data_pipeline.shards.writer import ShardWriter
+from longctx.chat.encode import ChatEncoder
+from longctx.chat.rule import ChatRule
 from longctx.errors import DataError
 from longctx.files import explained_writes, sync_path
 from longctx.tokenizer.contract import GROUP_CHARACTERS, Tokenizer
@@ -39,6 +42,8 @@ class Job:
     shard_tokens: int
     exact: bool
     duplicates: DuplicateRule = field(default_factory=DuplicateRule)
+    chat: ChatRule | None = None
+    """How conversations are encoded; None if the source has texts."""
 
 
 def encode_part(
@@ -60,11 +65,15 @@ def encode_part(
         writers: dict[str, ShardWriter] = {}
         for split in SPLITS:
             (folder / split).mkdir(parents=True)
-            sizes = {"vocab_size": tokenizer.vocab_size, "shard_tokens": job.shard_tokens}
-            writers[split] = ShardWriter(folder / split, **sizes)
+            writers[split] = ShardWriter(
+                folder / split,
+                vocab_size=tokenizer.vocab_size,
+                shard_tokens=job.shard_tokens,
+                masked=job.chat is not None,
+            )
         left_out = LeftOutFile(folder)
         reading = Reading(job.read_as, left_out.add)
-        chosen = _Chosen(decision, reading.documents(part.pieces))
+        chosen = _Chosen(decision, reading.documents(part.pieces), one_by_one=job.chat is not None)
         inexact, differences = _write_documents(chosen, writers, reading, job=job, tokenizer=tokenizer, advance=advance)
         for writer in writers.values():
             writer.close()
@@ -86,8 +95,11 @@ def encode_part(
 class _Chosen:
     """The documents of a part that stay, and the side of the split of each."""
 
-    def __init__(self, decision: PartDecision | None, documents: Iterator[Document]) -> None:
-        self._decision, self._documents = decision, documents
+    def __init__(
+        self, decision: PartDecision | None, documents: Iterator[Document], *, one_by_one: bool = False
+    ) -> None:
+        """``one_by_one``: a document is encoded, as any number of documents, before the next one is asked for."""
+        self._decision, self._documents, self._one_by_one = decision, documents, one_by_one
         # Documents are encoded in groups: sides wait here until theirs are done.
         self._sides: deque[bool | None] = deque()
 
@@ -96,13 +108,17 @@ class _Chosen:
             yield from self._documents
             return
         for document, side in self._decision.applied(self._documents):
+            if self._one_by_one:
+                self._sides.clear()
             self._sides.append(side)
             yield document
 
     def split(self, text_hash: int, fraction: float) -> str:
         """Where the next encoded document goes."""
         held_out = None
-        if self._decision is not None:
+        if self._decision is not None and self._one_by_one:
+            held_out = self._sides[-1]
+        elif self._decision is not None:
             held_out = self._sides.popleft()
         if held_out is None:
             # By the text's hash: a copy of a held-out text elsewhere in the corpus is held out too.
@@ -126,6 +142,8 @@ def _write_documents(
     differences: list[Difference] = []
     text_bytes = 0
     documents = encode_documents(chosen, tokenizer, group_characters(tokenizer.threads))
+    if job.chat is not None:
+        documents = encode_conversations(chosen, ChatEncoder(tokenizer, job.chat), reading.note)
     for number, (encoded, difference) in enumerate(documents, start=1):
         if difference is not None and job.exact:
             raise DataError(explain_inexact(difference, tokenizer))

@@ -12,33 +12,60 @@ import io
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
-from data_pipeline.prepare.documents import DamageError, Document, Item, Skip
+from data_pipeline.prepare.documents import DamageError, Document, Fields, Item, Skip
 from data_pipeline.prepare.readers.opened import OpenFile
-from data_pipeline.prepare.readers.records import MAX_RECORD_BYTES, check_cells, check_length, no_field
+from data_pipeline.prepare.readers.records import (
+    MAX_RECORD_BYTES,
+    Record,
+    check_cells,
+    check_length,
+    find_missing,
+    item_of,
+    no_field,
+)
 
 # The module has one limit for the whole process; its 128 KiB would refuse long documents.
 csv.field_size_limit(MAX_RECORD_BYTES)
 
 
-def read_csv(opened: OpenFile, text_field: str) -> Iterator[Item]:
-    """Yield the cells of column ``text_field``, separated by commas; a cell may hold newlines in double quotes."""
+def read_csv(opened: OpenFile, fields: Fields) -> Iterator[Item]:
+    """Yield the document of each row, separated by commas; a cell may hold newlines in double quotes."""
     spans = _Spans()
     try:
-        yield from _read(opened, text_field, _csv_rows(_lines(opened, ""), spans), "CSV")
+        yield from _read(opened, fields, _csv_rows(_lines(opened, ""), spans), "CSV")
     except DamageError:
         yield from spans.note(opened.name)
         raise
     yield from spans.note(opened.name)
 
 
-def read_tsv(opened: OpenFile, text_field: str) -> Iterator[Item]:
-    """Yield the cells of column ``text_field``, separated by tabs; nothing stands for a tab or a newline in a cell."""
-    lines = (line.removesuffix("\n").removesuffix("\r") for line in _lines(opened, "\n"))
-    yield from _read(opened, text_field, (_tsv_cells(line) for line in lines if line), "TSV")
+def read_tsv(opened: OpenFile, fields: Fields) -> Iterator[Item]:
+    """Yield the document of each row, separated by tabs; nothing stands for a tab or a newline in a cell."""
+    yield from _read(opened, fields, _tsv_rows(opened), "TSV")
 
 
-def _read(opened: OpenFile, text_field: str, rows: Iterable[list[str] | str], kind: str) -> Iterator[Item]:
-    """Yield one document a row, numbered from 0. A row that is a string is what is wrong with it."""
+def columns_of_csv(opened: OpenFile) -> list[str]:
+    """Return the names of the columns, separated by commas; none if the first row has none."""
+    return _header(_csv_rows(_lines(opened, ""), _Spans()))
+
+
+def columns_of_tsv(opened: OpenFile) -> list[str]:
+    """Return the names of the columns, separated by tabs."""
+    return _header(_tsv_rows(opened))
+
+
+def _header(rows: Iterator[list[str] | str]) -> list[str]:
+    row = next(rows, "")
+    if isinstance(row, str):
+        return []
+    return row
+
+
+def _read(opened: OpenFile, fields: Fields, rows: Iterable[list[str] | str], kind: str) -> Iterator[Item]:
+    """Yield one document a row, numbered from 0. A row that is a string is what is wrong with it.
+
+    Of a conversation a cell holds the JSON, as a table of strings has it.
+    """
     header, column = None, 0
     # The header has no number.
     for number, row in enumerate(rows, start=-1):
@@ -49,14 +76,17 @@ def _read(opened: OpenFile, text_field: str, rows: Iterable[list[str] | str], ki
                 return
         elif header is None:
             header = row
-            if text_field not in header:
-                yield no_field(opened.name, text_field, header, header)
+            missing = find_missing(fields, header)
+            if missing:
+                yield no_field(opened.name, missing, header, header)
                 return
-            column = header.index(text_field)
-        elif len(row) == len(header):
+            column = header.index(fields.names[0])
+        elif len(row) != len(header):
+            yield Skip(name, f"not {kind}", f"{len(row)} cells where the header has {len(header)}", is_fault=True)
+        elif fields.kind == "text":
             yield Document(name, row[column])
         else:
-            yield Skip(name, f"not {kind}", f"{len(row)} cells where the header has {len(header)}", is_fault=True)
+            yield item_of(Record(name, dict(zip(header, row, strict=True))), fields)
 
 
 @dataclass
@@ -118,6 +148,14 @@ def _csv_rows(lines: Iterator[str], spans: _Spans) -> Iterator[list[str] | str]:
         if row:
             spans.add(first, rows.line_num)
             yield row
+
+
+def _tsv_rows(opened: OpenFile) -> Iterator[list[str]]:
+    """Yield the cells of each line that has any."""
+    for line in _lines(opened, "\n"):
+        line = line.removesuffix("\n").removesuffix("\r")
+        if line:
+            yield _tsv_cells(line)
 
 
 def _tsv_cells(line: str) -> list[str]:

@@ -6,21 +6,26 @@ import json
 from collections.abc import Iterator
 from typing import BinaryIO
 
-from data_pipeline.prepare.documents import DamageError, Item, Skip
+from data_pipeline.prepare.documents import DamageError, Fields, Item, Skip
 from data_pipeline.prepare.readers.opened import OpenFile
-from data_pipeline.prepare.readers.records import check_length, check_values, item_of
+from data_pipeline.prepare.readers.records import Record, check_length, check_values, items_of
 
 _PIECE_BYTES = 1 << 20
 
 
-def read_lines(opened: OpenFile, text_field: str, begun: bytes = b"") -> Iterator[Item]:
-    """Yield the text in ``text_field`` of each line's object; blank lines are ignored.
+def read_lines(opened: OpenFile, fields: Fields) -> Iterator[Item]:
+    """Yield the document of each line's object."""
+    yield from items_of(records_in_lines(opened), fields)
+
+
+def records_in_lines(opened: OpenFile, begun: bytes = b"") -> Iterator[Record | Skip]:
+    """Yield the value of each line, or why there is none; blank lines are ignored.
 
     ``begun`` is what was already read of the stream.
     """
     for number, line in enumerate(_lines(opened.stream, begun), start=opened.piece.first + 1):
         if line.strip():
-            yield _item(line, text_field, f"{opened.name}:{number}")
+            yield _record(line, f"{opened.name}:{number}")
 
 
 def _lines(stream: BinaryIO, begun: bytes) -> Iterator[bytes]:
@@ -45,8 +50,8 @@ def _lines(stream: BinaryIO, begun: bytes) -> Iterator[bytes]:
         yield b"".join(unfinished)
 
 
-def _item(line: bytes, text_field: str, name: str) -> Item:
-    """The document of one line."""
+def _record(line: bytes, name: str) -> Record | Skip:
+    """The value of one line."""
     # utf-8-sig: the first line may begin with a byte-order mark.
     try:
         text = line.decode("utf-8-sig")
@@ -56,4 +61,4 @@ def _item(line: bytes, text_field: str, name: str) -> Item:
         return Skip(name, "not UTF-8", str(error), is_fault=True)
     except (ValueError, RecursionError, DamageError) as error:
         return Skip(name, "not JSON", str(error), is_fault=True)
-    return item_of(value, text_field, name)
+    return Record(name, value)

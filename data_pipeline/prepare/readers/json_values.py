@@ -8,10 +8,10 @@ import re
 from collections.abc import Iterator
 from typing import Any, BinaryIO
 
-from data_pipeline.prepare.documents import DamageError, Item
-from data_pipeline.prepare.readers.json_lines import read_lines
+from data_pipeline.prepare.documents import DamageError, Fields, Item, Skip
+from data_pipeline.prepare.readers.json_lines import records_in_lines
 from data_pipeline.prepare.readers.opened import OpenFile
-from data_pipeline.prepare.readers.records import MOST_VALUES, check_length, check_values, item_of
+from data_pipeline.prepare.readers.records import MOST_VALUES, Record, check_length, check_values, items_of
 
 _PIECE_BYTES = 1 << 20
 _DECODER = json.JSONDecoder()
@@ -21,14 +21,19 @@ _SPACE = re.compile(r"[ \t\r\n]*")
 _LONGEST_SCALAR_ERROR = 16
 
 
-def read_json(opened: OpenFile, text_field: str) -> Iterator[Item]:
-    """Yield one document an array element, value or line, whichever the file's beginning shows."""
+def read_json(opened: OpenFile, fields: Fields) -> Iterator[Item]:
+    """Yield the document of each array element, value or line."""
+    yield from items_of(records_in_json(opened), fields)
+
+
+def records_in_json(opened: OpenFile) -> Iterator[Record | Skip]:
+    """Yield each array element, value or line, whichever the file's beginning shows."""
     begun, is_lines = _begin(opened.stream)
     if is_lines:
-        yield from read_lines(opened, text_field, begun)
+        yield from records_in_lines(opened, begun)
         return
     for number, value in enumerate(_values(_Buffer(opened.stream, begun))):
-        yield item_of(value, text_field, f"{opened.name}:{number}")
+        yield Record(f"{opened.name}:{number}", value)
 
 
 def _begin(stream: BinaryIO) -> tuple[bytes, bool]:

@@ -28,6 +28,8 @@ _ENCODING = {0: 2, 3: 4}
 """The field of that description that holds the encoding."""
 _HEADER_BYTES, _MOST_HEADER_BYTES = 256, 16 << 20
 """Read at first, and at most: Arrow's own bound. Statistics in a header hold whole texts."""
+ENTRY_BYTES = 16
+"""What an entry of a list takes beside its text: a number in a dictionary, or where the text begins."""
 _MOST_DEPTH, _MOST_ENTRIES = 16, 1000
 """Of structs within structs, and of a list: today's headers have none."""
 
@@ -66,6 +68,26 @@ def longest_row(raw: BinaryIO, column: pq.ColumnChunkMetaData) -> int:
         return max((_longest(page) for page in read_pages(raw, column)), default=0)
     finally:
         raw.seek(at)
+
+
+def longest_in_lists(raw: BinaryIO, column: pq.ColumnChunkMetaData, num_rows: int) -> tuple[int, int]:
+    """Return about how many bytes a row takes whose values lie in a list, and how many values the chunk has in all.
+
+    Of a dictionary, which is kept, a row holds the numbers of its entries. As for ``longest_row``, DamageError for a
+    page that becomes far more than its size.
+    """
+    at = raw.tell()
+    longest = values = 0
+    try:
+        for page in read_pages(raw, column):
+            taken = _longest(page)
+            values += page.num_values
+            if page.kind != DICTIONARY:
+                longest = max(longest, taken)
+    finally:
+        raw.seek(at)
+    # Which row a value belongs to stands in the pages: a mean is what is known before they are read.
+    return (longest + ENTRY_BYTES) * (1 + values // max(1, num_rows)), values
 
 
 def read_pages(raw: BinaryIO, column: pq.ColumnChunkMetaData) -> Iterator[Page]:

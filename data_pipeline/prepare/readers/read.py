@@ -3,40 +3,41 @@
 from __future__ import annotations
 
 import itertools
+import json
 import re
 from collections.abc import Callable, Iterator
 
 import pyarrow as pa
 
-from data_pipeline.prepare.documents import DamageError, Document, File, Item, Joined, Piece, Skip, whole
+from data_pipeline.prepare.documents import DamageError, Document, Fields, File, Item, Joined, Piece, Skip, whole
 from data_pipeline.prepare.joining import begin_of
 from data_pipeline.prepare.readers.csv_rows import read_csv, read_tsv
 from data_pipeline.prepare.readers.json_lines import read_lines
 from data_pipeline.prepare.readers.json_values import read_json
 from data_pipeline.prepare.readers.opened import OpenFile, opened
-from data_pipeline.prepare.readers.records import ITEM_CHARACTERS, allowance, check_expansion
+from data_pipeline.prepare.readers.records import ITEM_CHARACTERS, allowance, check_expansion, no_json
 from data_pipeline.prepare.readers.tables import check_arrow, check_parquet, read_arrow, read_parquet
 from data_pipeline.prepare.readers.text import check_text, read_text
 from data_pipeline.stores.urls import ObjectPath
 from longctx.errors import DataError
 from longctx.untrusted import git_lfs
 
-_DAMAGE = (DamageError, OSError, pa.ArrowException, UnicodeDecodeError)
+DAMAGE = (DamageError, OSError, pa.ArrowException, UnicodeDecodeError)
 """What ends a file. Arrow's own names of columns may be no UTF-8 in a damaged one."""
-_CHECKED_RECORDS = 64
+CHECKED_RECORDS = 64
 UNREADABLE = "cannot be read"
 """The reason of a file that the system refuses."""
 _ESCAPED_BYTE = re.compile("[\udc80-\udcff]")
 
 
-def read(piece: Piece, text_field: str) -> Iterator[tuple[Item, int]]:
+def read(piece: Piece, fields: Fields) -> Iterator[tuple[Item, int]]:
     """Yield the documents of one file or piece, each with the bytes on disk that were read of it so far.
 
     A damaged file ends in a Skip that says so, after the documents before the damage. DataError where the system fails
     to read what it could open before: another reading could give other documents.
     """
     if piece.joined is not None:
-        yield from _read_joined(piece.joined, text_field)
+        yield from _read_joined(piece.joined, fields)
         return
     file = piece.file
     reader = _READERS[file.format.kind]
@@ -46,15 +47,15 @@ def read(piece: Piece, text_field: str) -> Iterator[tuple[Item, int]]:
             if git_lfs.is_pointer(source.head()):
                 yield _pointer(file), piece.size
                 return
-            for item in reader(source, text_field):
-                checked = _check(item, file.format.kind)
+            for item in reader(source, fields):
+                checked, size = _check(item, file.format.kind)
                 if isinstance(checked, Document):
                     documents += 1
-                    characters += len(checked.text)
+                    characters += size
                 items += 1
                 check_expansion(characters + items * ITEM_CHARACTERS, piece.size)
                 yield checked, source.bytes_read
-    except _DAMAGE as error:
+    except DAMAGE as error:
         if isinstance(error, OSError) and error.errno:
             raise DataError(
                 f"{file.path} cannot be read ({error.strerror}).\nMend the file or exclude {file.name!r}."
@@ -66,7 +67,7 @@ def read(piece: Piece, text_field: str) -> Iterator[tuple[Item, int]]:
         yield Skip(file.name, "empty"), piece.size
 
 
-def _read_joined(joined: Joined, text_field: str) -> Iterator[tuple[Item, int]]:
+def _read_joined(joined: Joined, fields: Fields) -> Iterator[tuple[Item, int]]:
     """Yield what is left out of a directory, file by file, and then its document, if there is any text."""
     # Joined once at the end: a document of many files would be copied with each.
     texts: list[str] = []
@@ -74,7 +75,7 @@ def _read_joined(joined: Joined, text_field: str) -> Iterator[tuple[Item, int]]:
     # Each file alone may become more than its part of a document.
     most = allowance(sum(file.size for file in joined.files))
     for file in joined.files:
-        for item, bytes_read in read(whole(file), text_field):
+        for item, bytes_read in read(whole(file), fields):
             if isinstance(item, Skip):
                 yield item, passed + bytes_read
             elif (characters := characters + len(item.text)) > most:
@@ -89,7 +90,7 @@ def _read_joined(joined: Joined, text_field: str) -> Iterator[tuple[Item, int]]:
         yield Document(joined.name, "".join(texts)), passed
 
 
-def check(file: File, text_field: str) -> Skip | None:
+def check(file: File, fields: Fields) -> Skip | None:
     """Why nothing of the file can be used, judged by its schema or first records; None if some of it can."""
     # To open an object is a request, and of a text there is nothing to see.
     if file.format.kind == "text" and isinstance(file.path, ObjectPath):
@@ -98,8 +99,8 @@ def check(file: File, text_field: str) -> Skip | None:
         with opened(whole(file)) as source:
             if git_lfs.is_pointer(source.head()):
                 return _pointer(file)
-            return _CHECKS.get(file.format.kind, _check_records)(source, text_field)
-    except _DAMAGE as error:
+            return _CHECKS.get(file.format.kind, _check_records)(source, fields)
+    except DAMAGE as error:
         if isinstance(error, OSError) and error.errno:
             return Skip(file.name, UNREADABLE, error.strerror or str(error), is_fault=True)
         return _damaged(file, error, documents=0)
@@ -117,27 +118,34 @@ def _damaged(file: File, error: BaseException, documents: int) -> Skip:
     return Skip(file.name, "damaged", f"{detail}; {documents} documents before it are used", is_fault=True)
 
 
-def _check(item: Item, kind: str) -> Item:
-    """The item, or a Skip for a text that no tokenizer can give back."""
+def _check(item: Item, kind: str) -> tuple[Item, int]:
+    """The item, or a Skip for a text that no tokenizer can give back; and how many characters it has in memory."""
     if isinstance(item, Skip):
-        return item
+        return item, 0
     if not item.text:
-        return Skip(item.name, "empty")
+        return Skip(item.name, "empty"), 0
+    text = item.text
     try:
-        item.text.encode()
+        if item.conversation is not None:
+            # All strings of it, also those that are not spoken: a template may write any of them.
+            parts = [item.conversation.messages, item.conversation.tools]
+            text = json.dumps(parts, ensure_ascii=False, allow_nan=False)
+        text.encode()
     except UnicodeEncodeError:
         # The readers of these put a surrogate of its own block where a byte is not UTF-8.
-        if kind in ("csv", "tsv", "json") and _ESCAPED_BYTE.search(item.text):
-            return Skip(item.name, "not UTF-8", is_fault=True)
+        if kind in ("csv", "tsv", "json") and _ESCAPED_BYTE.search(text):
+            return Skip(item.name, "not UTF-8", is_fault=True), 0
         # JSON can spell half of a surrogate pair, which is no character.
-        return Skip(item.name, "lone surrogate")
-    return item
+        return Skip(item.name, "lone surrogate"), 0
+    except (TypeError, ValueError, RecursionError) as error:
+        return no_json(item.name, error), 0
+    return item, len(text)
 
 
-def _check_records(source: OpenFile, text_field: str) -> Skip | None:
+def _check_records(source: OpenFile, fields: Fields) -> Skip | None:
     """The first record's fault if none of the first records can be used."""
     first_fault = None
-    for item in itertools.islice(_READERS[source.file.format.kind](source, text_field), _CHECKED_RECORDS):
+    for item in itertools.islice(_READERS[source.file.format.kind](source, fields), CHECKED_RECORDS):
         if not isinstance(item, Skip) or not item.is_fault:
             return None
         first_fault = first_fault or item
@@ -146,7 +154,7 @@ def _check_records(source: OpenFile, text_field: str) -> Skip | None:
     return Skip(source.name, first_fault.reason, first_fault.detail, is_fault=True)
 
 
-_READERS: dict[str, Callable[[OpenFile, str], Iterator[Item]]] = {
+_READERS: dict[str, Callable[[OpenFile, Fields], Iterator[Item]]] = {
     "text": read_text,
     "lines": read_lines,
     "json": read_json,
@@ -155,7 +163,7 @@ _READERS: dict[str, Callable[[OpenFile, str], Iterator[Item]]] = {
     "parquet": read_parquet,
     "arrow": read_arrow,
 }
-_CHECKS: dict[str, Callable[[OpenFile, str], Skip | None]] = {
+_CHECKS: dict[str, Callable[[OpenFile, Fields], Skip | None]] = {
     "text": check_text,
     "parquet": check_parquet,
     "arrow": check_arrow,

@@ -1,12 +1,13 @@
-"""From a JSON value to a document, and how large records may be and files may become: all bounds are here."""
+"""From a record to a document, and how large records may be and files may become: all bounds are here."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
-from typing import Any, BinaryIO
+from collections.abc import Collection, Iterable, Iterator
+from typing import Any, BinaryIO, NamedTuple
 
-from data_pipeline.prepare.documents import DamageError, Document, Item, Skip
+from data_pipeline.prepare.documents import DamageError, Document, Fields, Item, Skip
+from longctx.chat.conversation import NoConversationError, conversation_of, spoken
 
 MAX_RECORD_BYTES = 1 << 30
 """A longer line, array element, CSV line or compressed text is taken for damage, so that none fills the memory."""
@@ -26,29 +27,80 @@ _TOKEN = re.compile(r'[,:{\[]|"(?:[^"\\]++|\\.)*+"?', re.DOTALL)
 """What stands before a value in JSON, or a string, also one that is cut."""
 
 
-def item_of(value: Any, text_field: str, name: str) -> Item:
-    """The text in ``text_field`` of a JSON object, or why there is none; a JSON null is left out, as Parquet's is."""
+NO_CONVERSATION = "no conversation"
+"""The reason of a record or file that is read as conversations and is none."""
+
+
+class Record(NamedTuple):
+    """A value in a file, and the name of its document."""
+
+    name: str
+    value: Any
+
+
+def items_of(entries: Iterable[Record | Skip], fields: Fields) -> Iterator[Item]:
+    """Yield the document that each record is, or why it is none."""
+    for entry in entries:
+        if isinstance(entry, Skip):
+            yield entry
+        else:
+            yield item_of(entry, fields)
+
+
+def item_of(record: Record, fields: Fields) -> Item:
+    """The document that a JSON object is, or why it is none; a JSON null is left out, as Parquet's is."""
+    name, value = record
     if not isinstance(value, dict):
         return Skip(name, "not a JSON object", f"it is a {type(value).__name__}", is_fault=True)
-    if text_field not in value:
-        return no_field(name, text_field, value, (key for key, entry in value.items() if isinstance(entry, str)))
-    text = value[text_field]
-    if text is None:
+    missing = find_missing(fields, value)
+    if missing:
+        return no_field(name, missing, value, (key for key, entry in value.items() if isinstance(entry, str)))
+    if all(value[field] is None for field in fields.names):
         return Skip(name, "null")
+    if fields.kind != "text":
+        return _conversation(name, value, fields.kind)
+    text = value[fields.text]
     if not isinstance(text, str):
-        return Skip(name, f"no text in field {text_field!r}", f"it holds a {type(text).__name__}", is_fault=True)
+        return Skip(name, f"no text in field {fields.text!r}", f"it holds a {type(text).__name__}", is_fault=True)
     return Document(name, text)
 
 
-def no_field(name: str, text_field: str, fields: Iterable[str], with_text: Iterable[str]) -> Skip:
-    """The skip of a file or record without ``text_field``: its detail lists the fields that there are."""
+def _conversation(name: str, value: dict[str, Any], kind: str) -> Item:
+    """The document of a record that has the fields of a conversation."""
+    try:
+        conversation = conversation_of(value, kind)
+        return Document(name, spoken(conversation), conversation)
+    except NoConversationError as error:
+        where = ""
+        if error.turn >= 0:
+            where = f"message {error.turn}: "
+        return Skip(name, NO_CONVERSATION, f"{where}{error}", is_fault=True)
+    except (TypeError, RecursionError) as error:
+        return no_json(name, error)
+
+
+def no_json(name: str, error: Exception) -> Skip:
+    """The skip of a conversation that no JSON can spell: a table may hold dates, bytes and infinities in a message."""
+    detail = str(error)
+    if isinstance(error, RecursionError):
+        detail = "it nests values too deep"
+    return Skip(name, NO_CONVERSATION, detail, is_fault=True)
+
+
+def find_missing(fields: Fields, names: Collection[str]) -> str:
+    """Return the first field that a document needs and that is not among these; "" if all are there."""
+    return next((field for field in fields.names if field not in names), "")
+
+
+def no_field(name: str, field: str, fields: Iterable[str], with_text: Iterable[str]) -> Skip:
+    """The skip of a file or record without a field that is needed: its detail lists the fields that there are."""
     detail = f"fields: {_listed(fields)}; with text: {_listed(with_text)}"
-    return Skip(name, no_field_reason(text_field), detail, is_fault=True)
+    return Skip(name, no_field_reason(field), detail, is_fault=True)
 
 
-def no_field_reason(text_field: str) -> str:
+def no_field_reason(field: str) -> str:
     """The reason that ``no_field`` gives."""
-    return f"no field {text_field!r}"
+    return f"no field {field!r}"
 
 
 def check_length(count: int) -> None:

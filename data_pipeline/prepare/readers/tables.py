@@ -3,17 +3,25 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import BinaryIO
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from data_pipeline.prepare.documents import DamageError, Document, Item, Skip
+from data_pipeline.prepare.documents import DamageError, Document, Fields, Item, Piece, Skip
 from data_pipeline.prepare.readers.arrow_messages import CheckedMessages
+from data_pipeline.prepare.readers.nested import as_bytes, columns_of, find_odd, records_in
 from data_pipeline.prepare.readers.opened import OpenFile
-from data_pipeline.prepare.readers.parquet_pages import described_columns, longest_row
-from data_pipeline.prepare.readers.records import MAX_RECORD_BYTES, no_field
+from data_pipeline.prepare.readers.parquet_pages import ENTRY_BYTES, described_columns, longest_in_lists, longest_row
+from data_pipeline.prepare.readers.records import (
+    MAX_RECORD_BYTES,
+    NO_CONVERSATION,
+    check_block,
+    find_missing,
+    items_of,
+    no_field,
+)
 
 _ROWS = 256
 _BATCH_BYTES = 1 << 25
@@ -27,73 +35,122 @@ _FILE_END = 10
 """Bytes behind its index: the index's length in four, and the magic."""
 
 
-def read_parquet(opened: OpenFile, text_field: str) -> Iterator[Item]:
+def read_parquet(opened: OpenFile, fields: Fields) -> Iterator[Item]:
     """Yield one document a row, read in batches of rows: a table larger than memory is no trouble."""
-    problem = check_parquet(opened, text_field)
-    if problem is not None:
-        yield problem
-        return
     with _parquet(opened) as table:
+        problem = _find_problem(opened.name, table.schema_arrow, fields)
+        if problem is not None:
+            yield problem
+            return
+        columns, dictionaries = columns_of(table.schema_arrow, fields), []
+        # In a list one text may stand any number of times in a row: it is kept once.
+        if fields.kind != "text":
+            dictionaries = [table.schema.column(leaf).path for leaf in _leaves(table, columns)]
+    with _parquet(opened, dictionaries) as table:
         groups = range(table.num_row_groups)
         if opened.piece.stop is not None:
             groups = range(opened.piece.start, opened.piece.stop)
         done, total = 0, sum(table.metadata.row_group(group).num_rows for group in groups)
         # Group by group: one of them may have rows of megabytes, and the others short ones.
         for group in groups:
-            rows = _batch_rows(opened.raw, table, group, text_field)
-            for batch in table.iter_batches(batch_size=rows, row_groups=[group], columns=[text_field]):
-                yield from _rows(batch.column(0), opened.name, opened.piece.first + done)
+            rows = _batch_rows(opened.raw, table, group, columns, is_nested=fields.kind != "text")
+            for batch in table.iter_batches(batch_size=rows, row_groups=[group], columns=columns):
+                yield from _items(batch, columns, fields, opened.piece, opened.piece.first + done)
                 done += batch.num_rows
                 # The footer may lie.
                 opened.share = min(1.0, done / max(1, total))
 
 
-def read_arrow(opened: OpenFile, text_field: str) -> Iterator[Item]:
+def read_arrow(opened: OpenFile, fields: Fields) -> Iterator[Item]:
     """Yield one document a row of an Arrow IPC file or stream, batch by batch."""
     schema, batches = _open_arrow(opened)
-    problem = _find_problem(opened.name, schema, text_field)
+    problem = _find_problem(opened.name, schema, fields)
     if problem is not None:
         yield problem
         return
+    columns = columns_of(schema, fields)
     number = 0
     for batch in batches:
-        column = batch.column(text_field)
+        chosen = batch.select(columns)
         # Arrow trusts offsets that it finds in a file; a damaged one would read beyond the buffer. UTF-8 is another
         # matter: a million views of one text would be looked through one by one.
-        _as_bytes(column).validate(full=True)
-        for start in range(0, len(column), _ROWS):
-            yield from _rows(column.slice(start, _ROWS), opened.name, number + start)
-        number += len(column)
+        for column in chosen.columns:
+            # Its lengths first: Arrow ends the process if a part is shorter than what it is a part of.
+            column.validate()
+            as_bytes(column).validate(full=True)
+        for start in range(0, len(chosen), _ROWS):
+            yield from _items(chosen.slice(start, _ROWS), columns, fields, opened.piece, number + start)
+        number += len(chosen)
 
 
-def check_parquet(opened: OpenFile, text_field: str) -> Skip | None:
+def check_parquet(opened: OpenFile, fields: Fields) -> Skip | None:
     """Why the file cannot be read, judged by its schema; None if it can."""
+    return _find_problem(opened.name, schema_of_parquet(opened), fields)
+
+
+def check_arrow(opened: OpenFile, fields: Fields) -> Skip | None:
+    """Why the file cannot be read, judged by its schema; None if it can."""
+    return _find_problem(opened.name, schema_of_arrow(opened), fields)
+
+
+def schema_of_parquet(opened: OpenFile) -> pa.Schema:
+    """Return the columns and their types."""
     with _parquet(opened) as table:
-        return _find_problem(opened.name, table.schema_arrow, text_field)
+        return table.schema_arrow
 
 
-def check_arrow(opened: OpenFile, text_field: str) -> Skip | None:
-    """Why the file cannot be read, judged by its schema; None if it can."""
+def schema_of_arrow(opened: OpenFile) -> pa.Schema:
+    """Return the columns and their types."""
     schema, _ = _open_arrow(opened)
-    return _find_problem(opened.name, schema, text_field)
+    return schema
 
 
-def _parquet(opened: OpenFile) -> pq.ParquetFile:
+def has_text(schema: pa.Schema, name: str) -> bool:
+    """Return whether there is a column of this name that holds text."""
+    return name in schema.names and _is_text(schema.types[schema.names.index(name)])
+
+
+def _items(batch: pa.RecordBatch, columns: Sequence[str], fields: Fields, piece: Piece, first: int) -> Iterator[Item]:
+    """Yield the documents of some rows."""
+    if fields.kind == "text":
+        yield from _rows(batch.column(0), piece.file.name, first)
+    else:
+        yield from items_of(records_in(batch.select(columns), piece, first), fields)
+
+
+def _parquet(opened: OpenFile, dictionaries: Sequence[str] = ()) -> pq.ParquetFile:
+    """Open a table; columns of ``dictionaries`` keep theirs, where they have one."""
     if opened.file.format.compression:
         raise pa.ArrowInvalid("Parquet within another compression; decompress the file first")
     # Read through a buffer and not ahead: otherwise a whole row group of the column is in memory.
     opened.raw.seek(0)
-    return pq.ParquetFile(opened.raw, buffer_size=1 << 20, pre_buffer=False)
+    return pq.ParquetFile(opened.raw, buffer_size=1 << 20, pre_buffer=False, read_dictionary=list(dictionaries))
 
 
-def _batch_rows(raw: BinaryIO, table: pq.ParquetFile, group: int, text_field: str) -> int:
+def _leaves(table: pq.ParquetFile, columns: Sequence[str]) -> list[int]:
+    """Return the numbers of the columns of values at and below these columns."""
+    paths = [table.schema.column(number).path for number in range(len(table.schema))]
+    return [number for number, path in enumerate(paths) if any(f"{path}.".startswith(f"{name}.") for name in columns)]
+
+
+def _batch_rows(
+    raw: BinaryIO, table: pq.ParquetFile, group: int, columns: Sequence[str], *, is_nested: bool = False
+) -> int:
     """How many rows of a row group are decompressed at once.
 
     Arrow writes a batch's rows out. A dictionary of one long text and a thousand rows that name it are kilobytes in the
-    file, so a row counts as what the dictionary may hold (``parquet_pages``).
+    file, so a row counts as what the dictionary may hold (``parquet_pages``). Of lists dictionaries are kept: there
+    the number of entries is what kilobytes may hold too many of.
     """
-    numbers = [number for number in range(len(table.schema)) if table.schema.column(number).path == text_field]
-    longest = max([longest_row(raw, column) for column in described_columns(table, group, numbers)], default=1)
+    described = described_columns(table, group, _leaves(table, columns))
+    if is_nested:
+        num_rows = table.metadata.row_group(group).num_rows
+        sizes = [longest_in_lists(raw, column, num_rows) for column in described]
+        longest = sum(size for size, _ in sizes)
+        compressed = sum(column.total_compressed_size for column in described)
+        check_block(ENTRY_BYTES * max((values for _, values in sizes), default=0), compressed)
+    else:
+        longest = max((longest_row(raw, column) for column in described), default=1)
     return max(1, min(_ROWS, _BATCH_BYTES // max(1, longest)))
 
 
@@ -159,12 +216,21 @@ def _index_at(raw: BinaryIO) -> int:
     return end - length
 
 
-def _find_problem(name: str, schema: pa.Schema, text_field: str) -> Skip | None:
-    """The skip of a table whose column ``text_field`` is missing or no text."""
+def _find_problem(name: str, schema: pa.Schema, fields: Fields) -> Skip | None:
+    """The skip of a table that lacks a column, or whose column is no text or no list."""
     with_text = [field.name for field in schema if _is_text(field.type)]
-    if text_field in with_text:
-        return None
-    return no_field(name, text_field, schema.names, with_text)
+    names = with_text
+    if fields.kind != "text":
+        names = schema.names
+    missing = find_missing(fields, names)
+    if missing:
+        return no_field(name, missing, schema.names, with_text)
+    odd = ""
+    if fields.kind != "text":
+        odd = find_odd(schema, fields)
+    if odd:
+        return Skip(name, NO_CONVERSATION, odd, is_fault=True)
+    return None
 
 
 def _is_text(column: pa.DataType) -> bool:
@@ -179,19 +245,6 @@ def _is_text(column: pa.DataType) -> bool:
         pa.types.is_large_binary,
     )
     return any(test(column) for test in tests)
-
-
-def _as_bytes(column: pa.Array) -> pa.Array:
-    """The same column without the claim that it is UTF-8, which then costs no more than the rows that are not."""
-    if pa.types.is_string(column.type):
-        return column.view(pa.binary())
-    if pa.types.is_large_string(column.type):
-        return column.view(pa.large_binary())
-    if pa.types.is_string_view(column.type):
-        return column.view(pa.binary_view())
-    if pa.types.is_dictionary(column.type):
-        return pa.DictionaryArray.from_arrays(column.indices, _as_bytes(column.dictionary), safe=False)
-    return column
 
 
 def _rows(column: pa.Array, file: str, first: int) -> Iterator[Item]:
@@ -213,9 +266,9 @@ def _rows(column: pa.Array, file: str, first: int) -> Iterator[Item]:
 def _values(column: pa.Array) -> Iterator[str | bytes | None]:
     """Yield the texts of a column one by one, those of a dictionary too."""
     if not pa.types.is_dictionary(column.type):
-        for value in _as_bytes(column):
+        for value in as_bytes(column):
             yield value.as_py()
         return
-    entries = _as_bytes(column.dictionary)
+    entries = as_bytes(column.dictionary)
     for index in column.indices:
         yield entries[index.as_py()].as_py() if index.is_valid else None

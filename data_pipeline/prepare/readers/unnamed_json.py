@@ -1,8 +1,8 @@
 """Records of JSON in a file whose ending does not say so: as text their braces and escapes would be trained on.
 
 Nobody but the user knows what is meant, so such a file is left out with the options that say it. It is known by its
-beginning: objects in lines, or a first object with the text field, also that of an array. A single object without it is
-taken for what it most often is, a setting or a map among the files of a program.
+beginning: objects in lines, or a first object with the text field or with those of a conversation, also that of an
+array. A single object without them is taken for what it most often is, a setting or a map among the files of a program.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import shlex
 from typing import BinaryIO
 
 from data_pipeline.prepare.documents import Skip
+from longctx.chat.conversation import FIELDS, kind_of
 
 REASON = "JSON, not named so"
 
@@ -56,8 +57,11 @@ def _holds_records(head: bytes, text_field: str) -> bool:
     first, stop = _object(text, 0)
     if first is None:
         # The first record is longer than what was read.
-        return len(head) >= _MOST_BYTES and re.search(f"{re.escape(json.dumps(text_field))}\\s*:", text) is not None
-    if text_field in first:
+        names = [text_field]
+        names += [fields[-1] for fields in FIELDS.values()]
+        keys = "|".join(re.escape(json.dumps(name)) for name in names)
+        return len(head) >= _MOST_BYTES and re.search(f"(?:{keys})\\s*:", text) is not None
+    if text_field in first or kind_of(first):
         return True
     newline = _NEXT_LINE.match(text, stop)
     return not is_array and newline is not None and _object(text, newline.end())[0] is not None

@@ -26,11 +26,11 @@ from tests.data_pipeline.lengths import write_lengths
 LENGTHS = (1, 2, 7, 63, 64, 65, 200, 3, 128, 31, 1)
 
 
-@pytest.fixture(scope="module")
-def odd(built: Path, tmp_path_factory) -> ShardSet:
+@pytest.fixture(scope="module", params=[False, True], ids=["all count", "some count"])
+def odd(request, built: Path, tmp_path_factory) -> ShardSet:
     """Documents of odd lengths in several shards."""
     folder = tmp_path_factory.mktemp("odd") / "shards"
-    return write_lengths(folder, load_tokenizer(built), list(LENGTHS), shard_tokens=300)
+    return write_lengths(folder, load_tokenizer(built), list(LENGTHS), shard_tokens=300, masked=request.param)
 
 
 @st.composite
@@ -50,15 +50,25 @@ def some_rows(draw) -> tuple[list[Row], int]:
     return rows, row_tokens
 
 
+def mask_of(corpus: ShardSet, document: int) -> list[bool]:
+    """Whether each token of a document counts."""
+    length = len(corpus.document(document))
+    bounds = corpus.counted(document)
+    if bounds is None:
+        return [True] * length
+    runs = bounds.reshape(-1, 2).tolist()
+    return [any(start <= place < stop for start, stop in runs) for place in range(length)]
+
+
 def plain_tokens(corpus: ShardSet, rows: list[Row], row_tokens: int) -> list[tuple[int, int, int, int]]:
     """Token, target, position and document of each token of the rows."""
     found, number = [], 0
     for row in rows:
         for document, start, stop in row:
-            ids = corpus.document(document).tolist()
+            ids, counts = corpus.document(document).tolist(), mask_of(corpus, document)
             for place in range(start, stop):
                 target = IGNORED_TARGET
-                if place + 1 < len(ids):
+                if place + 1 < len(ids) and counts[place + 1]:
                     target = ids[place + 1]
                 found.append((ids[place], target, place - start, number))
             number += 1
@@ -149,6 +159,10 @@ class TypedShards:
     types: tuple[type, ...]
     padding: int = 3
     first_documents: tuple[int, ...] = (0,)
+    is_masked: bool = False
+
+    def counted(self, index: int) -> None:
+        return None
 
     def check_files(self, documents) -> None:
         self.shards.check_files(documents)
@@ -224,5 +238,8 @@ def test_two_bytes_a_token_travel(odd):
     compact = build_batch(odd, rows, 200)
     batch = compact.unpack()
     unpacked = sum(x.nbytes for x in (batch.tokens, batch.targets, batch.positions, batch.document_ids))
-    assert compact.nbytes < 2.5 * batch.tokens.numel()
+    runs = 0
+    if compact.counted is not None:
+        runs = compact.counted.nbytes
+    assert compact.nbytes - runs < 2.5 * batch.tokens.numel()
     assert unpacked == 32 * batch.tokens.numel()

@@ -58,6 +58,8 @@ class TestHelp:
         joined = [
             "--text-field",
             "body",
+            "--format",
+            "text",
             "--strict",
             "--join",
             "directory",

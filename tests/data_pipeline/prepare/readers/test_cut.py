@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from data_pipeline.prepare.documents import File, Piece, Skip, whole
+from data_pipeline.prepare.documents import Fields, File, Piece, Skip, whole
 from data_pipeline.prepare.readers import cut
 from data_pipeline.prepare.readers.cut import hash_and_cut
 from data_pipeline.prepare.readers.formats import find_format
@@ -23,7 +23,7 @@ from longctx.files import hash_file
 def read(pieces: list[Piece]) -> tuple[list[tuple[str, str]], list[Skip]]:
     """Documents and skips of pieces; and they were read to their ends."""
     left_out: list[Skip] = []
-    reading = Reading(ReadAs(spec="s", text_field="text", strict=False), left_out.append)
+    reading = Reading(ReadAs(spec="s", fields=Fields(), strict=False), left_out.append)
     documents = [(document.name, document.text) for document in reading.documents(pieces)]
     assert reading.bytes_read == sum(piece.size for piece in pieces)
     return documents, left_out
@@ -104,7 +104,7 @@ def test_rows_of_megabytes_are_not_read_by_the_hundred(tmp_path: Path):
             path = tmp_path / f"{name} {dictionary}.parquet"
             pq.write_table(pa.table({"text": column}), path, use_dictionary=dictionary)
             with path.open("rb") as raw:
-                rows[name, dictionary] = _batch_rows(raw, pq.ParquetFile(path), 0, "text")
+                rows[name, dictionary] = _batch_rows(raw, pq.ParquetFile(path), 0, ["text"])
     assert rows.pop(("short", True)) == rows.pop(("short", False)) == 256
     # Of a page that is no dictionary the mean counts alone: what is written out stands in the file itself.
     assert rows.pop(("one of them is long", False)) == 256

@@ -126,7 +126,7 @@ def test_a_header_may_hold_long_texts():
         data_page_offset, dictionary_page_offset, num_values, total_compressed_size = 0, None, 1, len(page)
 
     assert longest_row(io.BytesIO(page), Column) == 1  # type: ignore[arg-type]
-    assert _batch_rows(io.BytesIO(content), pq.ParquetFile(out), 0, "text") == 256
+    assert _batch_rows(io.BytesIO(content), pq.ParquetFile(out), 0, ["text"]) == 256
 
 
 FLIP = """

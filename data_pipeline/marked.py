@@ -1,0 +1,36 @@
+"""Tokens as text for readers: control tokens spelt out, and marks around what counts in the loss."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from longctx.tokenizer import Tokenizer
+
+BEGIN_COUNTED, END_COUNTED = "⟦", "⟧"
+
+
+def marked_text(ids: np.ndarray, tokenizer: Tokenizer, counted: np.ndarray) -> str:
+    """Return ids [N] as text, control tokens spelt out, each run of those that count (bool [N]) between marks."""
+    control = tokenizer.is_control[ids]
+    changes = np.flatnonzero((counted[1:] != counted[:-1]) | (control[1:] | control[:-1])) + 1
+    text: list[str] = []
+    inside = False
+    for part, is_counted in zip(np.split(ids, changes), np.append(counted[:1], counted[changes]), strict=True):
+        if is_counted != inside:
+            text.append(BEGIN_COUNTED if is_counted else END_COUNTED)
+            inside = bool(is_counted)
+        if len(part) and tokenizer.is_control[part[0]]:
+            text += [tokenizer.piece(int(token)) for token in part]
+        else:
+            text.append(tokenizer.decode(part))
+    if inside:
+        text.append(END_COUNTED)
+    return "".join(text)
+
+
+def mask_of(bounds: np.ndarray, length: int) -> np.ndarray:
+    """Return runs of tokens, as ``EncodedDocument.counted`` has them, as bool [length]."""
+    steps = np.zeros(length + 1, np.int8)
+    steps[bounds[::2]] += 1
+    steps[bounds[1::2]] -= 1
+    return np.cumsum(steps[:-1]).astype(bool)

@@ -1,0 +1,44 @@
+"""Conversations as token ids, by a chat template, with the runs of tokens that count."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+
+import xxhash
+
+from data_pipeline.prepare.documents import Document, Skip
+from data_pipeline.prepare.encode import Difference
+from data_pipeline.shards.writer import EncodedDocument, runs_of, token_dtype
+from longctx.chat.documents import chat_documents
+from longctx.chat.encode import ChatEncoder, NotCountedError
+
+
+def encode_conversations(
+    documents: Iterable[Document], encoder: ChatEncoder, leave_out: Callable[[Skip], None]
+) -> Iterator[tuple[EncodedDocument, Difference | None]]:
+    """Yield the documents of each conversation, in order; call ``leave_out`` with the reason for what is none.
+
+    A conversation becomes one document or several, which all have its hash: that of what was said. DataError for a
+    template that is refused as a whole.
+    """
+    dtype = token_dtype(encoder.tokenizer.vocab_size)
+    try:
+        for document in documents:
+            assert document.conversation is not None, "a source has conversations alone, or none"
+            spoken = xxhash.xxh3_64_intdigest(document.text.encode())
+            for found in chat_documents(document.conversation, encoder):
+                if isinstance(found, NotCountedError):
+                    leave_out(Skip(document.name, found.reason, found.detail))
+                    continue
+                yield (
+                    EncodedDocument(
+                        tokens=found.ids.astype(dtype),
+                        hash=spoken,
+                        name=document.name,
+                        text_bytes=len(found.text.encode()),
+                        counted=runs_of(found.counted),
+                    ),
+                    None,
+                )
+    finally:
+        encoder.close()

@@ -1,0 +1,118 @@
+"""What a file's records are, by its columns or its first records: texts, conversations, or something else."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import pyarrow as pa
+
+from data_pipeline.prepare.documents import Fields, File, Skip, whole
+from data_pipeline.prepare.readers.csv_rows import columns_of_csv, columns_of_tsv
+from data_pipeline.prepare.readers.json_lines import records_in_lines
+from data_pipeline.prepare.readers.json_values import records_in_json
+from data_pipeline.prepare.readers.opened import OpenFile, opened
+from data_pipeline.prepare.readers.read import CHECKED_RECORDS, DAMAGE
+from data_pipeline.prepare.readers.records import Record
+from data_pipeline.prepare.readers.tables import has_text, schema_of_arrow, schema_of_parquet
+from data_pipeline.prepare.readers.text import may_be_text
+from data_pipeline.stores.urls import ObjectPath
+from longctx.chat.conversation import kind_of
+
+_LIST = "[]"
+"""Stands for a column that may hold lists."""
+
+
+@dataclass(frozen=True, slots=True)
+class Look:
+    """What a file's records are; of a file that cannot be read nothing is known."""
+
+    has_text: bool = False
+    """Whether there is a text in the text field."""
+    kind: str = ""
+    """By which field they are conversations; empty if they are none."""
+
+
+def look(file: File, text_field: str) -> Look:
+    """Return what a file's records are by its columns, or by the first record that is a text or a conversation.
+
+    Not for plain texts, which have no records.
+    """
+    try:
+        with opened(whole(file)) as source:
+            return _LOOKS[file.format.kind](source, text_field)
+    except DAMAGE:
+        # The check that follows says why.
+        return Look()
+
+
+def is_plain_text(file: File, text_field: str) -> bool:
+    """Return whether a file that no ending tells from a text is one, and not JSON or binary; in a store it may be."""
+    if isinstance(file.path, ObjectPath):
+        return True
+    try:
+        with opened(whole(file)) as source:
+            return may_be_text(source, Fields(text=text_field))
+    except DAMAGE:
+        return False
+
+
+def _look_at_lines(source: OpenFile, text_field: str) -> Look:
+    return _first(records_in_lines(source), text_field)
+
+
+def _look_at_json(source: OpenFile, text_field: str) -> Look:
+    return _first(records_in_json(source), text_field)
+
+
+def _look_at_csv(source: OpenFile, text_field: str) -> Look:
+    return _by_columns(dict.fromkeys(columns_of_csv(source), _LIST), text_field)
+
+
+def _look_at_tsv(source: OpenFile, text_field: str) -> Look:
+    return _by_columns(dict.fromkeys(columns_of_tsv(source), _LIST), text_field)
+
+
+def _look_at_parquet(source: OpenFile, text_field: str) -> Look:
+    return _by_schema(schema_of_parquet(source), text_field)
+
+
+def _look_at_arrow(source: OpenFile, text_field: str) -> Look:
+    return _by_schema(schema_of_arrow(source), text_field)
+
+
+def _first(entries: Iterable[Record | Skip], text_field: str) -> Look:
+    """Return what the first record is that says it."""
+    for entry in itertools.islice(entries, CHECKED_RECORDS):
+        if isinstance(entry, Skip) or not isinstance(entry.value, dict):
+            continue
+        text = entry.value.get(text_field)
+        found = Look(isinstance(text, str) and text != "", kind_of(entry.value))
+        if found != Look():
+            return found
+    return Look()
+
+
+def _by_schema(schema: pa.Schema, text_field: str) -> Look:
+    shapes: dict[str, Any] = {}
+    for field in schema:
+        shapes[field.name] = None
+        if has_text(schema, field.name) or pa.types.is_list(field.type) or pa.types.is_large_list(field.type):
+            shapes[field.name] = _LIST
+    return Look(has_text(schema, text_field), kind_of(shapes))
+
+
+def _by_columns(shapes: dict[str, Any], text_field: str) -> Look:
+    return Look(text_field in shapes, kind_of(shapes))
+
+
+_LOOKS: dict[str, Callable[[OpenFile, str], Look]] = {
+    "lines": _look_at_lines,
+    "json": _look_at_json,
+    "csv": _look_at_csv,
+    "tsv": _look_at_tsv,
+    "parquet": _look_at_parquet,
+    "arrow": _look_at_arrow,
+}

@@ -1,0 +1,173 @@
+"""Rows of a table as records: which columns a conversation takes, and how much of a row becomes Python's values.
+
+Lists, structs and dictionaries name one text in kilobytes any number of times, and each time is a value of its own for
+Python. So the rows are measured as Arrow has them, before any value is made.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from data_pipeline.prepare.documents import Fields, Piece, Skip
+from data_pipeline.prepare.readers.records import (
+    NO_CONVERSATION,
+    Record,
+    check_cells,
+    check_expansion,
+    check_length,
+)
+from longctx.chat.conversation import MEDIA
+
+_BESIDE = ("tools", "system", *MEDIA)
+"""Columns that a conversation may have beside its own."""
+_TO_BINARY = {
+    pa.string(): pa.binary(),
+    pa.large_string(): pa.large_binary(),
+    pa.string_view(): pa.binary_view(),
+}
+
+_MOST_DEPTH, _SHOWN_TYPE = 32, 100
+_VALUES_TOGETHER, _BYTES_TOGETHER = 1 << 18, 1 << 25
+"""Rows become Python's values at once if they are no more than that, and else one by one."""
+_NO_VALUES = (ValueError, ArithmeticError, LookupError)
+"""What pyarrow raises for values that Python has none for: a struct with two fields of one name, a time, no UTF-8."""
+_TEXTS = (pa.string(), pa.large_string(), pa.binary(), pa.large_binary())
+_VIEWS = (pa.string_view(), pa.binary_view())
+
+
+def columns_of(schema: pa.Schema, fields: Fields) -> list[str]:
+    """Return the names of the columns that documents are made of."""
+    if fields.kind == "text":
+        return list(fields.names)
+    # A column that is there twice is refused by name, if it is one that has to be there.
+    beside = tuple(name for name in _BESIDE if schema.names.count(name) == 1)
+    return list(fields.names + beside)
+
+
+def find_odd(schema: pa.Schema, fields: Fields) -> str:
+    """Return what is wrong with the columns of conversations; "" if they can be read."""
+    for name in columns_of(schema, fields):
+        if schema.names.count(name) != 1:
+            return f"there are several columns {name!r}"
+        kind = schema.field(name).type
+        if not _is_plain(kind, _MOST_DEPTH):
+            return f"column {name!r} holds a {str(kind)[:_SHOWN_TYPE]}"
+    return ""
+
+
+def records_in(batch: pa.RecordBatch, piece: Piece, first: int) -> Iterator[Record | Skip]:
+    """Yield the rows of a batch as records. DamageError for a row that becomes too much."""
+    rows: list[dict[str, Any]] = []
+    values, num_bytes = _measure(batch.columns)
+    if values <= _VALUES_TOGETHER and num_bytes <= _BYTES_TOGETHER:
+        # What cannot be read is left out row by row.
+        with contextlib.suppress(*_NO_VALUES):
+            rows = batch.to_pylist()
+    for number in range(len(batch)):
+        name = f"{piece.file.name}:{first + number}"
+        if rows:
+            yield Record(name, rows[number])
+        else:
+            yield _record(batch.slice(number, 1), name, piece)
+
+
+def _record(row: pa.RecordBatch, name: str, piece: Piece) -> Record | Skip:
+    """Return one row as a record, or why it is none; DamageError if it becomes too much."""
+    values, num_bytes = _measure(row.columns)
+    check_cells(values)
+    check_length(num_bytes)
+    check_expansion(num_bytes, piece.size)
+    try:
+        return Record(name, row.to_pylist()[0])
+    except UnicodeDecodeError as error:
+        return Skip(name, "not UTF-8", str(error), is_fault=True)
+    except _NO_VALUES as error:
+        return Skip(name, NO_CONVERSATION, str(error), is_fault=True)
+
+
+def as_bytes(column: pa.Array) -> pa.Array:
+    """The same column without the claim that it is UTF-8, which then costs no more than the rows that are not."""
+    kind = column.type
+    if pa.types.is_dictionary(kind):
+        return pa.DictionaryArray.from_arrays(column.indices, as_bytes(column.dictionary), safe=False)
+    if pa.types.is_list(kind):
+        inner = as_bytes(column.values)
+        return _rebuilt(column, pa.list_(kind.value_field.with_type(inner.type)), [inner])
+    if pa.types.is_large_list(kind):
+        inner = as_bytes(column.values)
+        return _rebuilt(column, pa.large_list(kind.value_field.with_type(inner.type)), [inner])
+    if pa.types.is_struct(kind):
+        parts = [as_bytes(column.field(number)) for number in range(kind.num_fields)]
+        fields = [field.with_type(part.type) for field, part in zip(kind, parts, strict=True)]
+        return _rebuilt(column, pa.struct(fields), parts)
+    if kind in _TO_BINARY:
+        return column.view(_TO_BINARY[kind])
+    return column
+
+
+def _rebuilt(column: pa.Array, kind: pa.DataType, parts: Sequence[pa.Array]) -> pa.Array:
+    """The same list or struct around other parts."""
+    # Not by a view of the whole, which Arrow gets wrong if a part has the type of nulls.
+    assert not column.offset, "a column of a file begins with its buffers"
+    own = column.buffers()[: 1 if pa.types.is_struct(kind) else 2]
+    return pa.Array.from_buffers(kind, len(column), own, children=list(parts))
+
+
+def _is_plain(kind: pa.DataType, depth: int) -> bool:
+    """Return whether values of a type are measured below: no unions, runs, views of lists or types of others."""
+    if not depth:
+        return False
+    if pa.types.is_list(kind) or pa.types.is_large_list(kind):
+        return _is_plain(kind.value_type, depth - 1)
+    if pa.types.is_dictionary(kind):
+        return kind.value_type in _TEXTS
+    if pa.types.is_struct(kind):
+        return all(_is_plain(field.type, depth - 1) for field in kind)
+    return not pa.types.is_nested(kind) and not isinstance(kind, pa.BaseExtensionType)
+
+
+def _measure(columns: list[pa.Array]) -> tuple[int, int]:
+    """Return how many values columns hold, with lists and structs, and how many bytes they become."""
+    values = num_bytes = 0
+    left = list(columns)
+    # Not by recursion: a schema may nest as deep as it likes.
+    while left:
+        column = left.pop()
+        values += len(column)
+        kind = column.type
+        if pa.types.is_dictionary(kind):
+            num_bytes += _named_bytes(column)
+        elif pa.types.is_nested(kind):
+            # Of a list its values, of a struct its fields: of these rows alone.
+            inner = column.flatten()
+            if isinstance(inner, pa.Array):
+                inner = [inner]
+            left += inner
+        elif kind in _VIEWS:
+            num_bytes += _viewed_bytes(column)
+        else:
+            num_bytes += column.nbytes
+    return values, num_bytes
+
+
+def _named_bytes(column: pa.DictionaryArray) -> int:
+    """Return how long the texts are together that a column names in its dictionary, each as often as it is named."""
+    counted = column.indices.drop_null().value_counts()
+    # Of the dictionary only what is named: a row would else take as long as all of it.
+    named = as_bytes(column.dictionary).take(counted.field(0))
+    lengths = pc.call_function("binary_length", [named]).to_numpy(zero_copy_only=False).astype(np.int64)
+    return int(lengths @ counted.field(1).to_numpy())
+
+
+def _viewed_bytes(column: pa.Array) -> int:
+    """Return how long the texts of a column of views are together: many may look at the same bytes."""
+    # A view is 16 bytes, the length in the first four. Arrow has no function for it.
+    views = np.frombuffer(column.buffers()[1], np.int32).reshape(-1, 4)
+    lengths = views[column.offset : column.offset + len(column), 0].astype(np.int64)
+    return int(lengths[column.is_valid().to_numpy(zero_copy_only=False)].sum())

@@ -1,0 +1,104 @@
+"""What the records of a source are, texts or conversations, if nobody says it: agreed by its files, or asked about.
+
+What is not meant as text must not be trained on as text, and a conversation not without its chat template. A file that
+says one thing among many that say another is a stray one, as long as it is small.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from data_pipeline.prepare.documents import Fields, File
+from data_pipeline.prepare.joining import Join
+from data_pipeline.prepare.readers.look import Look, is_plain_text, look
+from longctx.chat.conversation import FIELDS
+from longctx.errors import DataError
+
+AUTO = "auto"
+FORMATS = (AUTO, "text", *FIELDS)
+_ABOUT = ("readme", "license", "licence", "copying", "notice", "citation", "changelog")
+"""Names of texts that stand beside every kind of data."""
+_STRAY_SHARE = 0.01
+"""Conversations of fewer bytes than this share of the texts beside them are left out, as any other table there is."""
+
+
+def find_fields(
+    spec: str, files: Sequence[File], *, text_field: str, format: str, join: Join | None
+) -> tuple[Fields, frozenset[str]]:
+    """Return the fields of a source's documents, and the names of files in which a text was seen in them.
+
+    DataError if the files leave a doubt, and for options that make no sense together.
+    """
+    if format not in FORMATS:
+        raise DataError(f"format={format!r} is none of {', '.join(FORMATS)}.")
+    texts, seen = Fields(text=text_field), frozenset()
+    kind, is_usual = format, text_field == Fields().text
+    if kind == AUTO and is_usual:
+        looks = {file.name: look(file, text_field) for file in files if file.format.kind != "text"}
+        seen = frozenset(name for name, found in looks.items() if found.has_text)
+        kind = _agreed(spec, files, looks, text_field)
+    # A text field that is given says where the text is.
+    if kind in (AUTO, "text"):
+        return texts, seen
+    if not is_usual:
+        raise DataError(
+            f"--text-field {text_field} names a text, and --format {kind} reads conversations: leave one out."
+        )
+    if join is not None:
+        raise DataError(
+            f"source={spec} has conversations {described(kind)}, and --join directory joins texts: leave it "
+            "out, or read texts alone with --format text."
+        )
+    return Fields(kind=kind), frozenset()
+
+
+def described(kind: str) -> str:
+    """Return what a kind of conversation is known by, for messages."""
+    return f"by {' and '.join(map(repr, FIELDS[kind]))}"
+
+
+def _agreed(spec: str, files: Sequence[File], looks: Mapping[str, Look], text_field: str) -> str:
+    """Return the kind of record that a source's files agree on; DataError if they do not."""
+    chats = [file for file in files if file.name in looks and looks[file.name].kind]
+    if not chats:
+        return "text"
+    first, kind = chats[0], looks[chats[0].name].kind
+    for file in chats:
+        if looks[file.name].has_text:
+            other = looks[file.name].kind
+            raise _doubt(spec, [f"{file.name}: text in {text_field!r}, and conversations {described(other)}"], other)
+    # Looked for only now: the files of a program are many.
+    tables = [file for file in files if file.name in looks and looks[file.name].has_text]
+    plain = [file for file in files if file.name not in looks and not _is_about(file)]
+    plain = [file for file in plain if is_plain_text(file, text_field)]
+    if _size(chats) < _STRAY_SHARE * _size(tables + plain):
+        return "text"
+    told = f"{first.name}: conversations {described(kind)}"
+    for file in chats:
+        other = looks[file.name].kind
+        if other != kind:
+            raise _doubt(spec, [told, f"{file.name}: conversations {described(other)}"], kind)
+    if tables or _size(chats) < _size(plain):
+        texts = tables + plain
+        sizes = f"{_size(chats):,} bytes of conversations, {_size(texts):,} bytes of text"
+        raise _doubt(spec, [told, f"{texts[0].name}: text", sizes], kind)
+    return kind
+
+
+def _is_about(file: File) -> bool:
+    """Return whether a file tells about the others by its name, however long it is."""
+    return file.name.rpartition("/")[2].lower().startswith(_ABOUT)
+
+
+def _size(files: Sequence[File]) -> int:
+    """Return how many bytes files have on disk."""
+    return sum(file.size for file in files)
+
+
+def _doubt(spec: str, lines: Sequence[str], kind: str) -> DataError:
+    """Return the error that asks what is meant."""
+    shown = "\n".join(lines)
+    return DataError(
+        f"source={spec} can be read in more than one way.\n{shown}\n"
+        f"Say which with --format text or --format {kind}, or name the files to read with --include or --exclude."
+    )

@@ -1,0 +1,86 @@
+"""The options that say how conversations are trained on."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+from tyro.conf import arg
+
+from longctx.errors import ConfigError
+from longctx.untrusted.reading import read_bounded
+
+if TYPE_CHECKING:
+    from longctx.chat.rule import ChatRule
+
+
+@dataclass(frozen=True, kw_only=True)
+class Chats:
+    """How conversations become tokens, and which of these count in the loss."""
+
+    chat_template: Annotated[Path | None, arg(metavar="FILE")] = None
+    """Jinja file that renders conversations, in place of the tokenizer's own chat template."""
+    chat_option: Annotated[tuple[str, ...], arg(metavar="NAME=VALUE [NAME=VALUE ...]")] = ()
+    """Variables of the chat template, e.g. enable_thinking=false."""
+    chat_date: str = ""
+    """Date that a template writes, as 2026-11-27; today unless given."""
+    train_on: Literal["replies", "last", "all", "each"] = "replies"
+    """Tokens that count: of all replies, the last one, or all; each: a document for each reply and what precedes it."""
+    max_tokens: int | None = None
+    """Most tokens of a conversation; any number unless given."""
+    too_long: Literal["drop", "keep-begin", "split-turns"] = "drop"
+    """What becomes of a longer one: left out, cut behind --max-tokens, or split between replies and questions."""
+
+    def rule(self) -> ChatRule | None:
+        """Return what the options say; None if nothing was given. ConfigError for one that means nothing."""
+        from longctx.chat.rule import ChatRule
+        from longctx.untrusted.chat_template import MOST_CHARACTERS
+
+        if self == Chats():
+            return None
+        if self.max_tokens is None and self.too_long != "drop":
+            raise ConfigError(f"--too-long {self.too_long} needs the number of tokens: --max-tokens N.")
+        if self.max_tokens is not None and self.max_tokens < 2:
+            raise ConfigError(f"--max-tokens {self.max_tokens} must be at least 2.")
+        template = None
+        if self.chat_template is not None:
+            try:
+                template = read_bounded(self.chat_template, 4 * MOST_CHARACTERS).decode()
+            except (OSError, ValueError) as error:
+                raise ConfigError(f"--chat-template {self.chat_template} cannot be read: {error}.") from error
+        return ChatRule(
+            template=template,
+            train_on=self.train_on,
+            max_tokens=self.max_tokens,
+            too_long=self.too_long,
+            now=_date(self.chat_date),
+            options=_variables(self.chat_option),
+        )
+
+
+def _date(given: str) -> str:
+    import datetime
+
+    if not given:
+        return ""
+    try:
+        return datetime.date.fromisoformat(given).isoformat()
+    except ValueError as error:
+        raise ConfigError(f"--chat-date {given} is no date such as 2026-11-27.") from error
+
+
+def _variables(pairs: Sequence[str]) -> dict[str, Any]:
+    """Return variables by name; a value is JSON, or a text if it is none."""
+    found: dict[str, Any] = {}
+    for pair in pairs:
+        name, mark, value = pair.partition("=")
+        if not mark or not name.isidentifier():
+            raise ConfigError(f"--chat-option {pair} is no NAME=VALUE, such as enable_thinking=false.")
+        try:
+            found[name] = json.loads(value)
+        except ValueError:
+            found[name] = value
+    return found
