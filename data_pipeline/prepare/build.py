@@ -132,16 +132,14 @@ def build_shards(
     started = time.monotonic()
     _say_cut(source, say)
     rule = duplicates or DuplicateRule()
-    chat = _chat_rule(source, chat)
-    if chat is not None:
-        chat = settled(chat, tokenizer, _recorded_chat(output))
-        tokenizer = with_template(tokenizer, chat)
+    chat = _chat_rule(source, chat, tokenizer, output)
     options: dict[str, Any] = {
         "validation_fraction": validation_fraction,
         "shard_tokens": shard_tokens,
         **rule.options(),
     }
     if chat is not None:
+        tokenizer = with_template(tokenizer, chat)
         options["chat"] = chat_options(tokenizer, chat)
     sources = [source.fingerprint()]
     if isinstance(output, ObjectPath):
@@ -178,20 +176,17 @@ def build_shards(
     )
 
 
-def _chat_rule(source: Source, chat: ChatRule | None) -> ChatRule | None:
+def _chat_rule(source: Source, chat: ChatRule | None, tokenizer: Tokenizer, output: Location) -> ChatRule | None:
     """Return how the source's conversations are encoded; None for texts. DataError for a rule that means nothing."""
-    if getattr(getattr(source, "fields", None), "kind", "text") == "text":  # TEMP
+    if source.fields.kind == "text":
         if chat is not None:
             raise DataError(f"{source.spec} holds texts, which have no chat template and no replies.")
         return None
-    return chat or ChatRule()
-
-
-def _recorded_chat(output: Location) -> dict[str, Any]:
-    """Return what the folder that is there says of its conversations; empty if there is none."""
-    if not (output / MANIFEST_FILE).is_file():
-        return {}
-    return Manifest.load(output).options.get("chat", {})
+    # A folder that is built already has its date: built again it is up to date.
+    recorded = {}
+    if (output / MANIFEST_FILE).is_file():
+        recorded = Manifest.load(output).options.get("chat", {})
+    return settled(chat or ChatRule(), tokenizer, recorded)
 
 
 def _is_occupied(output: Path, *, overwrite: bool) -> bool:

@@ -37,7 +37,7 @@ class Chats:
     def rule(self) -> ChatRule | None:
         """Return what the options say; None if nothing was given. ConfigError for one that means nothing."""
         from longctx.chat.rule import ChatRule
-        from longctx.untrusted.chat_template import MOST_CHARACTERS
+        from longctx.chat.template import MOST_CHARACTERS
 
         if self == Chats():
             return None

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from tyro.conf import OmitArgPrefixes, Positional, arg
 
+from launcher.cli.chats import Chats
 from launcher.cli.console import (
     Json,
     byte_rate,
@@ -35,7 +36,8 @@ if TYPE_CHECKING:
 
 _KEEP = Duplicates()
 _ALL_CORES = Workers()
-_NOTHING_ASKED = (Corpus(), None, 0.05, None, False, False, _ALL_CORES, _KEEP)
+_REPLIES = Chats()
+_NOTHING_ASKED = (Corpus(), None, 0.05, None, False, False, _ALL_CORES, _KEEP, _REPLIES)
 """What ``data build --without`` may be given besides: the defaults."""
 _ShardFolder = Annotated[Positional[str], arg(metavar="DIR")]
 
@@ -52,6 +54,7 @@ def build(
     without: Annotated[tuple[str, ...], arg(metavar="SHARD [SHARD ...]")] = (),
     crew: OmitArgPrefixes[Workers] = _ALL_CORES,
     duplicates: OmitArgPrefixes[Duplicates] = _KEEP,
+    chats: OmitArgPrefixes[Chats] = _REPLIES,
     json: Json = False,
 ) -> None:
     """Tokenize a corpus into a shard folder.
@@ -70,6 +73,7 @@ def build(
         without: Leave these shards, such as 00007.arrow, out of a folder that is built, and do nothing else.
         crew: Who does the work.
         duplicates: What to do about texts that stand in the corpus more than once.
+        chats: How conversations are trained on.
     """
     from data_pipeline.prepare.build import build_shards
     from data_pipeline.shards.writer import DEFAULT_SHARD_TOKENS
@@ -77,7 +81,7 @@ def build(
     from longctx.tokenizer.remarks import frame_remarks
 
     if without:
-        asked = (corpus, tokenizer, validation_fraction, shard_tokens, exact, overwrite, crew, duplicates)
+        asked = (corpus, tokenizer, validation_fraction, shard_tokens, exact, overwrite, crew, duplicates, chats)
         _leave_out(output, without, is_alone=asked == _NOTHING_ASKED, json=json)
         return
     if tokenizer is None:
@@ -109,6 +113,7 @@ def build(
                 engine=engine,
                 say=note,
                 duplicates=rule,
+                chat=chats.rule(),
                 comparing=lambda documents, text_bytes: update(
                     source.bytes_read, note=f"comparing {read_so_far(documents, text_bytes)}", counted=text_bytes
                 ),
@@ -171,6 +176,8 @@ def inspect(
         say_json(out)
         return
     say(_description_table(found))
+    if found[0].conversation:
+        say(f"\nThe first conversation, what counts in the loss between ⟦ and ⟧:\n\n{found[0].conversation}")
     if shown is not None:
         say(f"\n{_row_text(shown)}")
 
@@ -312,6 +319,7 @@ def _description_column(found: Description, exponents: list[int]) -> dict[str, s
     column = {
         "documents": f"{found.documents:,}",
         "tokens": f"{found.tokens:,}",
+        "tokens that count": f"{found.counted_tokens:,}",
         "bytes per token": f"{found.bytes_per_token:.2f}",
         "mean tokens a document": f"{found.mean_tokens:,.0f}",
         "longest document, tokens": f"{found.longest_tokens:,}",

@@ -57,7 +57,7 @@ def _split(
     def part(first: int, count: int) -> EncodedChat | NotCountedError:
         turns = [turn for exchange in exchanges[first : first + count] for turn in exchange]
         try:
-            encoded = encoder.encode(conversation.part([*begin, *turns]))
+            encoded = encoder.encode(conversation.part(begin + turns))
         except NotCountedError as error:
             return error
         if len(encoded.ids) > max_tokens:

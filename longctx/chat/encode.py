@@ -18,12 +18,12 @@ import numpy as np
 from longctx.chat.conversation import ASSISTANT, Conversation
 from longctx.chat.guard import Guard
 from longctx.chat.rule import ChatRule, TrainOn
+from longctx.chat.template import ChatTemplate, TemplateError
 from longctx.chat.template_files import DEFAULT, WITH_TOOLS, find_templates, variables
 from longctx.errors import DataError
 from longctx.tokenizer.contract import Tokenizer
 from longctx.tokenizer.control import Located, Span
 from longctx.tokenizer.rendered import encode_rendered
-from longctx.untrusted.chat_template import ChatTemplate, TemplateError
 
 
 class NotCountedError(DataError):

@@ -32,7 +32,7 @@ class Guard:
 
     def __init__(self, spellings: Sequence[str]) -> None:
         longest_first = sorted(spellings, key=len, reverse=True)
-        self._pattern = re.compile("|".join([*map(re.escape, longest_first), _PRIVATE]))
+        self._pattern = re.compile("|".join(map(re.escape, longest_first)) + "|" * bool(spellings) + _PRIVATE)
         self._spelt: list[str] = []
 
     def hide(self, value: Any) -> Any:

@@ -7,13 +7,13 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import NamedTuple, Self
+from typing import Self
 
 import numpy as np
 
 from longctx.errors import DataError
 from longctx.files import write_atomically
-from longctx.tokenizer.control import ControlFinder, Located
+from longctx.tokenizer.control import Chunk, Locating
 from longctx.tokenizer.rows import check_rows
 from longctx.tokenizer.special import SpecialIds
 from longctx.tokenizer.spelling import Spelling
@@ -23,15 +23,7 @@ GROUP_CHARACTERS = 1 << 22
 """Text that is encoded at once on all cores: memory beyond a text and its ids is bounded by this."""
 
 
-class Chunk(NamedTuple):
-    """A part of a document that is encoded by itself."""
-
-    text: str
-    is_first: bool
-    """Whether the document begins with it: some tokenizers put a space before a document, none before a later part."""
-
-
-class Tokenizer(ABC):
+class Tokenizer(Locating, ABC):
     """A vocabulary and the rule that cuts text into its ids. ``load_tokenizer`` makes one.
 
     What stands in a text is text: no text becomes a control id, whatever it spells. A document is framed by
@@ -162,23 +154,6 @@ class Tokenizer(ABC):
     @abstractmethod
     def decode_chunks(self, ids: Sequence[np.ndarray], chunks: Sequence[Chunk]) -> list[str]:
         """What the ids of each chunk say: its text, where the tokenizer gives text back exactly."""
-
-    @cached_property
-    def controls(self) -> ControlFinder:
-        """What finds the tokens that a chat template writes; DataError for a tokenizer that does not say how."""
-        raise DataError(
-            f"tokenizer={self.path} is a SentencePiece model, whose file does not say how conversations are cut.\n"
-            "Write its tokenizer.json first: AutoTokenizer.from_pretrained(DIR).save_pretrained(DIR)."
-        )
-
-    @property
-    def sections_begin_anew(self) -> bool:
-        """Whether the text behind a control token gets the space that a document's beginning gets."""
-        return False
-
-    def locate_chunks(self, chunks: Sequence[Chunk]) -> list[Located]:
-        """Return the ids of each chunk, and the characters of it that each stands for."""
-        raise NotImplementedError
 
     @cached_property
     def spelling(self) -> Spelling | None:

@@ -9,9 +9,13 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
+
+from longctx.errors import DataError
 
 Span = tuple[int, int]
 """First character and the one behind the last."""
@@ -43,9 +47,13 @@ class Located:
     @classmethod
     def joined(cls, parts: Sequence[Located]) -> Located:
         """Return parts of one text as one, in their order."""
-        empty = cls(np.empty(0, np.int32), np.empty(0, np.int64), np.empty(0, np.int64))
-        parts = [empty, *parts]
-        return cls(*(np.concatenate([getattr(part, name) for part in parts]) for name in ("ids", "starts", "stops")))
+        none = np.empty(0, np.int64)
+        # The empty parts stand for a text without any.
+        return cls(
+            np.concatenate([none.astype(np.int32)] + [part.ids for part in parts]),
+            np.concatenate([none] + [part.starts for part in parts]),
+            np.concatenate([none] + [part.stops for part in parts]),
+        )
 
     def moved(self, by: int) -> Located:
         """Return the same ids so many characters further on."""
@@ -59,6 +67,14 @@ class Located:
         # The first span that ends behind the id's first character is the only one that may hold it.
         first = np.minimum(np.searchsorted(stops, self.starts, side="right"), len(stops) - 1)
         return (self.stops > starts[first]) & (self.starts < stops[first])
+
+
+class Chunk(NamedTuple):
+    """A part of a document that is encoded by itself."""
+
+    text: str
+    is_first: bool
+    """Whether the document begins with it: some tokenizers put a space before a document, none before a later part."""
 
 
 class ControlFinder:
@@ -94,6 +110,29 @@ class ControlFinder:
             if token.is_control and not is_plain:
                 yield start, stop, token.id
                 at = behind = stop
+
+
+class Locating:
+    """What a tokenizer does for rendered conversations."""
+
+    path: Path
+
+    @cached_property
+    def controls(self) -> ControlFinder:
+        """What finds the tokens that a chat template writes; DataError for a tokenizer that does not say how."""
+        raise DataError(
+            f"tokenizer={self.path} is a SentencePiece model, whose file does not say how conversations are cut.\n"
+            "Write its tokenizer.json first: AutoTokenizer.from_pretrained(DIR).save_pretrained(DIR)."
+        )
+
+    @property
+    def sections_begin_anew(self) -> bool:
+        """Whether the text behind a control token gets the space that a document's beginning gets."""
+        return False
+
+    def locate_chunks(self, chunks: Sequence[Chunk]) -> list[Located]:
+        """Return the ids of each chunk, and the characters of it that each stands for."""
+        raise NotImplementedError
 
 
 def _stands_alone(text: str, start: int, stop: int) -> bool:

@@ -37,6 +37,7 @@ class FastTokenizer(Tokenizer):
         files = {JSON_FILE: content} | dict(companions or {})
         self._json = read_object(files, JSON_FILE, path)
         self._fast = _build(content, self._json, path)
+        self._variants = _Variants(self._fast, self._json, path)
         self._added = self._fast.get_added_tokens_decoder()
         self.kind = f"tokenizer.json {self._json['model'].get('type', 'model')}"
         with library_faults(path):
@@ -106,26 +107,20 @@ class FastTokenizer(Tokenizer):
     @cached_property
     def sections_begin_anew(self) -> bool:
         """Whether the text behind a control token gets the space that a document's beginning gets."""
-        marks = [(added.content, number) for number, added in self._added.items() if added.special]
-        if not marks or self._later is self._fast:
-            return True
-        content, number = marks[0]
-        self._fast.encode_special_tokens = False
-        try:
-            behind = self._fast.encode(content + _ANCHOR, add_special_tokens=False).ids
-        finally:
-            self._fast.encode_special_tokens = True
-        return behind == [number, *self._fast.encode(_ANCHOR, add_special_tokens=False).ids]
+        special = {added.content: number for number, added in self._added.items() if added.special}
+        return self._variants.begins_anew(special)
 
     def locate_chunks(self, chunks: Sequence[Chunk]) -> list[Located]:
         """Return the ids of each chunk, and the characters of it that each stands for."""
         located: list[Located] = []
         with library_faults(self.path):
             for chunk in chunks:
-                fast = self._fast if chunk.is_first else self._later
+                fast = self._fast if chunk.is_first else self._variants.later
                 encoding = fast.encode(chunk.text, add_special_tokens=False)
                 if self.is_control[_ids(encoding)].any():
-                    encoding = self._guarded(chunk.is_first).encode(chunk.text, add_special_tokens=False)
+                    encoding = self._variants.guarded(self._special_contents, chunk.is_first).encode(
+                        chunk.text, add_special_tokens=False
+                    )
                 starts, stops = np.array(encoding.offsets, dtype=np.int64).reshape(-1, 2).T
                 located.append(Located(_ids(encoding), starts, stops))
         return located
@@ -142,6 +137,10 @@ class FastTokenizer(Tokenizer):
             unknown = self._json["model"]["vocab"][self._json["model"]["unk_id"]][0]
         return [token for token, added in self._added.items() if added.special and added.content != unknown]
 
+    @cached_property
+    def _special_contents(self) -> frozenset[str]:
+        return frozenset(self._added[number].content for number in self._special_numbers)
+
     def _decode_text(self, ids: list[int]) -> str:
         with library_faults(self.path):
             return self._fast.decode(ids, skip_special_tokens=False)
@@ -150,44 +149,20 @@ class FastTokenizer(Tokenizer):
         """The ids of each text, in which no special token is."""
         if not texts:
             return []
-        fast = self._fast if is_first else self._later
+        fast = self._fast if is_first else self._variants.later
         encoded = [_ids(found) for found in fast.encode_batch_fast(texts, add_special_tokens=False)]
         for number, ids in enumerate(encoded):
             if self.is_control[ids].any():
-                encoded[number] = _ids(self._guarded(is_first).encode(texts[number], add_special_tokens=False))
+                encoded[number] = _ids(
+                    self._variants.guarded(self._special_contents, is_first).encode(
+                        texts[number], add_special_tokens=False
+                    )
+                )
         return encoded
 
     @cached_property
-    def _later(self) -> tokenizers.Tokenizer:
-        """The tokenizer as a chunk needs it that does not begin its document."""
-        without_prefix = _without_prefix(self._json)
-        # Words are cut before a space, which stands in front then anyway.
-        if self._cuts_words or without_prefix == self._json:
-            return self._fast
-        return _from_json(without_prefix, self.path)
-
-    def _guarded(self, is_first: bool) -> tokenizers.Tokenizer:
-        """The tokenizer, its special tokens' vocabulary entries renamed to what no text can spell."""
-        return self._guarded_first if is_first else self._guarded_later
-
-    @cached_property
-    def _guarded_first(self) -> tokenizers.Tokenizer:
-        return _from_json(_unspellable(self._json, self._special_contents), self.path)
-
-    @cached_property
-    def _guarded_later(self) -> tokenizers.Tokenizer:
-        content = self._json
-        if not self._cuts_words:
-            content = _without_prefix(content)
-        return _from_json(_unspellable(content, self._special_contents), self.path)
-
-    @property
-    def _special_contents(self) -> set[str]:
-        return {self._added[number].content for number in self._special_numbers}
-
-    @cached_property
     def _is_certain(self) -> IsCertain:
-        if self._cuts_words:
+        if self._variants.cuts_words:
             return self._ends_word
         plain = [added.content for added in self._added.values() if not added.special]
         normalised = not _keeps_characters(self._json.get("normalizer"))
@@ -201,12 +176,6 @@ class FastTokenizer(Tokenizer):
         has_bytes = bool(self._json["model"].get("byte_fallback"))
         return Neighbours(pieces + plain, is_normalised=normalised, has_byte_fallback=has_bytes).is_certain
 
-    @cached_property
-    def _cuts_words(self) -> bool:
-        """Whether the pre-tokenizer cuts text into words."""
-        words = self._fast.encode("a b", add_special_tokens=False).word_ids
-        return len(set(words)) > 1
-
     def _ends_word(self, text: str, at: int) -> bool:
         """Whether a word ends here, and the tokenizer gives the ids of both sides by themselves."""
         if not ends_word(text, at):
@@ -214,8 +183,52 @@ class FastTokenizer(Tokenizer):
         left, right = text[max(0, at - _PROOF_CHARACTERS) : at], text[at : at + _PROOF_CHARACTERS]
         whole = self._fast.encode(left + right, add_special_tokens=False).ids
         halves = self._fast.encode(left, add_special_tokens=False).ids
-        halves += self._later.encode(right, add_special_tokens=False).ids
+        halves += self._variants.later.encode(right, add_special_tokens=False).ids
         return whole == halves
+
+
+class _Variants:
+    """The library's tokenizer as it encodes parts of a text."""
+
+    def __init__(self, fast: tokenizers.Tokenizer, content: dict[str, Any], path: Path) -> None:
+        self._fast, self._json, self._path = fast, content, path
+        self._guarded: dict[bool, tokenizers.Tokenizer] = {}
+
+    @cached_property
+    def cuts_words(self) -> bool:
+        """Whether the pre-tokenizer cuts text into words."""
+        words = self._fast.encode("a b", add_special_tokens=False).word_ids
+        return len(set(words)) > 1
+
+    @cached_property
+    def later(self) -> tokenizers.Tokenizer:
+        """The tokenizer as a chunk needs it that does not begin its document."""
+        without_prefix = _without_prefix(self._json)
+        # Words are cut before a space, which stands in front then anyway.
+        if self.cuts_words or without_prefix == self._json:
+            return self._fast
+        return _from_json(without_prefix, self._path)
+
+    def begins_anew(self, special: Mapping[str, int]) -> bool:
+        """Return whether the text behind a special token is encoded as a document's beginning is."""
+        if not special or self.later is self._fast:
+            return True
+        content, number = next(iter(special.items()))
+        self._fast.encode_special_tokens = False
+        try:
+            behind = self._fast.encode(content + _ANCHOR, add_special_tokens=False).ids
+        finally:
+            self._fast.encode_special_tokens = True
+        return behind == [number, *self._fast.encode(_ANCHOR, add_special_tokens=False).ids]
+
+    def guarded(self, special: frozenset[str], is_first: bool) -> tokenizers.Tokenizer:
+        """Return the tokenizer, its special tokens' vocabulary entries renamed to what no text can spell."""
+        if is_first not in self._guarded:
+            content = self._json
+            if not is_first and not self.cuts_words:
+                content = _without_prefix(content)
+            self._guarded[is_first] = _from_json(_unspellable(content, special), self._path)
+        return self._guarded[is_first]
 
 
 def _never(text: str, at: int) -> bool:
@@ -337,7 +350,7 @@ def _keeps_characters(normalizer: Any) -> bool:
     return kind == "Prepend" or (kind == "Replace" and normalizer.get("pattern") == {"String": " "})
 
 
-def _unspellable(content: dict[str, Any], special: set[str]) -> dict[str, Any]:
+def _unspellable(content: dict[str, Any], special: frozenset[str]) -> dict[str, Any]:
     """The same tokenizer with special tokens under names that no text holds, and without merges that make them."""
     names = {token: f"\U0010ffff{xxhash.xxh3_128_hexdigest(token.encode())}\U0010fffe" for token in special}
     model = dict(content["model"])

@@ -12,15 +12,15 @@ from pathlib import Path
 
 import pytest
 
+from longctx.chat.template import render
 from longctx.conversion import export_checkpoint, import_hf
 from longctx.errors import LongCtxError
 from longctx.tokenizer import load_tokenizer
-from longctx.untrusted.chat_template import render
 from tests.bounded import refusal, within_bounds
 from tests.helpers import REPOSITORY
 from tests.longctx.tokenizer.byte_level import tokenizer_json, write_model
 
-RENDERER = "longctx/untrusted/template_worker.py"
+RENDERER = "longctx/chat/template_worker.py"
 """The only program that may ever render one."""
 OWN_PAGES = "launcher/report/template.py"
 """Renders the report, whose templates are this project's own."""

@@ -1,4 +1,4 @@
-"""Renders chat templates of strangers: the program of the process that ``chat_template`` starts and bounds.
+"""Renders chat templates of strangers: the program of the process that ``template`` starts and bounds.
 
 A line of JSON in, a line of JSON out. The first line is the template; each line after it is one conversation. It
 imports nothing of this project, so that it starts in a tenth of a second and has nothing to give away.
