@@ -212,7 +212,7 @@ def manifest_problems(manifest: Manifest) -> Iterator[str]:
         # A name that leads elsewhere would have us read, and name in messages, files of others.
         if not _SHARD_NAME.fullmatch(entry.file):
             yield f"{where}.file={_shown(entry.file)} is no name of a shard in this folder, such as 00000.arrow"
-        if entry.counted > entry.tokens or bool(entry.counted) != bool(manifest.counted):
+        if entry.counted > entry.tokens:
             yield f"{where}.counted={_shown(entry.counted)} cannot be of {_shown(entry.tokens)} tokens"
         if entry.num_ids > manifest.vocab_size:
             yield f"{where}.num_ids={_shown(entry.num_ids)} is above vocab_size={_shown(manifest.vocab_size)}"

@@ -107,7 +107,7 @@ RUNS: dict[str, tuple[pa.Array, str]] = {
     "of another type": (pa.array([[0, 1]], pa.large_list(pa.int32())), "its counted tokens are"),
     "no list": (pa.array([1], pa.int64()), "its counted tokens are int64"),
     "a missing value": (pa.array([None], pa.large_list(pa.int64())), "a value is missing"),
-    "a missing bound": (pa.array([[0, None]], pa.large_list(pa.int64())), "value is missing"),
+    "a missing bound": (pa.array([[0, None]], pa.large_list(pa.int64())), "cannot be read"),
 }
 
 
