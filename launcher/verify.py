@@ -3,6 +3,9 @@
 
 Three steps of a small model with the run's own degrees, layout, transport, kernel, ZeRO stage, dtype and chunks, beside
 three steps of one process: loss, gradient norm, every gradient and every weight. Exit code 1 where they differ.
+
+With ``--probe leak`` it changes one token of a packed row's first document instead, and looks whether another document
+changes: at the run's degrees, in its layout, kernel, chunks and mixers. Exit code 1 if one does.
 """
 
 from __future__ import annotations
@@ -24,6 +27,7 @@ from launcher.cluster.scheduler import check_tasks
 from launcher.config.check import check_run
 from launcher.config.flags import end_with
 from launcher.config.load import load_run_config
+from longctx.errors import ConfigError
 from longctx.untrusted.terminal import for_terminal
 from parallel.comm.process import start_process_group, stop_process_group
 from parallel.runtime.device import choose_device
@@ -35,6 +39,7 @@ def main(argv: list[str]) -> int | None:
     rank, world_size = environment_rank()
     if argv in (["--help"], ["-h"]):
         end_with(f"{__doc__}\nSettings are those of pretrain.py, whose --help explains each.", quiet=rank != 0)
+    argv, probe = _without_probe(argv)
     config = load_run_config(argv, quiet=rank != 0)
     check_tasks(config.run.hostfile, argv)
     check_hostfile(config.run.hostfile, world_size)
@@ -45,15 +50,26 @@ def main(argv: list[str]) -> int | None:
     check_run(config, world_size)
     start_process_group(timeout_seconds=config.run.timeout_seconds, meet_seconds=config.run.meet_seconds, device=device)
     # DeepSpeed decides on a device when it is imported.
-    from launcher.verification.run import verify_run
+    from launcher.verification.run import probe_run, verify_run
 
-    verdict = verify_run(config, device)
+    verdict = probe_run(config, device) if probe else verify_run(config, device)
     if rank == 0:
         sys.stdout.write(for_terminal(f"{verdict.text}\n", sys.stdout))
     stop_process_group()
     if not verdict.held:
         return FAILED
     return None
+
+
+def _without_probe(argv: list[str]) -> tuple[list[str], bool]:
+    """Return the settings of a run, and whether ``--probe leak`` stands among them."""
+    rest = [word for word in argv if not word.startswith("--probe")]
+    given = " ".join(argv).replace("--probe=", "--probe ")
+    if len(rest) == len(argv):
+        return argv, False
+    if "--probe leak" not in given:
+        raise ConfigError("--probe takes what to look for, and leak is all there is: --probe leak.")
+    return [word for word in rest if word != "leak"], True
 
 
 if __name__ == "__main__":

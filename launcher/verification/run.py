@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -15,6 +15,7 @@ from launcher.training.machine import device_of_ranks, machine_of_ranks
 from launcher.training.start import say_choice
 from launcher.verification.alone import Alone
 from launcher.verification.compare import Finding, compare
+from launcher.verification.leaks import Probe, probe_text
 from launcher.verification.report import report
 from launcher.verification.shrink import shrink
 from launcher.verification.together import steps_together
@@ -36,15 +37,7 @@ def verify_run(asked: RunConfig, device: torch.device) -> Verdict:
     ConfigError for what a run would be refused for.
     """
     started = time.perf_counter()
-    machine, data = device_of_ranks(device), Data(is_packed=True)
-    settled = settle(asked, machine)
-    parallel = settled.parallel
-    mesh = Mesh.build(context=parallel.context, ulysses=parallel.ulysses, expert=parallel.expert)
-    machine = machine_of_ranks(machine, settled, mesh, device)
-    shrunk = shrink(on_rank_0(lambda: resolve(settled, machine, data, say=say_choice)), mesh.world_size)
-    check_run(shrunk.config, mesh.world_size)
-    # Smaller rows may lie otherwise on the ranks.
-    config = resolve(shrunk.config, machine, data)
+    config, mesh, changes = _small_run(asked, device)
     got = list(steps_together(config, mesh, device))
 
     def judge() -> Verdict:
@@ -53,11 +46,43 @@ def verify_run(asked: RunConfig, device: torch.device) -> Verdict:
         if config.dtype != torch.float32:
             other = list(Alone(config, mesh.world_size, config.dtype, device).steps(got))
         findings = compare(got, wanted, start, other, model=exact.model)
-        text = report(findings, shrunk.changes, _described(config, mesh, device), time.perf_counter() - started)
+        text = report(
+            findings,
+            changes,
+            f"{_described(config, mesh, device)}, beside one plain process: three steps.",
+            time.perf_counter() - started,
+        )
         return Verdict(text, _held(findings))
 
     # The others wait, however long it takes.
     return on_rank_0(judge)
+
+
+def probe_run(asked: RunConfig, device: torch.device) -> Verdict:
+    """Look whether documents of a row see each other, with what was asked for, made small. Collective.
+
+    ConfigError for what a run would be refused for.
+    """
+    started = time.perf_counter()
+    config, mesh, _ = _small_run(asked, device)
+    # Tokens beyond an expert's capacity are dropped, those of whatever document: that is no leak of attention.
+    config = replace(config, model=replace(config.model, capacity_factor=0.0))
+    found = Probe(config, mesh, device).look()
+    text, held = probe_text(found, _described(config, mesh, device), started)
+    return Verdict(text, held)
+
+
+def _small_run(asked: RunConfig, device: torch.device) -> tuple[ResolvedConfig, Mesh, tuple[str, ...]]:
+    """Return a run's configuration made small, its mesh, and what was changed. Collective."""
+    machine, data = device_of_ranks(device), Data(is_packed=True)
+    settled = settle(asked, machine)
+    parallel = settled.parallel
+    mesh = Mesh.build(context=parallel.context, ulysses=parallel.ulysses, expert=parallel.expert)
+    machine = machine_of_ranks(machine, settled, mesh, device)
+    shrunk = shrink(on_rank_0(lambda: resolve(settled, machine, data, say=say_choice)), mesh.world_size)
+    check_run(shrunk.config, mesh.world_size)
+    # Smaller rows may lie otherwise on the ranks.
+    return resolve(shrunk.config, machine, data), mesh, shrunk.changes
 
 
 def _described(config: ResolvedConfig, mesh: Mesh, device: torch.device) -> str:
@@ -68,7 +93,7 @@ def _described(config: ResolvedConfig, mesh: Mesh, device: torch.device) -> str:
     return (
         f"{mesh.world_size} ranks on {device.type} (data {mesh.data} × context {mesh.context}, ulysses {mesh.ulysses}, "
         f"expert {mesh.expert}), {parallel.layout}, {parallel.transport}, ZeRO {config.zero.stage}, {train.dtype}, "
-        f"keep {train.keep} on {train.store}{chunks}, beside one plain process: three steps."
+        f"keep {train.keep} on {train.store}{chunks}"
     )
 
 

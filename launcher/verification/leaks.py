@@ -1,0 +1,97 @@
+"""``probe_leaks``: does a document of a packed row see another, in a run's own layout, kernel, chunks and mixers?"""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+
+import torch
+from torch import Tensor
+
+from launcher.config.resolved import ResolvedConfig
+from launcher.training.model import shard_batch
+from launcher.training.weights import build_engine
+from launcher.verification.rows import micro_batch
+from longctx.batch import IGNORED_TARGET, Stream
+from longctx.evaluation.leaks import Leaks, find_leaks
+from parallel.comm.world import gather_objects, sum_over_ranks
+from parallel.mesh import Mesh
+from parallel.zero.engine import ZeroEngine
+
+
+class Probe:
+    """A run's model with random weights, and rows of documents that it reads."""
+
+    def __init__(self, config: ResolvedConfig, mesh: Mesh, device: torch.device) -> None:
+        self.config, self.mesh, self.device = config, mesh, device
+        self.engine: ZeroEngine = build_engine(config, mesh, accumulation=1)
+        self.engine.initialize(config.run.seed)
+        rows = config.micro_batches(mesh.world_size).rows(0, 0)
+        # The same rows on every data rank: each context group answers for itself.
+        self.stream = micro_batch(config, 0, rows)
+
+    def look(self) -> tuple[Leaks, Leaks]:
+        """Return what leaks into likelihoods of tokens, and into losses of documents in training. Collective."""
+        tokens, documents = self.stream.tokens, self.stream.document_ids
+        vocab_size = self.config.model.vocab_size
+        of_tokens = find_leaks(self._likelihoods, tokens, documents, vocab_size=vocab_size)
+        return of_tokens, find_leaks(self._losses, tokens, documents, vocab_size=vocab_size)
+
+    def _likelihoods(self, tokens: Tensor) -> Tensor:
+        """Return each token's negative log-likelihood [B, T, 1], of all ranks."""
+        shard = shard_batch(self._changed(tokens), self.config, self.mesh)
+        task = self.engine.model
+        own = task.token_nll(task.prepare(shard.to(self.device))).float().cpu()
+        parts = gather_objects((self.mesh.data_rank, self.mesh.context_rank, own))
+        mine = [part for data_rank, _, part in sorted(parts, key=_place) if data_rank == self.mesh.data_rank]
+        whole = shard.placement.join(mine, 1)
+        return whole[:, : tokens.numel()].view(*tokens.shape, 1)
+
+    def _losses(self, tokens: Tensor) -> Tensor:
+        """Return the loss of each token's document [B, T, 1], by the pass that trains: in chunks, if it has any."""
+        stream, found = self._changed(tokens), torch.zeros(tokens.shape)
+        for number in range(stream.documents.num_documents):
+            own = stream.document_ids == number
+            if not own.any():
+                continue
+            counted = dataclasses.replace(stream, counted=own)
+            shard = shard_batch(counted, self.config, self.mesh).to(self.device)
+            task = self.engine.model
+            with torch.enable_grad():
+                sums = self.engine.forward(task.prepare(shard))
+            total = sum_over_ranks(sums[task.reported].detach().double().cpu())
+            found[own] = float(total)
+        return found[..., None]
+
+    def _changed(self, tokens: Tensor) -> Stream:
+        """Return the rows with these tokens."""
+        assert self.stream.following is not None
+        following = tokens.flatten().roll(-1).view(tokens.shape)
+        following = following.masked_fill(self.stream.following == IGNORED_TARGET, IGNORED_TARGET)
+        return dataclasses.replace(self.stream, tokens=tokens, following=following)
+
+
+def probe_text(found: tuple[Leaks, Leaks], described: str, started: float) -> tuple[str, bool]:
+    """Return what is said of both, and whether nothing leaks."""
+    of_tokens, of_documents = found
+    held = not (of_tokens.outside_share or of_documents.outside_share) and of_tokens.inside_share > 0
+    lines = [
+        f"Leak probe of {described}",
+        "One token of the first document changed, at its beginning and at its end. Of other documents changed:",
+        f"  likelihoods of tokens   {of_tokens.outside_share:.1%} of {of_tokens.num_outside:,}",
+        f"  losses in training      {of_documents.outside_share:.1%} of the tokens' documents",
+        f"Of the first document's own tokens {of_tokens.inside_share:.0%}.",
+        f"{time.perf_counter() - started:.1f} s.",
+    ]
+    if held:
+        lines.append("Nothing leaks.")
+    elif not of_tokens.inside_share:
+        lines.append("The probe says nothing: the first document itself did not change.")
+    else:
+        largest = max(of_tokens.largest, of_documents.largest)
+        lines.append(f"Documents see each other: the largest change is {largest:.1e}.")
+    return "\n".join(lines), held
+
+
+def _place(part: tuple[int, int, Tensor]) -> tuple[int, int]:
+    return part[0], part[1]
