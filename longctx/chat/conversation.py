@@ -92,9 +92,8 @@ def conversation_of(record: Mapping[str, Any], kind: str) -> Conversation:
         message = _message(entry, turn)
         weights.append(_weight(message.pop("weight", 1), turn))
         messages.append(message)
-    system = record.get("system")
-    # Not before: the message that an error names is counted as in the record.
-    if kind == "conversations" and isinstance(system, str) and system:
+    # Last: the message that an error names is counted as in the record.
+    if system := _system(record, messages[0]):
         messages.insert(0, {"role": "system", "content": system})
         weights.insert(0, True)
     return Conversation(tuple(messages), tuple(_tools(record.get("tools"))), tuple(weights))
@@ -137,6 +136,18 @@ def _turns(record: Mapping[str, Any], field: str, role: str) -> list[Any]:
     if not isinstance(value, list):
         raise NoConversationError(f"{field} is {shown(value)}, and no list of messages")
     return value
+
+
+def _system(record: Mapping[str, Any], first: Message) -> str:
+    """Return the system turn that stands in a field of its own; "" if there is none, or if the messages begin with it."""
+    system = record.get("system")
+    if not isinstance(system, str) or not system:
+        return ""
+    if first["role"] != "system":
+        return system
+    if first.get("content") != system:
+        raise NoConversationError("it has a system field, and its first message is another system turn")
+    return ""
 
 
 def _check_calls(turns: Sequence[Any]) -> None:
@@ -193,7 +204,7 @@ def _media(parts: Sequence[Any]) -> Iterator[str]:
 
 
 def _tool_calls(value: Any, turn: int) -> list[Any]:
-    """Return a message's calls, their arguments as objects where they are spelt as JSON."""
+    """Return a message's calls; a column of strings holds them as JSON. Arguments stay as they are spelt."""
     if isinstance(value, str):
         value = _parsed(value, "tool_calls", turn)
     if not isinstance(value, list) or not all(isinstance(call, Mapping) for call in value):

@@ -20,6 +20,7 @@ from typing import Any
 import jinja2
 import jinja2.debug  # imported now: later, there may be no memory for it
 import jinja2.ext
+import jinja2.nodes
 import jinja2.sandbox
 
 _MEMORY_BYTES = 256 * 2**20
