@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+from torch import Tensor
 
 from launcher.config.resolved import ResolvedConfig
 from longctx.batch import IGNORED_TARGET, PADDING_DOCUMENT, PackedDocuments, Stream
@@ -15,29 +16,31 @@ def micro_batch(config: ResolvedConfig, step: int, rows_of_step: range) -> Strea
     """A micro-batch of these rows of a step, counted over all data ranks: packed rows that end in padding."""
     rows, tokens = len(rows_of_step), config.data.seq_len
     generator = torch.Generator().manual_seed((step << 20) + rows_of_step.start)
-    lengths: list[int] = []
-    is_padding: list[bool] = []
-    for _ in range(rows):
-        of_row = _document_lengths(tokens - min(_PADDING, tokens - 1), generator)
-        lengths += of_row
-        is_padding += [False] * len(of_row)
-        if sum(of_row) < tokens:
-            lengths.append(tokens - sum(of_row))
-            is_padding.append(True)
-    ends = torch.tensor(lengths).cumsum(0)
-    ids = torch.arange(len(lengths)).repeat_interleave(torch.tensor(lengths))
-    positions = torch.arange(rows * tokens) - (ends - torch.tensor(lengths))[ids]
-    tokens_N = torch.randint(config.model.vocab_size, (rows * tokens,), generator=generator)
-    following = tokens_N.roll(-1)
-    following[ends - 1] = IGNORED_TARGET
-    padding_N = torch.tensor(is_padding)[ids]
-    shape = (rows, tokens)
+    ids: list[int] = []
+    for row in range(rows):
+        lengths = _document_lengths(tokens - min(_PADDING, tokens - 1), generator)
+        for number, length in enumerate(lengths):
+            ids += [row * tokens + number] * length
+        ids += [PADDING_DOCUMENT] * (tokens - sum(lengths))
+    tokens_BT = torch.randint(config.model.vocab_size, (rows * tokens,), generator=generator).view(rows, tokens)
+    return packed_rows(tokens_BT, torch.tensor(ids).view(rows, tokens))
+
+
+def packed_rows(tokens_BT: Tensor, ids_BT: Tensor) -> Stream:
+    """Rows of these tokens: neighbours of one id in a row are a document, ``PADDING_DOCUMENT`` is padding."""
+    tokens_N, ids_N = tokens_BT.flatten(), ids_BT.flatten()
+    begins_N = ids_N != ids_N.roll(1)
+    begins_N[:: tokens_BT.shape[1]] = True
+    numbers_N = begins_N.cumsum(0) - 1
+    starts = begins_N.nonzero().flatten()
+    is_padding_N = ids_N == PADDING_DOCUMENT
+    following_N = tokens_N.roll(-1).masked_fill(begins_N.roll(-1) | is_padding_N, IGNORED_TARGET)
     return Stream(
-        tokens=tokens_N.view(shape),
-        following=following.masked_fill(padding_N, IGNORED_TARGET).view(shape),
-        positions=positions.view(shape),
-        document_ids=ids.masked_fill(padding_N, PADDING_DOCUMENT).view(shape),
-        documents=PackedDocuments((0, *ends.tolist())),
+        tokens=tokens_BT,
+        following=following_N.view_as(tokens_BT),
+        positions=(torch.arange(len(ids_N)) - starts[numbers_N]).view_as(tokens_BT),
+        document_ids=numbers_N.masked_fill(is_padding_N, PADDING_DOCUMENT).view_as(tokens_BT),
+        documents=PackedDocuments((*starts.tolist(), len(ids_N))),
     )
 
 

@@ -68,7 +68,7 @@ def probe_run(asked: RunConfig, device: torch.device) -> Verdict:
     # Tokens beyond an expert's capacity are dropped, those of whatever document: that is no leak of attention.
     config = replace(config, model=replace(config.model, capacity_factor=0.0))
     found = Probe(config, mesh, device).look()
-    text, held = probe_text(found, _described(config, mesh, device), started)
+    text, held = probe_text(found, _described(config, mesh, device), started, config.train.dtype)
     return Verdict(text, held)
 
 

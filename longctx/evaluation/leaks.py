@@ -1,15 +1,19 @@
 """The leak probe: does a document of a packed row depend on another one?
 
-It asks any trainer, by two passes of its model in evaluation mode::
+It asks any trainer, by four passes of its model in evaluation mode::
 
     from longctx.evaluation.leaks import find_leaks
 
-    found = find_leaks(lambda tokens: model(tokens, cu_seqlens=...), tokens_BT, document_ids_BT, vocab_size=32_000)
+    found = find_leaks(lambda tokens, ids: model(tokens, ids), tokens_BT, document_ids_BT, vocab_size=32_000)
     print(f"{found.outside_share:.1%} of what other documents say has changed")
 
-One token of the first document is changed, its first one and then its last one. What the model says in other documents
-must stay as it is, bit by bit: nothing of what is computed there has another value. A mask that lets documents see each
-other changes half of it or all; so do positions that go on, a convolution or a state that is carried over a boundary.
+First one token of the first document is changed, its first one and then its last one. What the model says in other
+documents must stay as it is, bit by bit: nothing of what is computed there has another value. A mask that lets documents
+see each other changes half of it or all; so does a convolution or a state that is carried over a boundary.
+
+Then the first document loses its first token, and all behind it in its row move up. Positions that go on over a
+boundary change what other documents say, which no other token does. Rounding may change with the place in a row, so this
+change is one of size.
 """
 
 from __future__ import annotations
@@ -20,56 +24,82 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+_PADDING = -1
+
 
 class Leaks(NamedTuple):
-    """What changed, as shares of tokens, with one token of the first document."""
+    """What changed in other documents with the first one, as shares of their tokens."""
 
     outside_share: float
-    """Of tokens of other documents: 0 if nothing leaks."""
+    """Of tokens of other documents, with one token of the first: 0 if nothing leaks."""
     inside_share: float
     """Of the first document's tokens, with its first token: near 1, or the probe looks at what says nothing."""
     largest: float
     """The largest change outside."""
     num_outside: int
     """Tokens of other documents that were compared, for each change."""
+    moved: float
+    """The largest change of a token's outputs in documents that moved by a token, in standard deviations of all
+    outputs there: of the size of rounding if positions begin anew. 0 if no document is behind the first in its row."""
 
 
 @torch.no_grad()
 def find_leaks(
-    outputs_of: Callable[[Tensor], Tensor],
+    outputs_of: Callable[[Tensor, Tensor], Tensor],
     tokens_BT: Tensor,
     document_ids_BT: Tensor,
     *,
     vocab_size: int,
     tolerance: float = 0.0,
 ) -> Leaks:
-    """Change a token of the first document, and compare what a model says of the others.
+    """Change the first document, a token and then its length, and compare what a model says of the others.
 
-    ``outputs_of`` takes tokens [B, T] to outputs [B, T, …] of any kind: logits, hidden states, likelihoods. Ids of
-    documents differ over all rows, and are negative for padding, which is not compared. A change of at most
-    ``tolerance`` is none: 0 but for experts, whose products change in rounding with the rows that they get.
+    ``outputs_of`` takes tokens and document ids [B, T] to outputs [B, T, …] of any kind: logits, hidden states,
+    likelihoods. Ids of documents differ over all rows, and are negative for padding, which is not compared. A change
+    of at most ``tolerance`` is none: 0 but for experts, whose products change in rounding with the rows that they get.
+    ValueError if the first document has one token alone.
     """
     documents_N = document_ids_BT.flatten()
     first = int(documents_N[documents_N >= 0][0])
     inside_N = documents_N == first
     outside_N = (documents_N >= 0) & ~inside_N
-    before = outputs_of(tokens_BT).flatten(0, 1).flatten(1)
-    places = inside_N.nonzero().flatten()
+    places = inside_N.nonzero().flatten().tolist()
+    if len(places) < 2:
+        raise ValueError("the first document has one token: give rows that begin with a longer one")
+
+    def outputs(tokens: Tensor, ids: Tensor = document_ids_BT) -> Tensor:
+        return outputs_of(tokens, ids).flatten(0, 1).flatten(1)
+
+    before = outputs(tokens_BT)
     changed_outside, changed_inside, largest = torch.zeros_like(inside_N), torch.zeros_like(inside_N), 0.0
-    for place in (places[0], places[-1]):
+    for place in (places[-1], places[0]):
         other_BT = tokens_BT.clone()
         other_BT.view(-1)[place] = (tokens_BT.view(-1)[place] + 1) % vocab_size
-        difference_N = (outputs_of(other_BT).flatten(0, 1).flatten(1) - before).abs().amax(1)
+        difference_N = (outputs(other_BT) - before).abs().amax(1)
         # Not-a-number is a change too.
         changed_N = ~(difference_N <= tolerance)
         changed_outside |= changed_N & outside_N
-        largest = max(largest, float(difference_N[outside_N].amax()) if outside_N.any() else 0.0)
-        if place == places[0]:
-            changed_inside = changed_N & inside_N
-    num_outside = int(outside_N.sum())
+        changed_inside = changed_N & inside_N
+        largest = max([largest, *difference_N[outside_N].tolist()])
+    row, at = divmod(places[0], tokens_BT.shape[1])
+    moved_N = outside_N & (torch.arange(len(documents_N)) // tokens_BT.shape[1] == row)
+    moved = 0.0
+    if moved_N.any():
+        after = outputs(_shortened(tokens_BT, row, at, 0), _shortened(document_ids_BT, row, at, _PADDING))
+        differences = after.roll(1, 0)[moved_N] - before[moved_N]
+        moved = float(differences.abs().amax() / before[moved_N].std())
     return Leaks(
-        outside_share=int(changed_outside.sum()) / max(1, num_outside),
+        outside_share=int(changed_outside.sum()) / max(1, int(outside_N.sum())),
         inside_share=int(changed_inside.sum()) / len(places),
         largest=largest,
-        num_outside=num_outside,
+        num_outside=int(outside_N.sum()),
+        moved=moved,
     )
+
+
+def _shortened(values_BT: Tensor, row: int, at: int, fill: int) -> Tensor:
+    """Return rows in which one lacks an entry, with another behind its last."""
+    changed_BT = values_BT.clone()
+    changed_BT[row, at:-1] = values_BT[row, at + 1 :]
+    changed_BT[row, -1] = fill
+    return changed_BT
