@@ -1,4 +1,4 @@
-"""``verify --probe leak``: nothing leaks in a run's own layouts, kernels, chunks and mixers, and planted leaks are seen."""
+"""``verify --probe leak``: nothing leaks in a run's layouts, kernels, chunks and mixers; planted leaks are seen."""
 
 from __future__ import annotations
 
