@@ -116,7 +116,7 @@ def _evaluate(options: Options, *, as_json: bool) -> None:
     if is_rank_0:
         _say_what_is_missing(options)
     try:
-        page = evaluation.evaluate(options, _progress)
+        page = evaluation.evaluate(options, token_progress)
     except KeyboardInterrupt:
         if is_rank_0:
             note(f"{options.output} holds what was measured: the same command goes on from there.")
@@ -136,7 +136,7 @@ def _say_what_is_missing(options: Options) -> None:
         note(f"--samples {options.samples} leaves these depths without a sample: {depths}")
 
 
-def _progress(label: str, total: int | None = None) -> AbstractContextManager[Update]:
+def token_progress(label: str, total: int | None = None) -> AbstractContextManager[Update]:
     """Progress; of so many tokens with the time left."""
     from launcher.metrics.console import short_number
 

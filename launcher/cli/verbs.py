@@ -34,6 +34,7 @@ from launcher.cli import (
     practice,
     report,
     run,
+    score,
     tokenizer,
 )
 from launcher.cli.console import (
@@ -107,6 +108,7 @@ VERBS = {
             "--list",
         ),
     ),
+    "score": Verb(score.score, ("--checkpoint runs/first --data runs/data/validation --output runs/scores",)),
     "attention": Verb(
         attention.attention,
         ("--checkpoint runs/first --text README.md --length 1024 --layer 1 --head 0 --output runs/first/attention",),

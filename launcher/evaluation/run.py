@@ -66,7 +66,7 @@ def evaluate(options: Options, progress: Progress) -> Path:
 def run(options: Options, device: torch.device, progress: Progress) -> Path:
     """``evaluate`` on the process group that is there, if any. Collective."""
     if own_rank() != 0:
-        progress = _no_progress
+        progress = no_progress
     # From cheap to expensive, and all of it before anything is allocated.
     with progress("reading text, trying each task"):
         subject = on_every_rank(lambda: open_subject(options))
@@ -281,6 +281,6 @@ def _open_store(options: Options, subject: Subject, texts: Texts, stores: list[S
     return store.done
 
 
-def _no_progress(*_: Any) -> AbstractContextManager[Update]:
+def no_progress(*_: Any) -> AbstractContextManager[Update]:
     """What ranks other than the first show."""
     return nullcontext(lambda *_, **__: None)

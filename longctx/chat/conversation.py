@@ -139,7 +139,7 @@ def _turns(record: Mapping[str, Any], field: str, role: str) -> list[Any]:
 
 
 def _system(record: Mapping[str, Any], first: Message) -> str:
-    """Return the system turn that stands in a field of its own; "" if there is none, or if the messages begin with it."""
+    """Return the system turn of a field of its own; "" if there is none, or if the messages begin with it."""
     system = record.get("system")
     if not isinstance(system, str) or not system:
         return ""

@@ -8,12 +8,12 @@ It asks any trainer, by four passes of its model in evaluation mode::
     print(f"{found.outside_share:.1%} of what other documents say has changed")
 
 First one token of the first document is changed, its first one and then its last one. What the model says in other
-documents must stay as it is, bit by bit: nothing of what is computed there has another value. A mask that lets documents
-see each other changes half of it or all; so does a convolution or a state that is carried over a boundary.
+documents must stay as it is, bit by bit: nothing of what is computed there has another value. A mask that lets
+documents see each other changes half of it or all; so does a convolution or a state that goes on over a boundary.
 
 Then the first document loses its first token, and all behind it in its row move up. Positions that go on over a
-boundary change what other documents say, which no other token does. Rounding may change with the place in a row, so this
-change is one of size.
+boundary change what other documents say, which no other token does. Rounding may change with the place in a row, so
+this change is one of size.
 """
 
 from __future__ import annotations

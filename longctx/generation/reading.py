@@ -9,6 +9,7 @@ sequences, V vocabulary.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -19,6 +20,8 @@ from longctx.kernels.dtypes import int64_tensor
 from longctx.model.attention.core import KVCache, TokenChunk
 from longctx.model.attention.sequences import SequencesCache, join, tokens_of
 from longctx.model.decoder import Decoder
+from longctx.model.experts.replay import RoutingReplay
+from longctx.model.training_pass import TrainingPass
 
 CHUNK_TOKENS = 4096
 """Tokens of a prompt that one forward pass reads, on however many processes."""
@@ -129,36 +132,74 @@ def _next_pass(waiting: Mapping[int, TokenChunk], chunk_tokens: int) -> list[int
     return found
 
 
-@torch.no_grad()
 def token_nll(model: Decoder, ids: Sequence[int], *, chunk_tokens: int = CHUNK_TOKENS) -> Tensor:
     """The negative log-likelihood of each token after the first, given those before it, [T − 1], fp32.
 
     Every process that shares the model's sequences gets all of them.
     """
+    return token_scores(model, ids, chunk_tokens=chunk_tokens).nll
+
+
+@dataclass(frozen=True)
+class TokenScores:
+    """What a model says of each token of a sequence."""
+
+    nll: Tensor
+    """The negative log-likelihood of each token after the first [T − 1], fp32."""
+    experts: Tensor | None = None
+    """The experts that read each token [T, L, k], int32 on the CPU, L layers of experts; None if nobody asked."""
+
+
+@torch.no_grad()
+def token_scores(
+    model: Decoder, ids: Sequence[int], *, chunk_tokens: int = CHUNK_TOKENS, with_experts: bool = False
+) -> TokenScores:
+    """Read a sequence and score each token given those before it, with the choices of experts if they are asked for.
+
+    Every process that shares the model's sequences gets all of it. ConfigError for fewer than two tokens.
+    """
     if len(ids) < 2:
         raise ConfigError(f"{len(ids)} tokens have no likelihood: give at least 2, the first is only read.")
     check_chunk_tokens(chunk_tokens)
-    cache, found = model.new_cache(), []
+    cache, nll, experts = model.new_cache(), [], []
     # The last token has no target, but is read like the others: chunks then end where the sequence ends.
     targets = [*ids[1:], IGNORED_TARGET]
-    for chunk, hidden_BtM in read_chunks(model, ids, cache, chunk_tokens):
+    replays: list[RoutingReplay] | None = None
+    if with_experts:
+        replays = []
+    for chunk, hidden_BtM in read_chunks(model, ids, cache, chunk_tokens, replays):
         # Logits of a chunk are never whole, and each process scores the tokens that it has read.
         targets_Bt = given_tokens(chunk, targets)[None].to(hidden_BtM.device, non_blocking=True)
-        found.append(cache.collect(model.token_nll(hidden_BtM, targets_Bt), chunk)[0])
-    return torch.cat(found)[:-1]
+        nll.append(cache.collect(model.token_nll(hidden_BtM, targets_Bt), chunk)[0])
+        if replays:
+            chosen_LtK = replays.pop().experts_LNk.to(torch.int32)
+            chosen_CT = cache.collect(chosen_LtK.transpose(1, 2).flatten(0, 1).contiguous(), chunk)
+            experts.append(chosen_CT.T.unflatten(1, (len(chosen_LtK), -1)).cpu())
+    return TokenScores(torch.cat(nll)[:-1], torch.cat(experts) if experts else None)
 
 
 def read_chunks(
-    model: Decoder, ids: Sequence[int], cache: KVCache, chunk_tokens: int
+    model: Decoder,
+    ids: Sequence[int],
+    cache: KVCache,
+    chunk_tokens: int,
+    replays: list[RoutingReplay] | None = None,
 ) -> Iterator[tuple[TokenChunk, Tensor]]:
-    """Read tokens behind those of the cache; yield each chunk and the hidden states [1, t, M] of its tokens here."""
+    """Read tokens behind those of the cache; yield each chunk and the hidden states [1, t, M] of its tokens here.
+
+    To ``replays`` the choices of experts for these tokens are appended before each chunk is yielded.
+    """
     device, first = _device_of(model), cache.num_tokens
     for chunk in cache.chunks(len(ids), chunk_tokens):
         # Copied without a wait: the device is still busy with the chunk before.
         tokens_Bt = given_tokens(chunk, ids, first)[None].to(device, non_blocking=True)
         # A position is an index in the sequence: the cache holds all of it, from the first token on.
         positions_Bt = chunk.indices[None].to(device, non_blocking=True)
-        yield chunk, model(tokens_Bt, positions_Bt, cache=cache, chunk=chunk)
+        training_pass = None
+        if replays is not None:
+            replays.append(RoutingReplay())
+            training_pass = TrainingPass(replay=replays[-1])
+        yield chunk, model(tokens_Bt, positions_Bt, cache=cache, chunk=chunk, training_pass=training_pass)
 
 
 def given_tokens(chunk: TokenChunk, ids: Sequence[int], first: int = 0) -> Tensor:

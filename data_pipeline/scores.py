@@ -1,0 +1,115 @@
+"""Arrow files of what a model says of each token of some documents: ids, log-likelihoods, choices of experts."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+
+from data_pipeline.marked import mask_of
+from longctx.errors import DataError
+from longctx.files import write_atomically
+
+_TOTAL = b"longctx.total"
+"""Key of the sums in a file's metadata."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ScoredDocument:
+    """A row of a file."""
+
+    number: int
+    name: str
+    ids: np.ndarray
+    """[N]."""
+    nll: np.ndarray | None
+    """Negative log-likelihoods of the tokens after the first [N − 1], nats; None of a document of one token."""
+    experts: np.ndarray | None
+    """The experts that read each token [N, K], layer after layer; None if nobody asked, and of one token."""
+    counted: np.ndarray | None
+    """The runs of tokens that count in a loss, as ``EncodedDocument.counted`` has them; None for all."""
+
+
+@dataclass(frozen=True)
+class Total:
+    """What the files of a folder say in all."""
+
+    documents: int = 0
+    tokens: int = 0
+    """With a likelihood: all but the first one of each document."""
+    log_likelihood: float = 0.0
+    """Sum, nats."""
+    counted_tokens: int = 0
+    """Of them those that the folder counts in a loss."""
+    counted_log_likelihood: float = 0.0
+
+    @property
+    def mean(self) -> float:
+        """Log-likelihood of a token, nats."""
+        return self.log_likelihood / max(1, self.tokens)
+
+    @property
+    def counted_mean(self) -> float:
+        """That of a token that counts."""
+        return self.counted_log_likelihood / max(1, self.counted_tokens)
+
+    def __add__(self, other: Total) -> Total:
+        return Total(*(mine + theirs for mine, theirs in zip(vars(self).values(), vars(other).values(), strict=True)))
+
+
+def write_scores(path: Path, documents: Sequence[ScoredDocument], *, experts_a_token: int = 0) -> None:
+    """Write a file at once; a row is a document, a list has an entry for each of its tokens."""
+    fields = [
+        pa.field("document", pa.int64()),
+        pa.field("name", pa.string()),
+        pa.field("tokens", pa.list_(pa.int32())),
+        pa.field("log_likelihood", pa.list_(pa.float32())),
+    ]
+    if experts_a_token:
+        fields.append(pa.field("experts", pa.list_(pa.list_(pa.int16(), experts_a_token))))
+    total = Total()
+    columns: dict[str, list[Any]] = {field.name: [] for field in fields}
+    for document in documents:
+        likelihoods = np.full(len(document.ids), np.nan, np.float32)
+        if document.nll is not None:
+            likelihoods[1:] = -document.nll
+        total += _total_of(likelihoods[1:], document.counted)
+        columns["document"].append(document.number)
+        columns["name"].append(document.name)
+        columns["tokens"].append(document.ids.astype(np.int32))
+        # Null, and no number, where there is none.
+        columns["log_likelihood"].append(pa.array(likelihoods, from_pandas=True))
+        if experts_a_token:
+            # −1 is none: a document of one token is not read.
+            chosen = document.experts
+            if chosen is None:
+                chosen = np.full((len(document.ids), experts_a_token), -1)
+            columns["experts"].append(list(chosen.astype(np.int16)))
+    schema = pa.schema(fields, metadata={_TOTAL: json.dumps(vars(total))})
+    sink = pa.BufferOutputStream()
+    with pa.ipc.new_file(sink, schema) as writer:
+        writer.write_table(pa.table(columns, schema=schema))
+    write_atomically(path, sink.getvalue())
+
+
+def read_total(path: Path) -> Total:
+    """Return the sums that a file's footer has; DataError for what is no such file."""
+    try:
+        with pa.OSFile(str(path)) as file:
+            return Total(**json.loads((pa.ipc.open_file(file).schema.metadata or {})[_TOTAL]))
+    except (OSError, pa.ArrowInvalid, LookupError, ValueError, TypeError) as error:
+        raise DataError(f"{path} is not a file of scores: {error}. Remove it, and give the same command.") from error
+
+
+def _total_of(likelihoods: np.ndarray, counted: np.ndarray | None) -> Total:
+    """Return the sums of a document's tokens after the first [N − 1]; ``counted`` are the runs of all N that count."""
+    is_counted = np.ones(len(likelihoods), bool)
+    if counted is not None:
+        is_counted = mask_of(counted, len(likelihoods) + 1)[1:]
+    sums = [float(values.sum(dtype=np.float64)) for values in (likelihoods, likelihoods[is_counted])]
+    return Total(1, len(likelihoods), sums[0], int(is_counted.sum()), sums[1])

@@ -1,0 +1,238 @@
+"""``score``: the log-likelihood of every token of a shard folder, over ranks, in Arrow files.
+
+The ranks of a context group read one document together; each data rank has documents of its own. Documents come in
+blocks, and a block's file is written once all of it is known: the same command goes on behind the last file.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from data_pipeline.scores import ScoredDocument, Total, read_total, write_scores
+from data_pipeline.shards.reader import ShardSet
+from data_pipeline.shards.verify import deal, open_verified
+from launcher.checkpoint.tokenizers import check_same_tokenizer
+from launcher.evaluation.computation import Computation
+from launcher.evaluation.model import build_decoder
+from launcher.evaluation.opened import OpenedModel, check_positions, open_model
+from launcher.evaluation.ranks import build_mesh, joined_ranks
+from launcher.evaluation.run import Progress, Update, no_progress
+from launcher.evaluation.store import locked
+from longctx.config import ModelConfig
+from longctx.errors import CheckpointError, ConfigError, DataError
+from longctx.files import write_atomically
+from longctx.generation.reading import TokenScores, token_scores
+from longctx.model.decoder import Decoder
+from longctx.tokenizer.rows import check_rows
+from longctx.untrusted.reading import read_json
+from parallel.comm.world import gather_objects, on_every_rank, on_rank_0, own_rank
+from parallel.mesh import Mesh
+
+SETTINGS_FILE = "scores.json"
+BLOCK_TOKENS = 1 << 20
+"""Tokens of a block: a command that is stopped loses no more, and rank 0 holds the scores of as many."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ScoreOptions(Computation):
+    """One call of ``score``. Every rank has the same."""
+
+    checkpoint: Path
+    data: str
+    """A shard folder, or its URL."""
+    output: Path
+    tokenizer: Path | None = None
+    experts: bool = False
+    """Whether the choices of experts are written too."""
+    beyond_positions: bool = False
+
+
+def score(options: ScoreOptions, progress: Progress) -> Total:
+    """Score every document on the ranks that a launcher started, or in this process; returns the sums."""
+    with joined_ranks(options) as device:
+        return run(options, device, progress)
+
+
+def run(options: ScoreOptions, device: torch.device, progress: Progress) -> Total:
+    """``score`` on the process group that is there, if any. Collective."""
+    if own_rank() != 0:
+        progress = no_progress
+    opened, shards = on_every_rank(lambda: _open(options))
+    mesh = build_mesh(options, opened.model)
+    blocks = list(_blocks(shards))
+    with ExitStack() as stack:
+        missing = on_rank_0(lambda: _settle(options, opened, shards, blocks, stack))
+        if missing:
+            with progress(f"loading {opened.folder}"):
+                decoder = build_decoder(opened, mesh, getattr(torch, options.dtype), device)
+            tokens = sum(int(_lengths(shards, block).sum()) for block in missing)
+            with progress(f"scoring {shards.folder}", tokens) as update:
+                _Scorer(options, opened, shards, mesh, decoder).score(missing, update)
+        return on_rank_0(lambda: sum((read_total(_file_of(options.output, block)) for block in blocks), Total()))
+
+
+class _Scorer:
+    """Scores blocks of documents on a mesh; rank 0 writes their files."""
+
+    def __init__(
+        self, options: ScoreOptions, opened: OpenedModel, shards: ShardSet, mesh: Mesh, decoder: Decoder
+    ) -> None:
+        self._options, self._opened, self._shards = options, opened, shards
+        self._mesh, self._decoder = mesh, decoder
+
+    def score(self, blocks: Sequence[range], update: Update) -> None:
+        """Score and write each block. Collective."""
+        done = 0
+        update(0)
+        for block in blocks:
+            lengths = _lengths(self._shards, block)
+            mine = [block[at] for at in deal(lengths.tolist(), self._mesh.data)[self._mesh.data_rank]]
+            scores = on_every_rank(lambda mine=mine: {document: self._of_document(document) for document in mine})
+            # All ranks of a context group have them; one of them speaks.
+            if self._mesh.context_rank != 0:
+                scores = {}
+            found = {document: of_one for part in gather_objects(scores) for document, of_one in part.items()}
+            on_rank_0(lambda block=block, found=found: self._write(block, found))
+            done += int(lengths.sum())
+            update(done, note=f"{block.stop:,} of {self._shards.num_documents:,} documents")
+
+    def _of_document(self, document: int) -> TokenScores | None:
+        """Return the scores of a document, on the CPU; None if it has no second token."""
+        self._shards.check_files([document])
+        ids = self._shards.document(document).astype(np.int64)
+        if len(ids) < 2:
+            return None
+        check_rows(self._opened.tokenizer, ids, f"document {document} of {self._shards.folder}")
+        options = self._options
+        scores = token_scores(
+            self._decoder, ids.tolist(), chunk_tokens=options.chunk_tokens, with_experts=options.experts
+        )
+        check_finite(scores.nll, self._opened.folder, f"document {document}", options.dtype)
+        return TokenScores(scores.nll.cpu(), scores.experts)
+
+    def _write(self, block: range, found: Mapping[int, TokenScores | None]) -> None:
+        documents = []
+        for document in block:
+            scores = found[document]
+            nll, experts = None, None
+            if scores is not None:
+                nll = scores.nll.numpy()
+                if scores.experts is not None:
+                    experts = scores.experts.flatten(1).numpy()
+            documents.append(
+                ScoredDocument(
+                    number=document,
+                    name=self._shards.name(document),
+                    ids=self._shards.document(document),
+                    nll=nll,
+                    experts=experts,
+                    counted=self._shards.counted(document),
+                )
+            )
+        experts_a_token = 0
+        if self._options.experts:
+            experts_a_token = _experts_a_token(self._opened.model)
+        write_scores(_file_of(self._options.output, block), documents, experts_a_token=experts_a_token)
+
+
+def check_finite(nll: torch.Tensor, folder: Path, name: str, dtype: str) -> None:
+    """CheckpointError unless every loss of a text is a number."""
+    # One such number would make every mean that it is part of another one, or none.
+    if not nll.isfinite().all():
+        raise CheckpointError(
+            f"{folder}: the loss of {name!r} is not finite from token {int((~nll.isfinite()).nonzero()[0]) + 1} on: "
+            f"the weights are broken, or too large for --dtype {dtype}. Try an earlier checkpoint, or --dtype float32."
+        )
+
+
+def _open(options: ScoreOptions) -> tuple[OpenedModel, ShardSet]:
+    """Open model and shards; an error of one screen unless they fit each other."""
+    opened = open_model(options.checkpoint, options.tokenizer)
+    if options.experts and not opened.model.num_experts:
+        raise ConfigError(f"--experts: {opened.folder} has no experts. Leave the option out.")
+    shards = open_verified(options.data)
+    if options.tokenizer is None:
+        check_same_tokenizer(opened.folder, shards)
+    check_positions(
+        opened.model,
+        shards.longest_document(),
+        asked=f"the longest document of {shards.folder} has {shards.longest_document():,} tokens",
+        advice=f"Build shards of documents of {opened.model.max_positions} tokens or less",
+        beyond=options.beyond_positions,
+    )
+    return opened, shards
+
+
+def _blocks(shards: ShardSet) -> Iterator[range]:
+    """Yield neighbouring documents of about ``BLOCK_TOKENS``, the same on any number of ranks."""
+    lengths = _lengths(shards, range(shards.num_documents))
+    of_block = (np.cumsum(lengths) - lengths) // BLOCK_TOKENS
+    bounds = [0, *(np.flatnonzero(np.diff(of_block)) + 1).tolist(), len(lengths)]
+    for start, stop in pairwise(bounds):
+        if start < stop:
+            yield range(start, stop)
+
+
+def _lengths(shards: ShardSet, documents: range) -> np.ndarray:
+    return shards.lengths_of(np.arange(documents.start, documents.stop))
+
+
+def _file_of(folder: Path, block: range) -> Path:
+    return folder / f"{block.start:09d}.arrow"
+
+
+def _settle(
+    options: ScoreOptions, opened: OpenedModel, shards: ShardSet, blocks: Sequence[range], stack: ExitStack
+) -> list[range]:
+    """Return the blocks that have no file; the folder is locked until the stack is left.
+
+    ConfigError names the settings that differ from those of the files in it.
+    """
+    stack.enter_context(locked(options.output))
+    settings = {
+        "weights": opened.fingerprint,
+        "tokenizer": opened.tokenizer.fingerprint,
+        "data": shards.manifest.hash,
+        "dtype": options.dtype,
+        "experts": options.experts,
+        "block_tokens": BLOCK_TOKENS,
+    }
+    path = options.output / SETTINGS_FILE
+    if path.is_file():
+        before = _read_settings(path)
+        lines = [
+            f"  {name}: there {before.get(name)!r}, now {value!r}"
+            for name, value in settings.items()
+            if before.get(name) != value
+        ]
+        if lines:
+            raise ConfigError(
+                f"--output {options.output} holds scores with other settings:\n" + "\n".join(lines) + "\nTake the same "
+                "settings to go on with it, or another --output."
+            )
+    write_atomically(path, f"{json.dumps(settings, indent=1)}\n".encode())
+    return [block for block in blocks if not _file_of(options.output, block).is_file()]
+
+
+def _read_settings(path: Path) -> dict[str, Any]:
+    try:
+        settings = read_json(path)
+    except (OSError, ValueError) as error:
+        raise DataError(f"{path} cannot be read: {error}. Choose another --output.") from error
+    if not isinstance(settings, dict):
+        raise DataError(f"{path} is not the file of scores. Choose another --output.")
+    return settings
+
+
+def _experts_a_token(model: ModelConfig) -> int:
+    """Return how many experts read a token: of the first layer of experts, then of the next."""
+    return model.experts_per_token * sum(model.has_experts(layer) for layer in range(model.num_layers))
