@@ -51,6 +51,7 @@ NAMES = (
 SEPARATE = {
     "endurance": "one run of 50,000 steps, forty minutes; fewer do not tell growth from caches that fill",
     "plan_memory": "eleven runs by the launcher, up to four ranks, some twenty minutes",
+    "tuning": "needs TRL in an environment of its own ($LONGCTX_TRL_PYTHON); ten minutes",
     "plan_seconds": "ten runs beside their plans, up to half an hour; needs a machine without other programs",
 }
 """Benchmarks with bounds that run when they are named, and why they are no part of the run without names."""
