@@ -36,7 +36,7 @@ from benchmarks.bounds import Bound, conclude, parse
 from launcher.cluster.command import torchrun
 from launcher.metrics.record import read_metrics
 
-PEER = Path(__file__).with_name("tuning_trl.py")
+PEER = Path(__file__).parent / "tuned" / "trl_side.py"
 STEPS, LR = 20, 1e-3
 SMALL = {
     "vocab_size": 1024,

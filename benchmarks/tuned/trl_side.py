@@ -1,10 +1,12 @@
 """TRL's side of ``benchmarks.tuning``, run by the Python that has it: makes the model, and trains it.
 
-    python tuning_trl.py make FOLDER SHAPE
-    python tuning_trl.py train SETTINGS
+    python trl_side.py make FOLDER SHAPE
+    python trl_side.py train SETTINGS
 
 Both take JSON. It imports nothing of this project.
 """
+
+# pyright: reportMissingImports=false
 
 from __future__ import annotations
 
