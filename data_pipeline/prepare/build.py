@@ -32,7 +32,8 @@ from data_pipeline.shards.verify import open_verified
 from data_pipeline.shards.writer import DEFAULT_SHARD_TOKENS
 from data_pipeline.stores.client import list_objects
 from data_pipeline.stores.urls import Location, ObjectPath, locate
-from longctx.chat.rule import ChatRule, chat_options, settled, with_template
+from longctx.chat.carried import with_chat
+from longctx.chat.rule import ChatRule, chat_options, settled
 from longctx.errors import DataError
 from longctx.files import explained_writes
 from longctx.tokenizer.contract import Tokenizer
@@ -139,7 +140,7 @@ def build_shards(
         **rule.options(),
     }
     if chat is not None:
-        tokenizer = with_template(tokenizer, chat)
+        tokenizer = with_chat(tokenizer, chat)
         options["chat"] = chat_options(tokenizer, chat)
     sources = [source.fingerprint()]
     if isinstance(output, ObjectPath):

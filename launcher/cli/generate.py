@@ -31,6 +31,8 @@ def generate(
     prompt_file: Annotated[Path | None, _PROMPT, arg(metavar="F|-")] = None,
     prompts_file: Annotated[Path | None, _PROMPT, arg(metavar="F|-")] = None,
     max_new_tokens: int,
+    chat: bool = False,
+    system: str = "",
     choosing: OmitArgPrefixes[Choosing],
     output: Annotated[Path | None, arg(metavar="F")] = None,
     max_sequences: int | None = None,
@@ -50,6 +52,9 @@ def generate(
         prompt_file: UTF-8 file with the prompt, to its last newline, of any length; - is standard input.
         prompts_file: JSON lines with a "prompt" each; a JSON line comes out for each, in the same order.
         max_new_tokens: Tokens to add at most.
+        chat: Render each prompt, what a user says, or a line's "messages" by the model's chat template; end with the
+            reply.
+        system: Of a chat the system turn.
         choosing: How tokens are chosen.
         output: New file for the result, instead of standard output, where deepspeed writes as well.
         max_sequences: Prompts of --prompts-file under way together, in each group of ranks; as memory allows, up to 8.
@@ -62,7 +67,7 @@ def generate(
 
     options = Options(
         checkpoint=checkpoint,
-        prompts=PromptSource(text=prompt, file=prompt_file, lines=prompts_file),
+        prompts=PromptSource(text=prompt, file=prompt_file, lines=prompts_file, chat=chat, system=system),
         max_new_tokens=max_new_tokens,
         strategy=choosing.strategy(),
         penalties=choosing.penalties(),

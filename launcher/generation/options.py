@@ -35,6 +35,8 @@ class Options(Computation):
     def __post_init__(self) -> None:
         super().__post_init__()
         check_strings(self.stops)
+        if self.prompts.system and not self.prompts.chat:
+            raise ConfigError("--system is the first turn of a chat: give --chat with it.")
         if self.max_new_tokens < 0:
             raise ConfigError(f"--max-new-tokens {self.max_new_tokens} must not be negative.")
         if not self.has_many and self.max_sequences is not None:

@@ -5,11 +5,13 @@ from __future__ import annotations
 import sys
 from array import array
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from launcher.evaluation.opened import OpenedModel, check_positions
+from longctx.chat.conversation import Conversation, Message, NoConversationError, conversation_of
+from longctx.chat.encode import ChatEncoder, NotCountedError
 from longctx.errors import ConfigError, DataError
 from longctx.untrusted.reading import parse_json
 
@@ -24,12 +26,16 @@ class PromptSource:
     file: Path | None = None
     """A text, to its last newline; - is standard input."""
     lines: Path | None = None
-    """JSON lines with a "prompt" each; - is standard input."""
+    """JSON lines with a "prompt" each, or for a chat with "messages"; - is standard input."""
+    chat: bool = False
+    """Whether a text is what a user says, and the model's chat template renders it."""
+    system: str = ""
+    """The system turn of a chat."""
 
     def read(self) -> list[Prompt]:
         """The prompts; ConfigError for a file that is not there, is not UTF-8, or has a line without a prompt."""
         if self.lines is not None:
-            return _read_lines(self.lines)
+            return _read_lines(self.lines, chat=self.chat)
         if self.file is not None:
             return [Prompt(_read_text(self.file, "--prompt-file"), {})]
         return [Prompt(self.text or "", {})]
@@ -42,6 +48,34 @@ class Prompt:
     text: str
     fields: dict[str, Any]
     """All that its line says: it comes back with the continuation."""
+
+
+def encode_chats(
+    source: PromptSource, prompts: Sequence[Prompt], opened: OpenedModel
+) -> tuple[list[array[int]], set[int]]:
+    """The ids of each conversation with the prompt for a reply, and the ids that end one.
+
+    ConfigError for a conversation that is none, or that the chat template refuses; DataError for a model without one.
+    """
+    encoder = ChatEncoder(opened.tokenizer)
+    system: tuple[Message, ...] = ()
+    if source.system:
+        system = ({"role": "system", "content": source.system},)
+    found = []
+    try:
+        for index, prompt in enumerate(prompts):
+            try:
+                if "messages" in prompt.fields:
+                    conversation = conversation_of(prompt.fields, "messages")
+                else:
+                    conversation = Conversation(({"role": "user", "content": prompt.text},))
+                conversation = replace(conversation, messages=system + conversation.messages)
+                found.append(array("i", encoder.encode_prompt(conversation).tolist()))
+            except (NoConversationError, NotCountedError) as error:
+                raise ConfigError(f"{_named(source, index)}: {error}.") from error
+        return found, encoder.turn_ends()
+    finally:
+        encoder.close()
 
 
 def encode_prompts(source: PromptSource, prompts: Sequence[Prompt], opened: OpenedModel) -> list[array[int]]:
@@ -96,7 +130,7 @@ def _named(source: PromptSource, index: int) -> str:
     return "the prompt"
 
 
-def _read_lines(path: Path) -> list[Prompt]:
+def _read_lines(path: Path, *, chat: bool) -> list[Prompt]:
     """One prompt a line, ``{"prompt": TEXT, …}``; ConfigError for a line that is none, by its number."""
     # Empty lines at the end are no lines. One in between may be a prompt that was lost.
     content = _read_text(path, "--prompts-file").rstrip()
@@ -104,16 +138,21 @@ def _read_lines(path: Path) -> list[Prompt]:
         raise ConfigError(f'--prompts-file {path} has no prompt. Write one a line: {{"prompt": "def main("}}')
     # Not splitlines: a JSON text may hold the other characters that it takes for the end of a line.
     lines = content.split("\n")
-    return [_prompt(line, f"--prompts-file {path}, line {number}") for number, line in enumerate(lines, start=1)]
+    places = [f"--prompts-file {path}, line {number}" for number in range(1, len(lines) + 1)]
+    return [_prompt(line, where, chat=chat) for line, where in zip(lines, places, strict=True)]
 
 
-def _prompt(line: str, where: str) -> Prompt:
+def _prompt(line: str, where: str, *, chat: bool) -> Prompt:
     if not line.strip():
         raise ConfigError(f"{where} is empty. {_EXAMPLE}")
     try:
         fields = parse_json(line.encode())
     except ValueError as error:
         raise ConfigError(f"{where} is no JSON ({error}). {_EXAMPLE}") from error
+    if isinstance(fields, dict) and "messages" in fields:
+        if not chat:
+            raise ConfigError(f'{where} has "messages": a chat template renders these, with --chat.')
+        return Prompt("", fields)
     if not isinstance(fields, dict) or not isinstance(fields.get("prompt"), str):
         raise ConfigError(f'{where} has no text under "prompt". {_EXAMPLE}')
     return Prompt(fields["prompt"], fields)

@@ -7,7 +7,7 @@ gets all continuations.
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -19,7 +19,7 @@ from launcher.evaluation.model import build_decoder
 from launcher.evaluation.opened import OpenedModel, open_model
 from launcher.evaluation.ranks import build_mesh, joined_ranks
 from launcher.generation.options import Options
-from launcher.generation.prompts import Prompt, check_space, encode_prompts
+from launcher.generation.prompts import Prompt, check_space, encode_chats, encode_prompts
 from launcher.generation.shares import Shares
 from longctx.errors import ConfigError
 from longctx.generation.batch import MAX_SEQUENCES, generate_batch
@@ -42,12 +42,13 @@ class Session:
         device: torch.device,
         prompts: Sequence[Prompt],
         prompt_ids: Sequence[array[int]],
+        turn_ends: Collection[int],
     ) -> None:
         self.opened, self.mesh = opened, mesh
         self.prompts = prompts
         """On rank 0; empty on the others."""
         self.prompt_ids = prompt_ids
-        self.stop_ids = set(opened.tokenizer.special.stops)
+        self.stop_ids = {*opened.tokenizer.special.stops, *turn_ends}
         """A token of these ends a continuation."""
         self._options, self._device = options, device
         self._model: Decoder | None = None
@@ -136,15 +137,19 @@ def _checked_session(options: Options, device: torch.device) -> Session:
             f"the others nothing to do.\nLeave --parallel.context out, or give many prompts: --prompts-file F"
         )
     prompts: list[Prompt] = []
-    prompt_ids = on_rank_0(lambda: _read_and_check(options, opened, prompts))
-    return Session(options, opened, mesh, device, prompts, prompt_ids)
+    prompt_ids, turn_ends = on_rank_0(lambda: _read_and_check(options, opened, prompts))
+    return Session(options, opened, mesh, device, prompts, prompt_ids, turn_ends)
 
 
-def _read_and_check(options: Options, opened: OpenedModel, prompts: list[Prompt]) -> list[array[int]]:
-    """Add what is to be continued to ``prompts``, and return the ids of each."""
+def _read_and_check(options: Options, opened: OpenedModel, prompts: list[Prompt]) -> tuple[list[array[int]], set[int]]:
+    """Add what is to be continued to ``prompts``; return the ids of each, and those that end a reply of a chat."""
     source = options.prompts
     prompts += source.read()
-    prompt_ids = encode_prompts(source, prompts, opened)
+    turn_ends: set[int] = set()
+    if source.chat:
+        prompt_ids, turn_ends = encode_chats(source, prompts, opened)
+    else:
+        prompt_ids = encode_prompts(source, prompts, opened)
     lengths = [len(ids) for ids in prompt_ids]
     check_space(source, lengths, options.max_new_tokens, opened, beyond=options.beyond_positions)
-    return prompt_ids
+    return prompt_ids, turn_ends

@@ -23,6 +23,7 @@ from launcher.metrics.throughput import training_flops
 from launcher.training.data_check import check_data
 from launcher.training.data_fetch import fetch_data
 from launcher.training.origin import Kind, Origin
+from longctx.chat.carried import tuned_files
 from longctx.config import ModelConfig
 from longctx.conversion.companions import read_notices
 from longctx.errors import ConfigError
@@ -152,7 +153,8 @@ def _tokenizer_files(
 ) -> dict[str, bytes]:
     """Return the tokenizer's files for the run's checkpoints, read by rank 0 alone.
 
-    They are those of the checkpoint that it goes on from (a chat template among them, and licences), else the data's.
+    They are those of the checkpoint that it goes on from, and licences, else the data's; of conversations the data's
+    chat template, which the model learns.
     DataError unless checkpoint and data have one tokenizer; the log says if there is none to compare with.
     """
     if mesh.rank != 0:
@@ -165,7 +167,11 @@ def _tokenizer_files(
     notices = read_notices(origin)
     if has_tokenizer(origin):
         check_same_tokenizer(origin, loader.shards)
-        return load_tokenizer(origin).files | notices
+        files = load_tokenizer(origin).files
+        chats = [folder for folder in loader.folders if folder.is_masked]
+        if chats:
+            files = tuned_files(files, chats[0].tokenizer().files, origin)
+        return files | notices
     return uncompared_files(origin, loader.shards.tokenizer()) | notices
 
 

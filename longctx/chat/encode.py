@@ -16,9 +16,9 @@ from typing import Any
 import numpy as np
 
 from longctx.chat.conversation import ASSISTANT, Conversation
-from longctx.chat.guard import Guard
+from longctx.chat.guard import Guard, Restored
 from longctx.chat.rule import ChatRule, TrainOn
-from longctx.chat.template import ChatTemplate, TemplateError
+from longctx.chat.template import ChatTemplate, Rendered, TemplateError
 from longctx.chat.template_files import DEFAULT, WITH_TOOLS, find_templates, variables
 from longctx.errors import DataError
 from longctx.tokenizer.contract import Tokenizer
@@ -104,20 +104,8 @@ class ChatEncoder:
             asks = [ask for turn in replies for ask in ((turn, True), (turn + 1, False))]
         elif not _counts_all(conversation, train_on):
             asks = [ask for turn in replies for ask in ((turn, False), (turn + 1, False))]
-        try:
-            rendered = template.render(
-                guard.hide(list(conversation.messages)),
-                tools=guard.hide(list(conversation.tools)) or None,
-                variables=self._variables,
-                beginnings=asks,
-            )
-            restored, places = guard.restore(rendered.text)
-        except TemplateError as error:
-            if not error.is_refusal:
-                raise
-            raise NotCountedError("the chat template refuses it", error.reason) from error
-        except ValueError as error:
-            raise NotCountedError("control tokens in its text", str(error)) from error
+        rendered = self._rendered(template, conversation, guard, beginnings=asks)
+        restored, places = _restored(guard, rendered.text)
         located = encode_rendered(self.tokenizer, restored.text, restored.plain)
         growth = np.cumsum([0, *(stop - start - 1 for start, stop in restored.plain)])
 
@@ -132,6 +120,26 @@ class ChatEncoder:
             marked = [(moved(start), moved(stop)) for start, stop in rendered.spans]
             counted = self._counted(template, conversation, located, restored.text, spans, marked, bool(asks))
         return EncodedChat(restored.text, located.ids, counted)
+
+    def encode_prompt(self, conversation: Conversation) -> np.ndarray:
+        """Return the ids of a conversation with the prompt for its next reply, int32 [N].
+
+        NotCountedError if the template refuses it.
+        """
+        guard = Guard(self._spellings)
+        rendered = self._rendered(self._template(conversation), conversation, guard, add_generation_prompt=True)
+        restored, _ = _restored(guard, rendered.text)
+        return encode_rendered(self.tokenizer, restored.text, restored.plain).ids
+
+    def turn_ends(self) -> set[int]:
+        """Return the control token that ends a reply, if the template writes one: a reply's last."""
+        usual = Conversation(({"role": "user", "content": "a"}, {"role": ASSISTANT, "content": "b"}), (), (True, True))
+        try:
+            encoded = self.encode(usual)
+        except NotCountedError:
+            return set()
+        last = encoded.ids[encoded.counted][-1:]
+        return {int(token) for token in last if self.tokenizer.is_control[token]}
 
     def _counted(
         self,
@@ -171,6 +179,18 @@ class ChatEncoder:
                 f"{text[max(0, start - 10) : start]!r} and {text[start : start + 10]!r}",
             )
 
+    def _rendered(self, template: ChatTemplate, conversation: Conversation, guard: Guard, **options: Any) -> Rendered:
+        """Return a conversation as text, what would pass for control tokens hidden by the guard."""
+        try:
+            messages, tools = guard.hide(list(conversation.messages)), guard.hide(list(conversation.tools))
+            return template.render(messages, tools=tools or None, variables=self._variables, **options)
+        except TemplateError as error:
+            if not error.is_refusal:
+                raise
+            raise NotCountedError("the chat template refuses it", error.reason) from error
+        except ValueError as error:
+            raise NotCountedError("control tokens in its text", str(error)) from error
+
     def _template(self, conversation: Conversation) -> ChatTemplate:
         if conversation.tools and WITH_TOOLS in self._templates:
             return self._templates[WITH_TOOLS]
@@ -180,6 +200,13 @@ class ChatEncoder:
             f"tokenizer={self.tokenizer.path} has the chat templates {', '.join(self._templates)} and none of them is "
             "its default. Name one: --chat-template FILE."
         )
+
+
+def _restored(guard: Guard, text: str) -> tuple[Restored, list[int]]:
+    try:
+        return guard.restore(text)
+    except ValueError as error:
+        raise NotCountedError("control tokens in its text", str(error)) from error
 
 
 def _replies(conversation: Conversation, train_on: TrainOn) -> list[int]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import datetime
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
@@ -10,7 +9,7 @@ from typing import Any, Literal
 
 import xxhash
 
-from longctx.chat.template_files import TEMPLATE_FILE, find_templates
+from longctx.chat.template_files import find_templates
 from longctx.tokenizer.contract import Tokenizer
 
 _TELLS_TIME = "strftime_now"
@@ -50,15 +49,6 @@ def settled(rule: ChatRule, tokenizer: Tokenizer, recorded: Mapping[str, Any]) -
     if rule.now or not any(_TELLS_TIME in text for text in texts):
         return rule
     return replace(rule, now=recorded.get("now") or datetime.date.today().isoformat())
-
-
-def with_template(tokenizer: Tokenizer, rule: ChatRule) -> Tokenizer:
-    """Return the tokenizer with the rule's template among its files, if the rule gives one."""
-    if rule.template is None:
-        return tokenizer
-    changed = copy.copy(tokenizer)
-    changed.files = {**tokenizer.files, TEMPLATE_FILE: rule.template.encode()}
-    return changed
 
 
 def chat_options(tokenizer: Tokenizer, rule: ChatRule) -> dict[str, Any]:
