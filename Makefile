@@ -1,5 +1,6 @@
 # make demo    set up, then the whole road: corpus, tokenizer, shards, pretraining, resume, report, export
 # make demo-recall   set up, then a small model that finds needles: training over ranks, evaluation, pictures
+# make demo-chat     set up, then a base model learns to answer in a chat template, over ranks; before and after
 # make test    set up, then the tests
 # make test-core   set up, then one case of each promise of the README, in a minute or so
 # make test TARGET=torch2.11   the same under Python 3.12 and PyTorch 2.11, in an environment of its own (docs/versions.md)
@@ -27,6 +28,7 @@ STAMP := $(VENV)/.installed
 TORCH_CPU_INDEX ?= https://download.pytorch.org/whl/cpu
 RUN ?= runs/quickstart
 RECALL_RUN ?= runs/recall
+CHAT_RUN ?= runs/chat
 WORKERS ?= 3
 PART ?= 1/1
 
@@ -36,7 +38,7 @@ endif
 export DS_ACCELERATOR
 export TORCH_EXTENSIONS_DIR ?= $(CURDIR)/$(VENV)/torch_extensions
 
-.PHONY: setup demo demo-recall test test-core bench faults lint clean
+.PHONY: setup demo demo-recall demo-chat test test-core bench faults lint clean
 
 setup: $(STAMP)
 
@@ -63,6 +65,9 @@ demo: setup
 
 demo-recall: setup
 	@bash launcher/demo_recall.sh $(RECALL_RUN)
+
+demo-chat: setup
+	@bash launcher/demo_chat.sh $(CHAT_RUN)
 
 test: setup
 	@# In the order of tests/conftest.py: by itself xdist begins with the files of most tests, not the longest. Three workers

@@ -24,6 +24,7 @@ def practice(
     questions: Annotated[_Range, arg(metavar="FEWEST MOST")] = (1, 4),
     kind: Literal["number", "word", "uuid"] = "word",
     seed: int = 0,
+    messages: bool = False,
     overwrite: bool = False,
 ) -> None:
     """Write documents from which a model learns recall: codes hidden in plain sentences, then questions for them.
@@ -39,6 +40,7 @@ def practice(
         questions: Questions at the end, each for another pair.
         kind: Of what a code consists.
         seed: Seed of all that is drawn.
+        messages: Write conversations, with the field "messages": a user asks, an assistant answers.
         overwrite: Replace a file that is there.
     """
     from longctx.evaluation.practice import Practice
@@ -56,7 +58,10 @@ def practice(
     with progress("writing documents", total=documents) as update:
         # The number is all that a document depends on beside the options.
         for number in range(documents):
-            lines.append(json.dumps({"text": drawn.document(number)}))
+            record: dict[str, object] = {"text": drawn.document(number)}
+            if messages:
+                record = {"messages": drawn.conversation(number)}
+            lines.append(json.dumps(record))
             update(number + 1)
     text = "".join(f"{line}\n" for line in lines).encode()
     write_atomically(output, text)

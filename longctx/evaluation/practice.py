@@ -64,11 +64,33 @@ class Practice:
 
     def document(self, index: int) -> str:
         """Document number ``index``: the same whichever others are made."""
+        context, asked = self._drawn(index)
+        if not asked:
+            return context
+        questions = [f"{question_of(key)} {code}." for key, code in asked]
+        return f"{INTRODUCTION}{context}{''.join(questions)}"
+
+    def conversation(self, index: int) -> list[dict[str, str]]:
+        """The same as messages: the text with the first question, the answer, and then the other questions."""
+        context, asked = self._drawn(index)
+        if not asked:
+            raise ConfigError("pairs and questions may be 0: a conversation asks something. Raise both to 1 or more.")
+        messages: list[dict[str, str]] = []
+        for key, code in asked:
+            question = f"What is the secret code of {key}?"
+            if not messages:
+                question = f"{INTRODUCTION}{context}\n\n{question}"
+            messages.append({"role": "user", "content": question})
+            messages.append({"role": "assistant", "content": f"The secret code of {key} is {code}."})
+        return messages
+
+    def _drawn(self, index: int) -> tuple[str, list[tuple[str, str]]]:
+        """Return the text, and the pairs that are asked for."""
         random = Random(f"{self.seed}/practice/{self.kind}/{index}")
         sentences = _sentences(random, _between(random, self.words))
         num_pairs = _between(random, self.pairs)
         if not num_pairs:
-            return " ".join(sentences)
+            return " ".join(sentences), []
         keys = distinct(random, word, num_pairs)
         pairs = list(zip(keys, distinct(random, KINDS[self.kind], num_pairs), strict=True))
         hidden = []
@@ -76,9 +98,7 @@ class Practice:
             mentions = _between(random, self.mentions)
             hidden += [(_depth(random), needle_sentence(key, code)) for _ in range(mentions)]
         context, _ = insert_sentences(sentences, hidden)
-        asked = random.sample(pairs, min(num_pairs, _between(random, self.questions)))
-        questions = [f"{question_of(key)} {code}." for key, code in asked]
-        return f"{INTRODUCTION}{context}{''.join(questions)}"
+        return context, random.sample(pairs, min(num_pairs, _between(random, self.questions)))
 
 
 def _between(random: Random, bounds: Range) -> int:
