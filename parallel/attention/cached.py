@@ -26,8 +26,8 @@ from longctx.model.attention.core import AttentionShapes, LayerCache
 from longctx.model.attention.mask import AttentionMask
 from longctx.model.attention.sequences import EachAlone
 from longctx.model.attention.work import Work, attend_work
+from parallel.attention.agreement import agree
 from parallel.attention.plan import AttentionOptions, call_signature
-from parallel.comm.agreement import agree
 from parallel.layout.cached import ChunkPlacement, count_tokens, tokens_from
 from parallel.layout.sequence import Runs
 from parallel.mesh import Mesh
@@ -71,7 +71,7 @@ class CachedPlan:
                 plan = _assemble(mask, shapes, placement, mesh, options)
             except ConfigError as error:
                 problem = str(error)
-        agree_on_chunk(placement, mesh, call_signature(shapes, options, plan), problem)
+        agree_on_chunk(placement, mesh, call_signature(shapes, options, plan and plan.kernel), problem)
         assert plan is not None, "a problem that the ranks did not tell each other"
         return plan
 

@@ -160,6 +160,9 @@ class Events:
             return [_Watched(work, self.log) for work in started(ops)]
 
         def gather(received, x, *group, **kwargs):
+            # Fingerprints of the ranks' agreement are no rows.
+            if x.dtype == torch.uint8:
+                return gathered(received, x, *group, **kwargs)
             self.log.append("start gathering")
             self.bytes_received += received.nbytes - x.nbytes
             return _Watched(gathered(received, x, *group, **kwargs), self.log)

@@ -17,7 +17,6 @@ from parallel.comm.messages.ledger import Ledger, is_balanced
 from parallel.comm.world import sum_over_ranks
 from parallel.mesh import Mesh
 from parallel.runtime.spans import begin, enter_layer
-from parallel.transport.exchange import TAG_GRADIENTS, TAG_KEYS
 from tests.helpers import on_ranks, run_distributed
 from tests.parallel.attention.attention_cases import Case, spread
 from tests.parallel.comm.messages import faults
@@ -132,9 +131,9 @@ EXCHANGES: dict[str, tuple[Callable[[faults.Seen], faults.Change], int, str]] = 
         1,
         "other bytes than were sent, of no message of rank 0",
     ),
-    "duplicated": (lambda seen: faults.stale(8, seen, tag=TAG_KEYS), 0, "another message, sent in the same step"),
+    "duplicated": (lambda seen: faults.stale(8, seen, kind=Kind.KEYS), 0, "another message, sent in the same step"),
     "reordered": (lambda seen: faults.reordered(8, seen), 0, "other bytes than were sent"),
-    "stale gradient": (lambda seen: faults.stale(6, seen, tag=TAG_GRADIENTS), 0, "sent in the step before"),
+    "stale gradient": (lambda seen: faults.stale(6, seen, kind=Kind.GRADIENTS), 0, "sent in the step before"),
 }
 """What is injected, the rank on which it is, and what is said of it. Rank 1 is the one that gets it."""
 
@@ -207,22 +206,23 @@ def test_each_bit_of_a_float_is_found():
 
 
 @pytest.mark.parametrize(
-    ("name", "way", "kind"),
+    ("name", "call", "way", "kind"),
     [
-        ("all_gather_into_tensor", {"transport": "all_gather"}, "keys and values of all ranks"),
-        ("all_to_all_single", {"transport": "all_gather"}, "gradients of the keys and values of all ranks"),
-        ("all_to_all_single", {"ulysses": 2}, "heads (Ulysses)"),
+        # The first gather is that of the ranks' agreement.
+        ("all_gather_into_tensor", 1, {"transport": "all_gather"}, "keys and values of all ranks"),
+        ("all_to_all_single", 0, {"transport": "all_gather"}, "gradients of the keys and values of all ranks"),
+        ("all_to_all_single", 0, {"ulysses": 2}, "heads (Ulysses)"),
     ],
 )
 @on_ranks(2)
-def test_a_bit_of_a_collective_is_found(name: str, way: dict[str, Any], kind: str) -> None:
+def test_a_bit_of_a_collective_is_found(name: str, call: int, way: dict[str, Any], kind: str) -> None:
     """A bit in what the last rank's message brings to rank 0."""
     case = Case(dtype=torch.float32, documents="one", **way)
     mesh, seen = mesh_of(case), faults.Seen()
     assert mesh.comm.ledger is not None
     enter_layer(1)
     if mesh.rank == 0:
-        with faults.collective_spoilt(name, 0, -5, seen):
+        with faults.collective_spoilt(name, call, -5, seen):
             spread(case, mesh)
     else:
         spread(case, mesh)
