@@ -17,7 +17,7 @@ from parallel.audit.auditor import CALLS, Audited, Auditor
 from parallel.audit.capture import operators_of
 from parallel.audit.verdict import Finding
 from parallel.comm.groups import control_group
-from parallel.zero.uncompiled import AdamW
+from parallel.zero.optimizer import AdamW
 from tests.as_on_a_gpu import computing_as_on_a_gpu
 from tests.helpers import on_ranks, run_distributed
 

@@ -11,9 +11,8 @@ import torch
 
 from longctx.errors import ConfigError
 from parallel.zero.cpu_adam import wait_for_build
+from parallel.zero.optimizer import AdamW, fill_moments, set_steps
 from parallel.zero.options import aligns, default_stage, overlaps, uses_fused_adamw
-from parallel.zero.partition import fill_moments, set_steps
-from parallel.zero.uncompiled import AdamW
 
 
 def test_a_build_that_was_killed_is_said_and_another_is_waited_for(tmp_path):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from parallel.zero.uncompiled import AdamW
+from parallel.zero.optimizer import AdamW
 
 
 def trained(kind: type[torch.optim.AdamW], steps: int, state: dict | None = None, start: list | None = None):
