@@ -15,7 +15,7 @@ from parallel.runtime.code_version import code_version
 from parallel.runtime.spans import Doing
 from parallel.runtime.watch.judge import DISK, PATIENT, TIMED, WORKS, RankState, judge, late
 from parallel.runtime.watch.processes import RankProcess
-from parallel.runtime.watch.roll import Arrival, Roll
+from parallel.runtime.watch.roll import Roll
 from parallel.runtime.watch.sample import AwakeClock, Sampler
 from parallel.runtime.watch.verdict import Report, verdict_text
 from tests.parallel.runtime.watched import STARTED, Ranks
@@ -160,8 +160,8 @@ def test_looking_for_compilers_is_no_work_and_what_they_do_is(compile_seconds, i
     assert (max(state.quiet for state in seen) > 12) == is_quiet, [state.quiet for state in seen]
 
 
-def arrival(rank: int, *, version: str = "1", host: str = "a") -> Arrival:
-    return Arrival(dataclasses.replace(RankProcess.own(rank), host=host), version)
+def arrival(rank: int, *, version: str = "1", host: str = "a") -> RankProcess:
+    return dataclasses.replace(RankProcess.own(rank, version), host=host)
 
 
 def test_the_roll_call_says_who_came_from_where_and_who_did_not():
