@@ -6,7 +6,7 @@ together, and query rows from the first that has work.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import NamedTuple, TypeVar
@@ -90,11 +90,20 @@ class RingWork:
 
     layout: SequenceLayout
     key_layout: SequenceLayout
+    """Where the keys live; the same as ``layout`` in self-attention."""
     cu_seqlens: tuple[int, ...]
-    mask: Mask
-    distances: bool
-    """Whether every slice has its tokens' distance; without, pieces of a document are joined."""
-    _built: dict = field(default_factory=dict, compare=False, repr=False)
+    causal: bool
+    window: int | None
+    sink_tokens: int
+    stride: int = 0
+    distances: bool = False
+    """Whether every slice tells its tokens' distance; without, pieces of a document are taken together."""
+    _built: dict = field(default_factory=dict, init=False, compare=False, repr=False)
+
+    @cached_property
+    def mask(self) -> Mask:
+        """Which keys of its document a query sees."""
+        return Mask(self.causal, self.window, self.sink_tokens, self.stride)
 
     def hop(self, receiver: int, owner: int) -> Hop:
         """The work of ring rank ``receiver`` with the keys of ring rank ``owner``."""
@@ -123,7 +132,7 @@ class RingWork:
             lambda: RowRanges.union([self.rows_needed(receiver, owner) for receiver in receivers]),
         )
 
-    def gathered(self, receiver: int) -> tuple[Work, ...]:
+    def gathered_work(self, receiver: int) -> tuple[Work, ...]:
         """The work with the keys of all other ring ranks, where those of all ring ranks lie side by side."""
         return self._once(("gathered", receiver), lambda: self._build_gathered(receiver))
 
@@ -131,18 +140,22 @@ class RingWork:
         slices, strided = self._local_work(receiver, owner)
         if receiver == owner:
             # A rank's own rows are not packed: they stay where they are.
-            return own_hop(owner, self.layout.num_ring(owner), self.key_layout.num_ring(owner), slices, strided)
+            rows, queries = RowRanges.whole(self.key_layout.num_ring(owner)), (0, self.layout.num_ring(owner))
+            return Hop(owner, rows, queries, entries(slices, _some(strided)))
         return other_hop(owner, slices, strided)
 
     def _build_gathered(self, receiver: int) -> tuple[Work, ...]:
-        parts = []
+        slices, strided = [NO_SLICES], []
         for owner in range(self.layout.ring_degree):
-            if owner != receiver:
-                # All ranks hold equally many rows, so the gathered ones of an owner begin at a multiple of that.
-                first_row = owner * self.key_layout.num_ring(owner)
-                slices, strided = self._local_work(receiver, owner)
-                parts.append((first_row, slices, strided))
-        return gathered_work(parts)
+            if owner == receiver:
+                continue
+            # All ranks hold equally many rows, so the gathered ones of an owner begin at a multiple of that.
+            first_row = owner * self.key_layout.num_ring(owner)
+            of_owner, owner_strided = self._local_work(receiver, owner)
+            slices.append(shift_slices(of_owner, keys=first_row))
+            if owner_strided is not None:
+                strided.append(owner_strided.shifted(keys=first_row))
+        return entries(np.concatenate(slices), strided)
 
     def _local_work(self, receiver: int, owner: int) -> tuple[ndarray, StridedWork | None]:
         """The slices of the mask's bands, and what a stride adds to them."""
@@ -250,11 +263,6 @@ def local_slices(
     return np.concatenate([band_slices(queries, keys, b, sink_ends) for b in bounds])
 
 
-def own_hop(ring_rank: int, num_queries: int, num_keys: int, slices: ndarray, strided: StridedWork | None) -> Hop:
-    """A rank's work with its own keys, which stay where they are."""
-    return Hop(ring_rank, RowRanges.whole(num_keys), (0, num_queries), entries(slices, _some(strided)))
-
-
 def other_hop(owner: int, slices: ndarray, strided: StridedWork | None) -> Hop:
     """A rank's work with another's keys, from their local work."""
     rows = rows_seen(slices, strided)
@@ -266,16 +274,6 @@ def other_hop(owner: int, slices: ndarray, strided: StridedWork | None) -> Hop:
     if strided is not None:
         strided = strided.shifted(-first, rows.packing_shifts(strided.key_rows))
     return Hop(owner, rows, (first, stop), entries(slices, _some(strided)))
-
-
-def gathered_work(parts: Iterable[tuple[int, ndarray, StridedWork | None]]) -> tuple[Work, ...]:
-    """A rank's work with the keys of several owners side by side: of each the first key row, and the local work."""
-    slices, strided = [NO_SLICES], []
-    for first_row, owner_slices, owner_strided in parts:
-        slices.append(shift_slices(owner_slices, keys=first_row))
-        if owner_strided is not None:
-            strided.append(owner_strided.shifted(keys=first_row))
-    return entries(np.concatenate(slices), strided)
 
 
 def rows_seen(slices: ndarray, strided: StridedWork | None) -> RowRanges:

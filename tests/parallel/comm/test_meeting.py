@@ -7,7 +7,7 @@ from datetime import timedelta
 
 import pytest
 
-from parallel.comm.meeting import meeting_store
+from parallel.comm.process import meeting_store
 
 
 def test_whoever_listens_and_never_answers_is_no_rank_0(monkeypatch: pytest.MonkeyPatch):

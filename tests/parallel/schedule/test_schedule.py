@@ -132,11 +132,11 @@ def test_ranks_of_many_documents_meet_few_others():
         )
         exchanges = schedule.partners(degree // 2).hops
         met[degree] = len(exchanges)
-        before = len(schedule._ring._built)
+        before = len(schedule._built)
         for hop in exchanges:
             schedule.hop(degree // 2, (degree // 2 - hop) % degree)
             schedule.rows_needed((degree // 2 + hop) % degree, degree // 2)
-        assert len(schedule._ring._built) - before <= 4 * len(exchanges)
+        assert len(schedule._built) - before <= 4 * len(exchanges)
     assert max(met.values()) <= 2
 
 
