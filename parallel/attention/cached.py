@@ -116,7 +116,8 @@ def attend_cached(
     """Output [B, t, H, V] of new tokens over all cached keys and their own. Collective; there is no backward."""
     plan.shapes.check_call(q_BtHD, sinks_H)
     check_no_gradient(q_BtHD)
-    compute = _over_own_keys(k_BtKD, v_BtKV, plan, cache, _given_or_plain(scores, q_BtHD))
+    scores = scores or Scores(scale=q_BtHD.shape[-1] ** -0.5)
+    compute = _over_own_keys(k_BtKD, v_BtKV, plan, cache, scores)
     if plan.is_replicated:
         out, lse = merge_gathered(plan.mesh, compute(q_BtHD, 0))
     else:
@@ -141,7 +142,7 @@ def attend_cached_each(
     Collective: one gather for all sequences. There is no backward.
     """
     check_no_gradient(q_BtHD)
-    scores = _given_or_plain(scores, q_BtHD)
+    scores = scores or Scores(scale=q_BtHD.shape[-1] ** -0.5)
     parts = []
     for tokens, of_one, cache in zip(plan.tokens, plan.plans, caches, strict=True):
         compute = _over_own_keys(k_BtKD[:, tokens], v_BtKV[:, tokens], of_one, cache, scores)
@@ -172,12 +173,6 @@ def _over_own_keys(k_BtKD: Tensor, v_BtKV: Tensor, plan: CachedPlan, cache: Laye
         return attend_work(queries, keys, values, plan.work[hop], kernel_forward)
 
     return compute
-
-
-def _given_or_plain(scores: Scores | None, q_BtHD: Tensor) -> Scores:
-    if scores is None:
-        return Scores(scale=q_BtHD.shape[-1] ** -0.5)
-    return scores
 
 
 def _assemble(

@@ -116,9 +116,7 @@ class Communicator:
         ranks, started = members(group), []
         tensors = tuple(x.contiguous() for x in tensors)
         for x in tensors:
-            gathered = out
-            if gathered is None:
-                gathered = x.new_empty(len(ranks.ranks), *x.shape)
+            gathered = x.new_empty(len(ranks.ranks), *x.shape) if out is None else out
             # The collective lays the ranks end to end.
             start = partial(dist.all_gather_into_tensor, gathered.view(-1), x.view(-1), group, async_op=is_async)
             started.append(_started(start, gathered, x, doing, ranks.ranks))

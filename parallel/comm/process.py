@@ -19,10 +19,9 @@ import torch.distributed as dist
 
 from longctx.errors import ClusterError
 from parallel.comm.groups import control_group, forget_groups, warm, world_group
-from parallel.runtime.code_version import code_version
 from parallel.runtime.flight_recorder import advice, dump_collectives, record_collectives
 from parallel.runtime.interface import choose_gloo_interface
-from parallel.runtime.launched import environment_rank, ranks_of_machine
+from parallel.runtime.launched import code_version, environment_rank, ranks_of_machine
 from parallel.runtime.listening import is_agents_store, listen, meeting_host
 from parallel.runtime.watch.current import start_watch, stop_watch, watching
 from parallel.runtime.watch.last_words import say

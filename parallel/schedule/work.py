@@ -100,11 +100,6 @@ class RingWork:
     """Whether every slice tells its tokens' distance; without, pieces of a document are taken together."""
     _built: dict = field(default_factory=dict, init=False, compare=False, repr=False)
 
-    @cached_property
-    def mask(self) -> Mask:
-        """Which keys of its document a query sees."""
-        return Mask(self.causal, self.window, self.sink_tokens, self.stride)
-
     def hop(self, receiver: int, owner: int) -> Hop:
         """The work of ring rank ``receiver`` with the keys of ring rank ``owner``."""
         return self._once(("hop", receiver, owner), lambda: self._build_hop(receiver, owner))
@@ -162,16 +157,10 @@ class RingWork:
         if not self._may_meet(receiver, owner):
             return NO_SLICES, None
         queries, keys = self._segments(receiver), self._segments(owner, keys=True)
-        one_layout = self.key_layout is self.layout
-        slices = local_slices(
-            queries,
-            keys,
-            self.mask,
-            self._boundaries,
-            own=receiver == owner,
-            joined=one_layout and not self.distances,
-        )
-        if not self.mask.stride:
+        mask = Mask(self.causal, self.window, self.sink_tokens, self.stride)
+        joined = self.key_layout is self.layout and not self.distances
+        slices = local_slices(queries, keys, mask, self._boundaries, own=receiver == owner, joined=joined)
+        if not self.stride:
             return slices, None
         return slices, strided_work(self._classes(receiver), self._classes(owner, keys=True), self._reach)
 
@@ -190,13 +179,13 @@ class RingWork:
     def _find_partners(self, ring_rank: int) -> Partners:
         degree, one_layout = self.layout.ring_degree, self.key_layout is self.layout
         # Striped tokens would be as many segments as documents times ranks; a stride is seen in another order.
-        if not one_layout or self.mask.stride or self.layout.runs[ring_rank][0].step != 1:
+        if not one_layout or self.stride or self.layout.runs[ring_rank][0].step != 1:
             everyone = frozenset(range(degree)) - {ring_rank}
             return Partners(ring_rank, degree, everyone, everyone, are_known=False)
         own, (others, rank_of) = self._segments(ring_rank), self._all_segments
         owners: set[int] = set()
         receivers: set[int] = set()
-        for bounds in mask_bounds(causal=self.mask.causal, window=self.mask.window, sink_tokens=self.mask.sink_tokens):
+        for bounds in mask_bounds(causal=self.causal, window=self.window, sink_tokens=self.sink_tokens):
             _, keys = meeting_segments(own, others, bounds)
             queries, _ = meeting_segments(others, own, bounds)
             owners.update(rank_of[keys].tolist())
@@ -221,8 +210,8 @@ class RingWork:
 
     @property
     def _reach(self) -> int:
-        assert self.mask.window is not None
-        return reach(self.mask.window, self.mask.stride)
+        assert self.window is not None
+        return reach(self.window, self.stride)
 
     def _segments(self, ring_rank: int, *, keys: bool = False) -> Segments:
         # Keys in the layout of the queries have the same segments: both sides then find the same entry.
@@ -235,7 +224,7 @@ class RingWork:
         segments = self._segments(ring_rank, keys=keys)
         return self._once(
             ("classes", ring_rank, keys),
-            lambda: sort_by_class(segments, self._boundaries, self.mask.stride, self._reach, keys=keys),
+            lambda: sort_by_class(segments, self._boundaries, self.stride, self._reach, keys=keys),
         )
 
     def _once(self, key: Hashable, build: Callable[[], T]) -> T:

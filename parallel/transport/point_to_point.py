@@ -61,9 +61,7 @@ class PointToPoint:
             enter_hop(hop)
             block = self._block(hop, arriving.wait())
             arriving = self._fetch(own, number + 1)
-            gradients = None
-            if block is not None:
-                gradients = compute(block)
+            gradients = compute(block) if block is not None else None
             # Of the hop before: they travelled while this one computed. Adding hop by hop fixes the order of the sum.
             returning.add_to(own_gradients)
             # Also without gradients of its own a rank takes part: it may receive those of its rows.

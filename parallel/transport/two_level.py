@@ -173,9 +173,7 @@ class TwoLevel:
         total: KeysAndValues | None = None
         returning = PendingGradients()
         for hop, block in enumerate(self._hops(step, held)):
-            gradients = None
-            if block is not None:
-                gradients = compute(block)
+            gradients = compute(block) if block is not None else None
             if hop == 0:
                 # Held for the node: neighbours may need rows that this rank does not, and their gradients come here.
                 total = self._as_held_rows(held, gradients)

@@ -11,7 +11,6 @@ import torch.distributed as dist
 
 import parallel.attention.linear
 import parallel.attention.plan
-from longctx.config import ModelConfig
 from longctx.errors import ClusterError, ConfigError
 from longctx.kernels.attention.contract import Scores
 from longctx.kernels.attention.select import KERNELS, explain_choice
@@ -26,19 +25,9 @@ from parallel.schedule.schedule import Schedule
 from tests.helpers import on_ranks
 from tests.oracles import packed_batch
 from tests.parallel.attention.attention_cases import Case, by_definition
+from tests.parallel.attention.test_layer_kinds import MODEL as LAYER_KINDS
 
-MODEL = ModelConfig(
-    vocab_size=64,
-    hidden_size=32,
-    num_layers=8,
-    num_heads=4,
-    num_kv_heads=2,
-    head_dim=8,
-    ffn_size=48,
-    layers=("full", "window", "linear", "sparse"),
-    window=5,
-    sparse_stride=7,
-)
+MODEL = replace(LAYER_KINDS, num_layers=8, layers=("full", "window", "linear", "sparse"))
 
 
 def shard_of(mesh: Mesh, layout: SequenceLayout, seed: int = 3):

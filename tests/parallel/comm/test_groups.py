@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import socket
 import time
 from collections.abc import Callable
 from datetime import timedelta
@@ -19,7 +20,7 @@ from longctx.errors import DataError
 from longctx.model.training_pass import Execution
 from parallel.comm.groups import PATIENCE, control_group, device_backend, forget_groups, world_timeout
 from parallel.comm.messages.kinds import Kind
-from parallel.comm.process import start_process_group
+from parallel.comm.process import meeting_store, start_process_group
 from parallel.comm.world import (
     agree_or_raise,
     broadcast_object,
@@ -184,3 +185,14 @@ def test_the_sums_of_a_step_meet_on_the_device_that_computed_them():
     with patch("launcher.training.totals.sum_over_ranks", note), pytest.raises(SeenError):
         sums.over_ranks(1.0, {})
     assert seen == ["meta"]
+
+
+def test_whoever_listens_and_never_answers_is_no_rank_0(monkeypatch: pytest.MonkeyPatch):
+    """torch's store would wait for ever: the system takes the connection for the program, which need not look."""
+    with socket.socket() as stranger:
+        stranger.bind(("127.0.0.1", 0))
+        stranger.listen()
+        monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+        monkeypatch.setenv("MASTER_PORT", str(stranger.getsockname()[1]))
+        with pytest.raises(OSError, match=r"gives no answer within 0 s, so it is no rank 0"):
+            meeting_store(1, 2, timedelta(seconds=0.3))

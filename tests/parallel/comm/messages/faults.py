@@ -90,18 +90,6 @@ def delayed(seconds: float, exchange: int, seen: Seen) -> Change:
     return change
 
 
-def dropped(exchange: int, seen: Seen) -> Change:
-    """What this rank sends in an exchange goes nowhere."""
-
-    def change(ops: list[Any], number: int) -> list[Any]:
-        if number >= exchange and not seen.at and any(op.op is dist.isend for op in ops):
-            seen.now()
-            return [op for op in ops if op.op is not dist.isend]
-        return ops
-
-    return change
-
-
 def reordered(exchange: int, seen: Seen) -> Change:
     """Of an exchange the second tensor arrives as the first, and the first as the second."""
 

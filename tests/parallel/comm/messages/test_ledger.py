@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import itertools
 import random
-import re
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -16,7 +14,7 @@ from parallel.comm.messages.kinds import Kind
 from parallel.comm.messages.ledger import Ledger, is_balanced
 from parallel.comm.world import sum_over_ranks
 from parallel.mesh import Mesh
-from parallel.runtime.spans import begin, enter_layer
+from parallel.runtime.spans import enter_layer
 from tests.helpers import on_ranks, run_distributed
 from tests.parallel.attention.attention_cases import Case, spread
 from tests.parallel.comm.messages import faults
@@ -124,64 +122,6 @@ def test_messages_that_changed_places_are_found_though_all_bytes_came():
 
 
 # Faults.
-
-EXCHANGES: dict[str, tuple[Callable[[faults.Seen], faults.Change], int, str]] = {
-    "wrong bytes": (
-        lambda seen: faults.wrong_bytes(77, 9, seen),
-        1,
-        "other bytes than were sent, of no message of rank 0",
-    ),
-    "duplicated": (lambda seen: faults.stale(8, seen, kind=Kind.KEYS), 0, "another message, sent in the same step"),
-    "reordered": (lambda seen: faults.reordered(8, seen), 0, "other bytes than were sent"),
-    "stale gradient": (lambda seen: faults.stale(6, seen, kind=Kind.GRADIENTS), 0, "sent in the step before"),
-}
-"""What is injected, the rank on which it is, and what is said of it. Rank 1 is the one that gets it."""
-
-
-def spread_scaled(case: Case, mesh: Mesh, scale: float) -> None:
-    class Scaled(Case):
-        def inputs(self):
-            return [scale * x for x in super().inputs()]
-
-    spread(Scaled(**{**case.__dict__}), mesh)
-
-
-def gathered(value: str) -> list[str]:
-    from parallel.comm.world import gather_objects
-
-    return gather_objects(value)
-
-
-@pytest.mark.parametrize("name", EXCHANGES)
-@on_ranks(2)
-def test_each_fault_of_an_exchange_is_found_and_named(name: str) -> None:
-    """Two layers, forward and backward, of which some exchange goes wrong in the second step."""
-    change, on, words = EXCHANGES[name]
-    mesh, seen = Mesh.build(context=2, check_rows=True), faults.Seen()
-    assert mesh.comm.ledger is not None
-    case = Case(dtype=torch.float32, documents="one")
-
-    def step(number: int) -> None:
-        for layer in range(2):
-            begin("forward")
-            enter_layer(layer)
-            # Other keys in every layer and step, as in training.
-            torch.manual_seed(10 * number + layer)
-            spread_scaled(case, mesh, 1.0 + number + 0.5 * layer)
-
-    # Three exchanges a layer: keys in forward and in backward, and gradients.
-    with faults.exchanges_changed(change(seen) if mesh.rank == on else faults.nothing_injected()):
-        step(0)
-        settle(mesh.comm.ledger)
-        step(1)
-    assert bool(seen.at) == (mesh.rank == on)
-    assert not all_arrived(mesh.comm.ledger)
-    said = find_differences(mesh.comm.ledger)
-    assert len(set(gathered(said))) == 1, "the same on every rank"
-    assert re.search(
-        r"^Rank 1 got (keys and values|gradients of keys and values) from rank 0 \(.*layer [01], hop 1\)", said
-    )
-    assert words in said, said
 
 
 def find_any_bit(count: int) -> None:
