@@ -36,16 +36,12 @@ STRIDES = {"1/1": (1, 1), "2/5": (2, 5), "5/1": (5, 1), "3/7": (3, 7), "7/4": (7
 """(window, stride): one, primes, multiples of the degree, larger than the documents."""
 
 
-@pytest.mark.parametrize("world_size", [1, 3, *(pytest.param(n, marks=pytest.mark.slow) for n in (2, 4))])
-def test_sparse_attention_equals_one_process(world_size):
-    run_distributed(check_sparse, world_size, 4)
-
-
-@pytest.mark.slow
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
-def test_sparse_attention_equals_one_process_in_most_cases(world_size):
-    run_distributed(check_sparse, world_size, 40, timeout=500.0)
+@pytest.mark.parametrize(
+    ("world_size", "how_many"), [(1, 4), (3, 4), *(pytest.param(n, 40, marks=pytest.mark.slow) for n in (1, 2, 3, 4))]
+)
+def test_sparse_attention_equals_one_process(world_size, how_many):
+    run_distributed(check_sparse, world_size, how_many, timeout=500.0)
 
 
 def check_sparse(how_many: int):

@@ -173,25 +173,6 @@ def test_a_bit_of_a_collective_is_found(name: str, call: int, way: dict[str, Any
     assert "Messages that differ" not in said, said
 
 
-def find_in_two_levels(bit: int) -> None:
-    case = Case(dtype=torch.float32, documents="one", **WAYS["two_level"])
-    mesh = mesh_of(case)
-    assert mesh.comm.ledger is not None
-    for exchange in range(6):
-        seen = faults.Seen()
-        with faults.exchanges_changed(
-            faults.wrong_bytes(bit, exchange, seen) if mesh.rank == 2 else faults.nothing_injected()
-        ):
-            spread(case, mesh)
-        assert not all_arrived(mesh.comm.ledger)
-        assert find_differences(mesh.comm.ledger).startswith("Rank 2 got ")
-        mesh.comm.ledger.settle()
-
-
-def test_a_bit_between_nodes_and_inside_of_one_is_found():
-    run_distributed(find_in_two_levels, 4, 1001)
-
-
 @on_ranks(2)
 def test_a_message_that_the_other_side_does_not_know_is_told() -> None:
     ledger = Ledger(torch.distributed.get_rank())
