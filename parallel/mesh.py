@@ -82,7 +82,7 @@ class Mesh:
         control_group = context_group
         if context_group is not None and device_backend() != "gloo":
             control_group = own_group(spans, backend="gloo")  # what is compared lies on the CPU
-        in_node = ranks_per_node or _ranks_per_node(world_size)
+        in_node = ranks_per_node or ranks_of_machine() or world_size
         between_nodes_group = None
         # All rings alike, also those that do not need it: then every rank has made equally many groups.
         if any(1 < _ranks_in_node(ring, in_node) < len(ring) for ring in rings):
@@ -171,11 +171,6 @@ def _ranks_in_node(ring: Sequence[int], ranks_per_node: int) -> int:
     if len(counts) > 1:
         return 1
     return counts.pop()
-
-
-def _ranks_per_node(world_size: int) -> int:
-    """As the launcher says; else all ranks on one machine."""
-    return ranks_of_machine() or world_size
 
 
 def nearest(value: int, fits: Sequence[int]) -> int:

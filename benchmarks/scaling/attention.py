@@ -17,14 +17,15 @@ from torch import Tensor
 from benchmarks.scaling.figures import Figures, timed
 from longctx.batch import PackedDocuments
 from longctx.config import PRESETS, ModelConfig
-from parallel.comm.agreement import _digest
+from parallel.attention.agreement import _digest
 from parallel.comm.communicator import Pending
+from parallel.comm.messages.kinds import Kind
 from parallel.layout.sequence import SequenceLayout
 from parallel.mesh import Mesh
 from parallel.schedule.heads import AttentionShape
 from parallel.schedule.schedule import Schedule
 from parallel.transport.block import KeysAndValues, KVBlock, PartialResult
-from parallel.transport.exchange import PendingExchange, PendingGradients, empty_rows
+from parallel.transport.exchange import PendingGradients, empty_rows
 from parallel.transport.select import build_transport, resolve_transport
 
 PACKED_MEAN = 8192
@@ -42,18 +43,18 @@ class CountingExchange:
     rows: int = 0
 
     def keys(
-        self, outgoing: KeysAndValues | None, *, to: int, like: KeysAndValues, rows: int, source: int, tag: int
-    ) -> PendingExchange:
+        self, outgoing: KeysAndValues | None, *, to: int, like: KeysAndValues, rows: int, source: int, kind: Kind
+    ) -> Pending:
         """As ``RingExchange.keys``."""
         self._count(outgoing, to, rows, source)
-        return PendingExchange(Pending(_zeros(empty_rows(like, rows)) or ()))
+        return Pending(_zeros(empty_rows(like, rows)) or ())
 
     def gradients(
-        self, outgoing: KeysAndValues | None, *, to: int, like: KeysAndValues, rows: Any, source: int, tag: int
+        self, outgoing: KeysAndValues | None, *, to: int, like: KeysAndValues, rows: Any, source: int, kind: Kind
     ) -> PendingGradients:
         """As ``RingExchange.gradients``."""
         self._count(outgoing, to, rows.num_rows, source)
-        return PendingGradients(PendingExchange(Pending(_zeros(empty_rows(like, rows.num_rows)) or ())), rows)
+        return PendingGradients(Pending(_zeros(empty_rows(like, rows.num_rows)) or ()), rows)
 
     def _count(self, outgoing: KeysAndValues | None, to: int, rows: int, source: int) -> None:
         if outgoing is not None:

@@ -30,8 +30,8 @@ from longctx.model.training_pass import TrainingPass
 from longctx.objectives.task import Task
 from parallel.loss import count_step
 from parallel.mesh import Mesh
+from parallel.zero.optimizer import AdamW
 from parallel.zero.options import uses_fused_adamw
-from parallel.zero.uncompiled import AdamW
 
 DEVICE = torch.device("cuda", 0)
 

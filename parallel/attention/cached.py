@@ -26,8 +26,8 @@ from longctx.model.attention.core import AttentionShapes, LayerCache
 from longctx.model.attention.mask import AttentionMask
 from longctx.model.attention.sequences import EachAlone
 from longctx.model.attention.work import Work, attend_work
+from parallel.attention.agreement import agree
 from parallel.attention.plan import AttentionOptions, call_signature
-from parallel.comm.agreement import agree
 from parallel.layout.cached import ChunkPlacement, count_tokens, tokens_from
 from parallel.layout.sequence import Runs
 from parallel.mesh import Mesh
@@ -71,7 +71,7 @@ class CachedPlan:
                 plan = _assemble(mask, shapes, placement, mesh, options)
             except ConfigError as error:
                 problem = str(error)
-        agree_on_chunk(placement, mesh, call_signature(shapes, options, plan), problem)
+        agree_on_chunk(placement, mesh, call_signature(shapes, options, plan and plan.kernel), problem)
         assert plan is not None, "a problem that the ranks did not tell each other"
         return plan
 
@@ -116,7 +116,8 @@ def attend_cached(
     """Output [B, t, H, V] of new tokens over all cached keys and their own. Collective; there is no backward."""
     plan.shapes.check_call(q_BtHD, sinks_H)
     check_no_gradient(q_BtHD)
-    compute = _over_own_keys(k_BtKD, v_BtKV, plan, cache, _given_or_plain(scores, q_BtHD))
+    scores = scores or Scores(scale=q_BtHD.shape[-1] ** -0.5)
+    compute = _over_own_keys(k_BtKD, v_BtKV, plan, cache, scores)
     if plan.is_replicated:
         out, lse = merge_gathered(plan.mesh, compute(q_BtHD, 0))
     else:
@@ -141,7 +142,7 @@ def attend_cached_each(
     Collective: one gather for all sequences. There is no backward.
     """
     check_no_gradient(q_BtHD)
-    scores = _given_or_plain(scores, q_BtHD)
+    scores = scores or Scores(scale=q_BtHD.shape[-1] ** -0.5)
     parts = []
     for tokens, of_one, cache in zip(plan.tokens, plan.plans, caches, strict=True):
         compute = _over_own_keys(k_BtKD[:, tokens], v_BtKV[:, tokens], of_one, cache, scores)
@@ -172,12 +173,6 @@ def _over_own_keys(k_BtKD: Tensor, v_BtKV: Tensor, plan: CachedPlan, cache: Laye
         return attend_work(queries, keys, values, plan.work[hop], kernel_forward)
 
     return compute
-
-
-def _given_or_plain(scores: Scores | None, q_BtHD: Tensor) -> Scores:
-    if scores is None:
-        return Scores(scale=q_BtHD.shape[-1] ** -0.5)
-    return scores
 
 
 def _assemble(

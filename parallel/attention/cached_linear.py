@@ -12,12 +12,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-import torch
 from torch import Tensor
 
 from longctx.batch import PackedDocuments
 from longctx.errors import ConfigError
 from longctx.kernels.linear_attention import Segments, linear_attention
+from longctx.model.attention.cached import check_no_gradient
 from longctx.model.attention.core import AttentionShapes, LayerCache
 from longctx.model.attention.mask import AttentionMask
 from parallel.attention.cached import agree_on_chunk, chunk_problem
@@ -64,8 +64,7 @@ def linear_attend_cached(
 ) -> Tensor:
     """Output [B, t, H, V] of new tokens; their sums join the cached state. Collective; there is no backward."""
     plan.shapes.check_call(q_BtHD, None)
-    if torch.is_grad_enabled() and any(x.requires_grad for x in (q_BtHD, k_BtKD, v_BtKV)):
-        raise ConfigError("attention over a cache that ranks share has no backward pass. Use torch.no_grad().")
+    check_no_gradient(q_BtHD)
     segments = plan.segments
     if plan.exchange is None:
         out, state = linear_attention(q_BtHD, k_BtKD, v_BtKV, segments=segments, carried_sBKDW=cache.state)

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
 from typing import Any
 
 from torch import Tensor
@@ -14,57 +13,30 @@ from longctx.model.attention.core import AttentionShapes, LayerCache, TokenChunk
 from longctx.model.attention.mask import AttentionMask
 from longctx.model.attention.sequences import EachAlone, attend_alone, plan_alone
 from longctx.model.recompute import RecomputeCache
-from parallel.attention.cache import ShardedKVCache
 from parallel.attention.cached import CachedPlan, attend_cached, attend_cached_each
-from parallel.attention.plan import AttentionOptions, ContextParallelPlan, build_layout
+from parallel.attention.plan import ContextParallelPlan, CoreOverRanks, build_layout
 from parallel.attention.softmax import attend_planned
-from parallel.mesh import Mesh
 from parallel.schedule.schedule import Schedule
 
 
-@dataclass(frozen=True)
-class ContextParallelAttention:
-    """The attention core of a layer whose sequence is shared by the mesh's context ranks."""
-
-    mesh: Mesh
-    layout: str
-    """Kind of layout in which attention has the tokens."""
-    options: AttentionOptions = field(default_factory=AttentionOptions)
-
-    @staticmethod
-    def check_layout(layout: str, ring_degree: int) -> None:
-        """Every layout serves."""
-
-    @classmethod
-    def build(cls, mesh: Mesh, layout: str, options: AttentionOptions) -> ContextParallelAttention:
-        """The core of a mesh."""
-        return cls(mesh, layout, options)
-
-    def new_cache(self) -> ShardedKVCache:
-        """An empty cache for the mesh's context ranks."""
-        return ShardedKVCache(self.mesh, self.layout)
-
-    def new_caches(self, most: int) -> Callable[[], ShardedKVCache]:
-        """Makes empty caches for the mesh's context ranks."""
-        return self.new_cache
+class ContextParallelAttention(CoreOverRanks):
+    """The core of softmax attention. Every layout serves."""
 
     def plan(
         self, mask: AttentionMask, shapes: AttentionShapes, placement: Any = None
     ) -> ContextParallelPlan | CachedPlan:
         """The schedule of the mask, and the ranks' agreement on it. Collective.
 
-        ``placement`` is the layout that the batch was split by; without one it is this core's. With a cache it is the
-        chunk's (``ChunkPlacement``).
+        ``placement`` is the layout that the batch was split by; without one it is built as this core's kind. With a
+        cache it is the chunk's (``ChunkPlacement``).
         """
         if shapes.cached_tokens is not None:
             return CachedPlan.build(mask, shapes, placement, self.mesh, self.options)
-        layout = placement
-        if layout is None or layout.kind != self.layout:
-            layout = build_layout(self.layout, self.mesh, mask.documents)
+        layout = placement or build_layout(self.layout, self.mesh, mask.documents)
         schedule = Schedule.build(
             layout, mask.documents, mask.causal, mask.window, mask.sink_tokens, stride=mask.stride
         )
-        return ContextParallelPlan.build(schedule, self.mesh, shapes, self.options, placement=placement)
+        return ContextParallelPlan.build(schedule, self.mesh, shapes, self.options)
 
     @outside_graphs  # keys, values and states travel between ranks
     def __call__(

@@ -16,21 +16,18 @@ from typing import Any
 
 from torch import Tensor
 
-from longctx.batch import PackedDocuments
 from longctx.errors import ConfigError
 from longctx.kernels.attention.contract import Scores
 from longctx.kernels.graphs import outside_graphs
-from longctx.kernels.linear_attention import CHUNK, Segments, StateExchange, check_tensors, linear_attention
+from longctx.kernels.linear_attention import CHUNK, Segments, StateExchange, linear_attention
 from longctx.model.attention.core import AttentionShapes, LayerCache, TokenChunk
 from longctx.model.attention.mask import AttentionMask
 from longctx.model.attention.sequences import EachAlone, attend_alone, plan_alone
 from longctx.model.recompute import RecomputeCache
-from parallel.attention.cache import ShardedKVCache
+from parallel.attention.agreement import agree, degree_problem
 from parallel.attention.cached_linear import CachedLinearPlan, linear_attend_cached
 from parallel.attention.gather_states import GatherStates
-from parallel.attention.plan import AttentionOptions, build_layout, flattened, tokens_problem
-from parallel.comm.agreement import agree, degree_problem
-from parallel.layout.sequence import SequenceLayout
+from parallel.attention.plan import CoreOverRanks, build_layout, flattened, tokens_problem
 from parallel.mesh import Mesh
 from parallel.schedule.states import StatePlan
 
@@ -49,15 +46,12 @@ class ContextParallelLinearPlan:
     in_graph: bool = False
 
     @classmethod
-    def build(
-        cls, states: StatePlan, mesh: Mesh, shapes: AttentionShapes, *, problem: str | None = None
-    ) -> ContextParallelLinearPlan:
+    def build(cls, states: StatePlan, mesh: Mesh, shapes: AttentionShapes) -> ContextParallelLinearPlan:
         """The plan for these shapes. Collective.
 
-        ``problem`` is what the caller found wrong on this rank. ConfigError on every rank where one has a problem,
-        ClusterError where ranks differ or one is too late.
+        ConfigError on every rank where one has a problem, ClusterError where ranks differ or one is too late.
         """
-        problem = problem or degree_problem(states.layout, mesh)
+        problem = degree_problem(states.layout, mesh)
         if problem is None:
             num_local = states.layout.num_local(mesh.context_rank)
             shapes = flattened(shapes, num_local)
@@ -76,40 +70,6 @@ class ContextParallelLinearPlan:
         return _Recomputed(exchange, recompute_cache)
 
 
-@outside_graphs  # keys, values and states travel between ranks
-def linear_attend(
-    q_BtHD: Tensor,
-    k_BtKD: Tensor,
-    v_BtKV: Tensor,
-    *,
-    layout: SequenceLayout,
-    cu_seqlens: Sequence[int] | Tensor | PackedDocuments | None = None,
-    mesh: Mesh,
-    causal: bool = True,
-    chunk: int = CHUNK,
-    recompute_cache: RecomputeCache | None = None,
-) -> Tensor:
-    """Linear attention (feature map elu + 1) of this rank's queries over the keys of their documents on all ranks.
-
-    Inputs are this rank's shard under ``layout``: [1, t, …] of it, the same tokens in B rows when the layout is over
-    flattened rows, or B stacked sequences of the same documents. ``cu_seqlens`` are global (default: one document).
-    Returns [B, t, H, V] in q's dtype, equal to one process's result but for rounding, the same bits every time. Every
-    rank of the context group must call it alike: in each call they compare what they were given. A
-    ``recompute_cache`` keeps the states that entered this rank's segments: recomputing the layer sends nothing.
-    ConfigError when the layout deals single tokens (striped) or shapes do not fit it; ClusterError when a rank
-    differs, dies or is too late."""
-    # What this rank refuses is told to the others first: they would wait for it.
-    problem = None
-    try:
-        check_tensors(q_BtHD, k_BtKD, v_BtKV)
-    except ConfigError as error:
-        problem = str(error)
-    states = StatePlan.build(layout, cu_seqlens, causal=causal)
-    shapes = AttentionShapes.of(q_BtHD, k_BtKD, v_BtKV, Scores(scale=1.0))  # which linear attention has no use for
-    plan = ContextParallelLinearPlan.build(states, mesh, shapes, problem=problem)
-    return linear_attend_planned(q_BtHD, k_BtKD, v_BtKV, plan, chunk=chunk, recompute_cache=recompute_cache)
-
-
 def linear_attend_planned(
     q_BtHD: Tensor,
     k_BtKD: Tensor,
@@ -119,7 +79,13 @@ def linear_attend_planned(
     chunk: int = CHUNK,
     recompute_cache: RecomputeCache | None = None,
 ) -> Tensor:
-    """``linear_attend`` by a plan on which the ranks have agreed."""
+    """Linear attention (feature map elu + 1) of this rank's queries over the keys of their documents on all ranks.
+
+    Inputs are this rank's shard under the plan's layout: [1, t, …] of it, the same tokens in B rows when the layout is
+    over flattened rows, or B stacked sequences of the same documents. Returns [B, t, H, V] in q's dtype, equal to one
+    process's result but for rounding, the same bits every time. A ``recompute_cache`` keeps the states that entered
+    this rank's segments: recomputing the layer sends nothing.
+    """
     B, t = q_BtHD.shape[:2]
     # The layout is over one sequence, so rows of a micro-batch that it was flattened from are laid end to end.
     batch = plan.shapes.batch
@@ -137,17 +103,12 @@ def linear_attend_planned(
     return out.view(B, t, out.shape[2], out.shape[3])
 
 
-@dataclass(frozen=True)
-class ContextParallelLinearAttention:
-    """The core of a linear layer whose sequence is shared by the mesh's context ranks.
+class ContextParallelLinearAttention(CoreOverRanks):
+    """The core of linear attention; none of the options changes it.
 
     Ranks that split heads in other layers (``parallel.ulysses``) hold rows of their own here as any others do: states
     are so small that trading rows for heads would only add to what travels.
     """
-
-    mesh: Mesh
-    layout: str
-    """Kind of the layout where a batch names none."""
 
     @staticmethod
     def check_layout(layout: str, ring_degree: int) -> None:
@@ -158,28 +119,14 @@ class ContextParallelLinearAttention:
                 "runs of neighbours.\nTry parallel.layout='zigzag' (or contiguous or balanced)."
             )
 
-    @classmethod
-    def build(cls, mesh: Mesh, layout: str, options: AttentionOptions) -> ContextParallelLinearAttention:
-        """The core of a mesh; none of the options changes it."""
-        return cls(mesh, layout)
-
-    def new_cache(self) -> ShardedKVCache:
-        """An empty cache for the mesh's context ranks."""
-        return ShardedKVCache(self.mesh, self.layout)
-
-    def new_caches(self, most: int) -> Callable[[], ShardedKVCache]:
-        """Makes empty caches for the mesh's context ranks."""
-        return self.new_cache
-
     def plan(
         self, mask: AttentionMask, shapes: AttentionShapes, placement: Any = None
     ) -> ContextParallelLinearPlan | CachedLinearPlan:
         """The states of the mask's documents or of a cache's chunk, and the ranks' agreement on them. Collective."""
         if shapes.cached_tokens is not None:
             return CachedLinearPlan.build(mask, shapes, placement, self.mesh)
-        if placement is None:
-            placement = build_layout(self.layout, self.mesh, mask.documents)
-        states = StatePlan.build(placement, mask.documents, causal=mask.causal)
+        layout = placement or build_layout(self.layout, self.mesh, mask.documents)
+        states = StatePlan.build(layout, mask.documents, causal=mask.causal)
         return ContextParallelLinearPlan.build(states, self.mesh, shapes)
 
     @outside_graphs  # keys, values and states travel between ranks

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
-from typing import Protocol
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -15,7 +15,8 @@ from longctx.kernels.attention.select import choose_kernel
 from longctx.kernels.dtypes import accumulate_dtype
 from longctx.kernels.processor import Products
 from longctx.model.attention.core import AttentionShapes
-from parallel.comm.agreement import agree, degree_problem
+from parallel.attention.agreement import agree, degree_problem
+from parallel.attention.cache import ShardedKVCache
 from parallel.layout.sequence import SequenceLayout
 from parallel.mesh import Mesh
 from parallel.schedule.schedule import Schedule
@@ -39,19 +40,39 @@ class AttentionOptions:
     """How a CPU multiplies bfloat16; None: the way that is faster on this one."""
 
 
+@dataclass(frozen=True)
+class CoreOverRanks:
+    """The core of a layer whose sequence is shared by the mesh's context ranks."""
+
+    mesh: Mesh
+    layout: str
+    """Kind of the layout if a batch names none."""
+    options: AttentionOptions = field(default_factory=AttentionOptions)
+
+    @staticmethod
+    def check_layout(layout: str, ring_degree: int) -> None:
+        """ConfigError if the core cannot have a sequence that so many ring ranks hold in this layout."""
+
+    def new_cache(self) -> ShardedKVCache:
+        """An empty cache for the mesh's context ranks."""
+        return ShardedKVCache(self.mesh, self.layout)
+
+    def new_caches(self, most: int) -> Callable[[], ShardedKVCache]:
+        """Makes empty caches for the mesh's context ranks."""
+        return self.new_cache
+
+
 @dataclass(frozen=True, eq=False)
 class ContextParallelPlan:
     """A batch's schedule, and what carries it out on this rank.
 
-    Each batch has a plan of its own, with its own mesh and layouts: their degree may be another one in the next batch.
+    Each batch has a plan of its own, with its own mesh and layout: their degree may be another one in the next batch.
     """
 
     mesh: Mesh
     """The ranks that share this batch's sequence."""
-    placement: SequenceLayout
-    """Where the rest of the layer has the batch's tokens."""
     schedule: Schedule
-    """Its layout is where attention has them."""
+    """Its layout is where the batch's tokens are."""
     shapes: AttentionShapes
     """Of this rank's shard: rows of a flattened micro-batch count as the one sequence that the layout is over."""
     heads: HeadExchange
@@ -67,22 +88,19 @@ class ContextParallelPlan:
         shapes: AttentionShapes,
         options: AttentionOptions,
         *,
-        placement: SequenceLayout | None = None,
         problem: str | None = None,
     ) -> ContextParallelPlan:
         """The plan of a schedule for these shapes. Collective.
 
-        ``placement`` is the schedule's layout by default. ``problem`` is what the caller found wrong on this rank.
-        ConfigError on every rank where one has a problem, ClusterError where ranks differ or one is too late.
+        ``problem`` is what the caller found wrong on this rank. ConfigError on every rank where one has a problem,
+        ClusterError where ranks differ or one is too late.
         """
-        if placement is None:
-            placement = schedule.layout
         # Pieces that are neighbours on a rank may be far apart in their document: biases need each one's distance.
         if {"alibi", "relative_bias"} & set(shapes.rules):
             schedule = schedule.with_distances()
         plan = None
         # In this order: shards can be counted only in a layout that is the mesh's.
-        problem = problem or degree_problem(schedule.layout, mesh) or _placement_problem(placement, schedule.layout)
+        problem = problem or degree_problem(schedule.layout, mesh)
         if problem is None:
             num_local = schedule.layout.num_local(mesh.context_rank)
             shapes = flattened(shapes, num_local)
@@ -90,10 +108,10 @@ class ContextParallelPlan:
         if problem is None:
             # What this rank refuses is told to the others first: they would wait for it.
             try:
-                plan = _assemble(placement, schedule, mesh, shapes, options)
+                plan = _assemble(schedule, mesh, shapes, options)
             except ConfigError as error:
                 problem = str(error)
-        agree(schedule, mesh, call_signature(shapes, options, plan), problem)
+        agree(schedule, mesh, call_signature(shapes, options, plan and plan.kernel), problem)
         assert plan is not None, "a problem that the ranks did not tell each other"
         return plan
 
@@ -127,27 +145,16 @@ def build_layout(kind: str, mesh: Mesh, documents: PackedDocuments) -> SequenceL
     return SequenceLayout.build(kind, documents.num_tokens, mesh.context, documents, mesh.ulysses)
 
 
-class HasKernel(Protocol):
-    """A plan, for the words that ranks agree on."""
-
-    @property
-    def kernel(self) -> AttentionKernel:
-        """The kernel that this rank chose."""
-        ...
-
-
-def call_signature(shapes: AttentionShapes, options: AttentionOptions, plan: HasKernel | None) -> str:
-    """What every rank must have been given alike, besides the schedule. ``plan`` is None where none could be made."""
+def call_signature(shapes: AttentionShapes, options: AttentionOptions, kernel: AttentionKernel | None) -> str:
+    """What every rank must have been given alike, besides the schedule. ``kernel`` is None if no plan could be made."""
     # The kernel too, though ranks with other kernels could exchange rows: where one lacks a library the others wait
     # for it in every hop, and nobody would know why.
-    kernel = "none"
-    if plan is not None:
-        kernel = plan.kernel.name
+    name = kernel.name if kernel else "none"
     communication_dtype = options.communication_dtype or accumulate_dtype(shapes.dtype)
     return (
         f"{shapes.batch} × {shapes.num_heads}/{shapes.num_kv_heads} heads of {shapes.head_dim} (values "
         f"{shapes.value_dim}), {shapes.dtype}, scale {shapes.scale:.6g}, soft cap {shapes.softcap}, transport "
-        f"{options.transport}, gradients as {communication_dtype}, kernel {kernel}"
+        f"{options.transport}, gradients as {communication_dtype}, kernel {name}"
     )
 
 
@@ -178,20 +185,8 @@ def tensor_problem(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, schedu
     return None
 
 
-def _placement_problem(placement: SequenceLayout, layout: SequenceLayout) -> str | None:
-    """Why attention cannot have tokens elsewhere than the rest of the layer has them."""
-    # In another layout a token may lie on another rank than its residual, which attention's output is added to.
-    if placement == layout:
-        return None
-    return (
-        f"the batch is placed {placement.kind} over {placement.degree} ranks (ulysses {placement.ulysses}), its "
-        f"attention {layout.kind} over {layout.degree} (ulysses {layout.ulysses}): moving queries, keys and values "
-        f"between two layouts is not built yet. Give attention the batch's own (parallel.layout={placement.kind!r})."
-    )
-
-
 def _assemble(
-    placement: SequenceLayout, schedule: Schedule, mesh: Mesh, shapes: AttentionShapes, options: AttentionOptions
+    schedule: Schedule, mesh: Mesh, shapes: AttentionShapes, options: AttentionOptions
 ) -> ContextParallelPlan:
     """What carries out the schedule on this rank. ConfigError for what a kernel, a transport or the heads cannot do."""
     heads = HeadExchange.build(mesh, shapes.num_heads, shapes.num_kv_heads)
@@ -210,4 +205,4 @@ def _assemble(
         products=options.products,
     )
     kernel = choose_kernel(options.kernel, request)
-    return ContextParallelPlan(mesh, placement, schedule, shapes, heads, transport, kernel)
+    return ContextParallelPlan(mesh, schedule, shapes, heads, transport, kernel)

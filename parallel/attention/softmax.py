@@ -63,8 +63,7 @@ def attend(
         raise ConfigError(f"scale={scale} is given twice: leave it out, scores.scale={scores.scale} is the one.")
     if scale is None:
         scale = float(q_BtHD.shape[-1] ** -0.5)
-    if scores is None:
-        scores = Scores(scale=scale)
+    scores = scores or Scores(scale=scale)
     problem = tensor_problem(q_BtHD, k_BtKD, v_BtKV, sinks_H, schedule, mesh)
     shapes = AttentionShapes.of(q_BtHD, k_BtKD, v_BtKV, scores)
     plan = ContextParallelPlan.build(schedule, mesh, shapes, options, problem=problem)
@@ -83,8 +82,7 @@ def attend_planned(
 ) -> Tensor:
     """``attend`` by a plan on which the ranks have agreed; ``scores`` are those of its shapes."""
     B, t = q_BtHD.shape[:2]
-    if scores is None:
-        scores = Scores(scale=q_BtHD.shape[-1] ** -0.5)
+    scores = scores or Scores(scale=q_BtHD.shape[-1] ** -0.5)
     q, k, v = plan.as_shard(q_BtHD, k_BtKD, v_BtKV)
     plan.shapes.check_call(q, sinks_H)
     mine = plan.heads.query_heads

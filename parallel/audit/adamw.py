@@ -14,7 +14,7 @@ from torch import Tensor
 
 from parallel.audit.copies import Copied, take_apart
 from parallel.audit.sample import UPDATE, Place, Sample
-from parallel.zero.uncompiled import AdamW
+from parallel.zero.optimizer import AdamW
 
 _MOMENTS = ("exp_avg", "exp_avg_sq")
 _OPTIONS = ("lr", "betas", "eps", "weight_decay", "fused")

@@ -23,8 +23,7 @@ from torch import Tensor
 from parallel.audit.adamw import UpdateCapture
 from parallel.audit.again import compute_again
 from parallel.audit.alike import Assigned, Likeness, assign, likeness
-from parallel.audit.bits import Difference, difference, digest
-from parallel.audit.bound import outside, outside_update
+from parallel.audit.bits import Difference, difference, digest, outside, outside_update
 from parallel.audit.capture import Capture, operators_of
 from parallel.audit.exchange import exchange
 from parallel.audit.sample import UPDATE, Kind, Sample

@@ -40,16 +40,6 @@ class Layout(NamedTuple):
         return tuple(1 if step == 0 else size for size, step in zip(self.shape, self.stride, strict=True))
 
     @property
-    def num_values(self) -> int:
-        """Values that travel."""
-        return torch.Size(self.distinct_shape).numel()
-
-    @property
-    def num_bytes(self) -> int:
-        """Of the values that travel."""
-        return self.num_values * self.dtype.itemsize
-
-    @property
     def span_bytes(self) -> int:
         """From the first value to the last one, with whatever lies between."""
         if 0 in self.shape:
@@ -128,12 +118,8 @@ def joined_bytes(tensors: Sequence[Tensor]) -> Tensor:
     return torch.cat([torch.empty(0, dtype=torch.uint8)] + [as_bytes(x.cpu()) for x in tensors])
 
 
-def from_bytes(data: Tensor, kinds: Sequence[tuple[int, torch.dtype]]) -> list[Tensor]:
-    """The tensors of ``joined_bytes``, from how many values each has and their dtype."""
-    found, start = [], 0
-    for count, dtype in kinds:
-        stop = start + count * dtype.itemsize
-        # a copy: a part of the buffer may begin where no value of its dtype may
-        found.append(data[start:stop].clone().view(dtype))
-        start = stop
-    return found
+def from_bytes(data: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
+    """The tensors of ``joined_bytes``, which are flat and of the sizes and dtypes of ``like``."""
+    parts = data.split([x.nbytes for x in like])
+    # Copies: a part of the buffer may begin where no value of its dtype may.
+    return [part.clone().view(x.dtype) for part, x in zip(parts, like, strict=True)]

@@ -7,7 +7,8 @@ from collections.abc import Sequence
 import torch
 
 from parallel.audit.alike import Assigned
-from parallel.audit.sample import Header, Sample
+from parallel.audit.copies import from_bytes, joined_bytes
+from parallel.audit.sample import Sample
 from parallel.comm.communicator import Communicator
 from parallel.comm.groups import control_group
 from parallel.comm.world import gather_objects
@@ -19,18 +20,18 @@ def exchange(samples: Sequence[Sample], assigned: Sequence[Assigned], rank: int)
     They travel through the machines' memory, also those of GPUs: a few times in a thousand steps.
     """
     # What ranks of another kind cannot look at stays here.
-    sent = {n: x for n, x in enumerate(samples) if not x.is_alone and (assigned[rank].exact or x.header.is_bounded)}
+    sent = {n: x for n, x in enumerate(samples) if not x.is_alone and (assigned[rank].exact or x.is_bounded)}
     # Everybody knows what comes, and from whom, before the first byte travels.
-    headers: list[dict[int, Header]] = gather_objects({n: x.header for n, x in sent.items()})
+    headers: list[dict[int, Sample]] = gather_objects({n: x.without_values() for n, x in sent.items()})
     arriving = {
-        victim: torch.empty(sum(header.num_bytes for header in of_victim.values()), dtype=torch.uint8)
+        victim: torch.empty(sum(x.nbytes for header in of_victim.values() for x in header.tensors), dtype=torch.uint8)
         for victim, of_victim in enumerate(headers)
         if of_victim and rank in assigned[victim].auditors
     }
 
     sent_to: dict[int, list[torch.Tensor]] = {}
     if sent:
-        data = torch.cat([sample.bytes() for sample in sent.values()])
+        data = joined_bytes([x for sample in sent.values() for x in sample.tensors])
         sent_to = {auditor: [data] for auditor in assigned[rank].auditors}
     received = {victim: [data] for victim, data in arriving.items()}
     if len(headers) > 1:
@@ -38,11 +39,7 @@ def exchange(samples: Sequence[Sample], assigned: Sequence[Assigned], rank: int)
     return {victim: _unpacked(headers[victim], data) for victim, data in arriving.items()}
 
 
-def _unpacked(headers: dict[int, Header], data: torch.Tensor) -> dict[int, Sample]:
+def _unpacked(headers: dict[int, Sample], data: torch.Tensor) -> dict[int, Sample]:
     """The samples of one rank from their bytes."""
-    found, start = {}, 0
-    for number, header in headers.items():
-        stop = start + header.num_bytes
-        found[number] = header.sample(data[start:stop])
-        start = stop
-    return found
+    values = iter(from_bytes(data, [x for header in headers.values() for x in header.tensors]))
+    return {n: header.with_tensors([next(values) for _ in header.tensors]) for n, header in headers.items()}

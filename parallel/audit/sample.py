@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
 from parallel.audit.bits import Difference
-from parallel.audit.copies import Copied, Layout, from_bytes, joined_bytes, put_together
+from parallel.audit.copies import Copied, put_together
 
 Kind = Literal["product", "attention", "update"]
 """What of a step is looked at: a matrix product, a call of an attention kernel, or AdamW's update of some weights."""
@@ -73,53 +73,25 @@ class Sample:
     """Whether the call was too large even for that: it was made again here, and nothing is left to send."""
 
     @property
-    def header(self) -> Header:
-        """What is said of it before its bytes."""
-        return Header(
-            op=self.op,
-            args=self.args,
-            kwargs=self.kwargs,
-            layouts=[x.layout for x in self.inputs],
-            results=[(x.numel(), x.dtype) for x in self.outputs],
-            place=self.place,
-        )
-
-    def bytes(self) -> Tensor:
-        """Inputs and outputs."""
-        return joined_bytes([x.values for x in self.inputs] + list(self.outputs))
-
-    def call(self, device: torch.device) -> tuple[Any, Any]:
-        """The arguments and keyword arguments, laid out as they were."""
-        tensors = [x.laid_out(device) for x in self.inputs]
-        return put_together(self.args, tensors), put_together(self.kwargs, tensors)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Header:
-    """What another rank has to know before a sample's bytes come."""
-
-    op: str
-    args: Any
-    kwargs: Any
-    layouts: Sequence[Layout]
-    results: Sequence[tuple[int, torch.dtype]]
-    place: Place
-
-    @property
     def is_bounded(self) -> bool:
         """Whether ranks that compute other bits can look at it: a bound of its rounding is known."""
         return self.op == UPDATE or self.op in _BOUNDED
 
     @property
-    def num_bytes(self) -> int:
-        """Bytes that come."""
-        of_results = sum(count * dtype.itemsize for count, dtype in self.results)
-        return sum(layout.num_bytes for layout in self.layouts) + of_results
+    def tensors(self) -> list[Tensor]:
+        """Flat values of inputs and outputs."""
+        return [x.values for x in self.inputs] + list(self.outputs)
 
-    def sample(self, data: Tensor) -> Sample:
-        """The sample of which these are the bytes."""
-        kinds = [(layout.num_values, layout.dtype) for layout in self.layouts]
-        values = from_bytes(data, kinds + list(self.results))
-        inputs = [Copied(layout, x) for layout, x in zip(self.layouts, values, strict=False)]
-        outputs = values[len(inputs) :]
-        return Sample(op=self.op, args=self.args, kwargs=self.kwargs, inputs=inputs, outputs=outputs, place=self.place)
+    def with_tensors(self, tensors: Sequence[Tensor]) -> Sample:
+        """The same call with other ``tensors``."""
+        inputs = [x._replace(values=values) for x, values in zip(self.inputs, tensors, strict=False)]
+        return replace(self, inputs=inputs, outputs=tensors[len(inputs) :])
+
+    def without_values(self) -> Sample:
+        """What another rank has to know before the bytes come."""
+        return self.with_tensors([x.to("meta") for x in self.tensors])
+
+    def call(self, device: torch.device) -> tuple[Any, Any]:
+        """The arguments and keyword arguments, laid out as they were."""
+        tensors = [x.laid_out(device) for x in self.inputs]
+        return put_together(self.args, tensors), put_together(self.kwargs, tensors)

@@ -21,8 +21,7 @@ from torch import Tensor
 
 from longctx.kernels.devices import on_cpu
 from parallel.audit.again import flat, tensors_in
-from parallel.audit.bits import Difference, difference
-from parallel.audit.bound import outside
+from parallel.audit.bits import Difference, difference, outside
 from parallel.audit.copies import Copied, Slot
 from parallel.audit.sample import Place, Sample
 

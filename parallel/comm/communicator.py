@@ -22,6 +22,9 @@ from parallel.comm.groups import members
 from parallel.comm.messages.kinds import Kind
 from parallel.comm.messages.ledger import Arrival, Ledger
 
+_MOST_TENSORS = 4
+"""Of one message between two ranks."""
+
 
 @dataclass
 class Pending:
@@ -67,16 +70,14 @@ class Communicator:
         group: ProcessGroup,
         *,
         doing: str,
-        tag: int = 0,
         kind: Kind | None = None,
         hop: int = -1,
     ) -> Pending:
-        """Start to send tensors to ranks, and to fill those that come from ranks.
-
-        ``tag`` and the numbers after it tell the tensors between two ranks apart.
-        """
+        """Start to send tensors to ranks, and to fill those that come from ranks."""
         # One batch: NCCL needs sends and receives of two peers grouped, or each waits for the other's receive.
         ops = []
+        # Tensors between two ranks are told apart by their kind and their number.
+        tag = _MOST_TENSORS * (kind or 0)
         for op, by_rank in ((dist.isend, sent), (dist.irecv, received)):
             for rank, tensors in by_rank.items():
                 ops += [dist.P2POp(op, x, rank, group, tag + n) for n, x in enumerate(tensors)]
@@ -91,37 +92,40 @@ class Communicator:
             pending.messages = list(received.values())
         return pending
 
+    def all_gather(
+        self, x: Tensor, group: ProcessGroup, *, doing: str, kind: Kind | None = None, out: Tensor | None = None
+    ) -> Tensor:
+        """The tensor of every rank, of one shape on all: [ranks, …], in the order of the group, into ``out`` if any."""
+        (pending,) = self.start_all_gather(x, group=group, doing=doing, kind=kind, out=out, is_async=False)
+        return pending.wait()[0]
+
     def start_all_gather(
-        self, *tensors: Tensor, group: ProcessGroup, doing: str, kind: Kind | None = None, layer: int = -1
+        self,
+        *tensors: Tensor,
+        group: ProcessGroup,
+        doing: str,
+        kind: Kind | None = None,
+        layer: int = -1,
+        out: Tensor | None = None,
+        is_async: bool = True,
     ) -> tuple[Pending, ...]:
         """Start to gather tensors of every rank, each of one shape on all: [ranks, …], in the order of the group.
 
         They are waited for in their order, each by itself; to a ledger they are one message.
         """
-        return _gathering(self.ledger, tensors, group, doing, kind, layer, is_async=True)
-
-    def all_gather(
-        self, x: Tensor, group: ProcessGroup, *, doing: str, kind: Kind | None = None, out: Tensor | None = None
-    ) -> Tensor:
-        """The tensor of every rank, of one shape on all: [ranks, …], in the order of the group, into ``out`` if any."""
-        (pending,) = _gathering(self.ledger, (x,), group, doing, kind, out=out, is_async=False)
-        return pending.wait()[0]
-
-    def start_all_to_all(
-        self,
-        sent: Tensor,
-        group: ProcessGroup,
-        *,
-        doing: str,
-        counts: tuple[Sequence[int], Sequence[int]] | None = None,
-        kind: Kind | None = None,
-        layer: int = -1,
-    ) -> Pending:
-        """Start to send every rank its part of ``sent``, and to receive its part for this one, in the group's order.
-
-        Parts are rows: as many as ``counts`` says are sent to each rank, and received from it; without, equally many.
-        """
-        return _exchanging(self.ledger, sent, group, doing, counts, kind, layer, is_async=True)
+        ranks, started = members(group), []
+        tensors = tuple(x.contiguous() for x in tensors)
+        for x in tensors:
+            gathered = x.new_empty(len(ranks.ranks), *x.shape) if out is None else out
+            # The collective lays the ranks end to end.
+            start = partial(dist.all_gather_into_tensor, gathered.view(-1), x.view(-1), group, async_op=is_async)
+            started.append(_started(start, gathered, x, doing, ranks.ranks))
+        if self.ledger is not None and kind is not None:
+            # After the last start, so that all of them travel while they are summed.
+            started[-1].arrival = self.ledger.post_same(kind, tensors, ranks.others, layer=layer)
+            by_rank = zip(*(pending.received[0] for pending in started), strict=True)
+            started[-1].messages = ranks.of_others(list(by_rank))
+        return tuple(started)
 
     def all_to_all(
         self,
@@ -134,13 +138,45 @@ class Communicator:
         out: Tensor | None = None,
     ) -> Tensor:
         """What ``start_all_to_all`` receives, once it has arrived; in ``out`` if any."""
-        return _exchanging(self.ledger, sent, group, doing, counts, kind, out=out, is_async=False).wait()[0]
+        pending = self.start_all_to_all(sent, group, doing=doing, counts=counts, kind=kind, out=out, is_async=False)
+        return pending.wait()[0]
+
+    def start_all_to_all(
+        self,
+        sent: Tensor,
+        group: ProcessGroup,
+        *,
+        doing: str,
+        counts: tuple[Sequence[int], Sequence[int]] | None = None,
+        kind: Kind | None = None,
+        layer: int = -1,
+        out: Tensor | None = None,
+        is_async: bool = True,
+    ) -> Pending:
+        """Start to send every rank its part of ``sent``, and to receive its part for this one, in the group's order.
+
+        Parts are rows: as many as ``counts`` says are sent to each rank, and received from it; without, equally many.
+        """
+        ranks, received = members(group), out
+        to_send, to_receive = (list(of_ranks) for of_ranks in counts or ((), ()))
+        if received is None:
+            rows = sum(to_receive) if counts else len(sent)
+            received = sent.new_empty(rows, *sent.shape[1:])
+        start = partial(dist.all_to_all_single, received, sent, to_receive, to_send, group, async_op=is_async)
+        pending = _started(start, received, sent, doing, ranks.ranks)
+        if self.ledger is not None and kind is not None:
+            if counts is None:
+                to_send = to_receive = [len(sent) // len(ranks.ranks)] * len(ranks.ranks)
+            # What stays on this rank is copied by the collective and sent by nobody.
+            leaving = zip(ranks.others, ranks.of_others(sent.split(to_send)), strict=True)
+            by_rank = {receiver: [part] for receiver, part in leaving}
+            pending.arrival = self.ledger.post(kind, by_rank, ranks.others, layer=layer)
+            pending.messages = [[part] for part in ranks.of_others(received.split(to_receive))]
+        return pending
 
     def all_reduce(self, x: Tensor, group: ProcessGroup, *, doing: str, largest: bool = False) -> Tensor:
         """Sum ``x`` over the ranks, or take the largest of each value, in place; returns it."""
-        op = dist.ReduceOp.SUM
-        if largest:
-            op = dist.ReduceOp.MAX
+        op = dist.ReduceOp.MAX if largest else dist.ReduceOp.SUM
         named_collective(lambda: dist.all_reduce(x, op, group), doing, members(group).ranks)
         return x
 
@@ -157,13 +193,6 @@ class Communicator:
         named_collective(lambda: dist.gather(x, parts, ranks.ranks[0], group), doing, ranks.ranks)
         return parts
 
-    def gather_bytes(self, value: bytes, group: ProcessGroup, *, doing: str) -> list[bytes]:
-        """Every rank's bytes, as many on each, in the order of the group."""
-        mine, ranks = torch.frombuffer(bytearray(value), dtype=torch.uint8), members(group).ranks
-        seen = [torch.empty_like(mine) for _ in ranks]
-        named_collective(lambda: dist.all_gather(seen, mine, group), doing, ranks)
-        return [x.numpy().tobytes() for x in seen]
-
     def broadcast_object(self, value: Any, source: int, group: ProcessGroup, *, doing: str) -> Any:
         """The value of the rank ``source``."""
         holder = [value]
@@ -178,69 +207,12 @@ class Communicator:
         return values
 
 
-def _gathering(
-    ledger: Ledger | None,
-    tensors: Sequence[Tensor],
-    group: ProcessGroup,
-    doing: str,
-    kind: Kind | None,
-    layer: int = -1,
-    out: Tensor | None = None,
-    *,
-    is_async: bool,
-) -> tuple[Pending, ...]:
-    ranks, started = members(group), []
-    tensors = [x.contiguous() for x in tensors]
-    for x in tensors:
-        gathered = out
-        if gathered is None:
-            gathered = x.new_empty(len(ranks.ranks), *x.shape)
-        # The collective lays the ranks end to end.
-        start = partial(dist.all_gather_into_tensor, gathered.view(-1), x.view(-1), group, async_op=is_async)
-        started.append(Pending((gathered,), (x,), _works(start, doing, ranks.ranks), doing, ranks.ranks))
-    if ledger is not None and kind is not None:
-        # After the last start, so that all of them travel while they are summed.
-        started[-1].arrival = ledger.post_same(kind, tensors, ranks.others, layer=layer)
-        by_rank = zip(*(pending.received[0] for pending in started), strict=True)
-        started[-1].messages = ranks.of_others(list(by_rank))
-    return tuple(started)
-
-
-def _exchanging(
-    ledger: Ledger | None,
-    sent: Tensor,
-    group: ProcessGroup,
-    doing: str,
-    counts: tuple[Sequence[int], Sequence[int]] | None,
-    kind: Kind | None,
-    layer: int = -1,
-    out: Tensor | None = None,
-    *,
-    is_async: bool,
+def _started(
+    start: Callable[[], dist.Work | None], received: Tensor, sent: Tensor, doing: str, ranks: Sequence[int]
 ) -> Pending:
-    ranks, received = members(group), out
-    to_send, to_receive = (list(of_ranks) for of_ranks in counts or ((), ()))
-    if received is None:
-        rows = sum(to_receive)
-        if counts is None:
-            rows = len(sent)
-        received = sent.new_empty(rows, *sent.shape[1:])
-    start = partial(dist.all_to_all_single, received, sent, to_receive, to_send, group, async_op=is_async)
-    pending = Pending((received,), (sent,), _works(start, doing, ranks.ranks), doing, ranks.ranks)
-    if ledger is not None and kind is not None:
-        if counts is None:
-            to_send = to_receive = [len(sent) // len(ranks.ranks)] * len(ranks.ranks)
-        # What stays on this rank is copied by the collective and sent by nobody.
-        leaving = zip(ranks.others, ranks.of_others(sent.split(to_send)), strict=True)
-        by_rank = {receiver: [part] for receiver, part in leaving}
-        pending.arrival = ledger.post(kind, by_rank, ranks.others, layer=layer)
-        pending.messages = [[part] for part in ranks.of_others(received.split(to_receive))]
-    return pending
-
-
-def _works(start: Callable[[], dist.Work | None], doing: str, ranks: Sequence[int]) -> tuple[dist.Work, ...]:
-    """The work that a collective returns; none if it was waited for."""
+    """Call ``start``, whose collective may return a work to wait for; without one it was waited for."""
     work = named_collective(start, doing, ranks)
-    if work is None:
-        return ()
-    return (work,)
+    works = ()
+    if work is not None:
+        works = (work,)
+    return Pending((received,), (sent,), works, doing, ranks)

@@ -4,28 +4,31 @@ from __future__ import annotations
 
 import os
 import socket
+import threading
+import time
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from longctx.errors import ClusterError
 from parallel.comm.groups import control_group, forget_groups, warm, world_group
-from parallel.comm.meeting import MEET_SECONDS, meeting_store
-from parallel.runtime.code_version import code_version
 from parallel.runtime.flight_recorder import advice, dump_collectives, record_collectives
 from parallel.runtime.interface import choose_gloo_interface
-from parallel.runtime.launched import environment_rank, ranks_of_machine
-from parallel.runtime.listening import meeting_host
+from parallel.runtime.launched import code_version, environment_rank, ranks_of_machine
+from parallel.runtime.listening import is_agents_store, listen, meeting_host
 from parallel.runtime.watch.current import start_watch, stop_watch, watching
 from parallel.runtime.watch.last_words import say
 from parallel.runtime.watch.options import WatchOptions
 
+MEET_SECONDS = 45.0
+"""How long ranks wait for the last one to come. With the seconds that an end takes, a start fails within a minute."""
 _LONE_PROCESS = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
 
 
@@ -125,3 +128,70 @@ def _free_port() -> int:
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))
         return s.getsockname()[1]
+
+
+def meeting_store(rank: int, world_size: int, timeout: timedelta) -> dist.Store:
+    """The store: rank 0 has it, and returns at once; the others when they reach it.
+
+    OSError if that takes longer than ``timeout`` (twice that if a stranger answers nothing), or if rank 0 cannot have
+    the port.
+    """
+    host, port = meeting_host(), int(os.environ["MASTER_PORT"])
+    if rank != 0:
+        _reach(host, port, timeout.total_seconds())
+    is_master = rank == 0 and not is_agents_store()
+
+    def build() -> dist.TCPStore:
+        # Without a wait for all ranks: that would end by a time-out which tells nobody who is missing.
+        options: dict[str, Any] = {"wait_for_workers": False, "multi_tenant": True}
+        if is_master:
+            # By itself the store listens on every interface; whoever reaches it may write into it.
+            options["master_listen_fd"] = listen(host, port).detach()
+        return dist.TCPStore(host, port, world_size, is_master=is_master, timeout=timeout, **options)
+
+    if is_master:
+        store = build()
+    else:
+        store = _within(build, timeout.total_seconds())
+    # Under torchrun's store the keys of a start that failed are still there.
+    prefix = "longctx"
+    if is_agents_store():
+        prefix = f"longctx/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
+    return dist.PrefixStore(prefix, store)
+
+
+def _within(build: Callable[[], dist.TCPStore], seconds: float) -> dist.TCPStore:
+    """The store that ``build`` returns. OSError where it takes longer than so many seconds."""
+    # torch waits without a limit for the first answer of whoever listens, which may be another program.
+    found: list[dist.TCPStore | BaseException] = []
+
+    def act() -> None:
+        try:
+            found.append(build())
+        # The caller raises it.
+        except BaseException as error:
+            found.append(error)
+
+    # A thread that is stuck does not keep the process: it ends by ``os._exit``.
+    thread = threading.Thread(target=act, name="meeting", daemon=True)
+    thread.start()
+    thread.join(seconds)
+    if not found:
+        raise OSError(f"what listens there gives no answer within {seconds:.0f} s, so it is no rank 0")
+    if isinstance(found[0], BaseException):
+        raise found[0]
+    return found[0]
+
+
+def _reach(host: str, port: int, seconds: float) -> None:
+    """Return once something listens there. OSError where nothing does within so many seconds."""
+    # Before torch looks for it, which says on half a screen of C++ that it does not find it.
+    deadline = time.monotonic() + seconds
+    while True:
+        try:
+            socket.create_connection((host, port), timeout=min(5.0, seconds)).close()
+            return
+        except OSError as error:
+            if time.monotonic() >= deadline:
+                raise OSError(f"nothing answers there within {seconds:.0f} s ({error})") from error
+        time.sleep(0.1)

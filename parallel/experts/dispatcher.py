@@ -10,8 +10,9 @@ rank), S tokens that it receives, R assignments, k experts a token, p ranks that
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Generic, TypeVar
 
 import torch
 from torch import Tensor
@@ -26,6 +27,8 @@ from parallel.comm.messages.kinds import Kind
 from parallel.experts.replicated import ReplicatedTokens
 from parallel.mesh import Mesh
 from parallel.runtime.spans import DOING
+
+T = TypeVar("T")
 
 _IDS = torch.int16
 """The dtype in which ids of a rank's experts are sent."""
@@ -127,10 +130,10 @@ class AllToAllDispatcher:
 
     def exchange(
         self, outgoing_UX: Tensor, send_counts: Sequence[int], recv_counts: Sequence[int], kind: Kind, layer: int
-    ) -> PendingTokens:
+    ) -> PendingExchange:
         """Start to send tokens of a layer to the ranks of the group and to receive theirs."""
         # As bytes, so that any dtype can be sent.
-        exchange = self.mesh.comm.start_all_to_all(
+        return self.mesh.comm.start_all_to_all(
             rows_as_bytes(outgoing_UX),
             self._group,
             doing=_DOING[kind],
@@ -138,7 +141,6 @@ class AllToAllDispatcher:
             kind=kind,
             layer=layer,
         )
-        return PendingTokens(exchange, outgoing_UX.dtype)
 
 
 @dataclass
@@ -157,7 +159,7 @@ class _Handle:
 
     def dispatch(self, of_tokens_nX: Tensor, communication_dtype: torch.dtype) -> Pending[Tensor]:
         outgoing_UX = of_tokens_nX.to(communication_dtype).index_select(0, self.token_U)
-        return self._send_out(outgoing_UX, Kind.TOKENS)
+        return Arriving(self._send_out(outgoing_UX, Kind.TOKENS), lambda arrived: arrived.view(communication_dtype))
 
     def dispatch_routing(self, gates_nk: Tensor) -> Pending[tuple[Tensor, Tensor]]:
         experts_per_rank = self.dispatcher.experts_per_rank
@@ -168,73 +170,59 @@ class _Handle:
         ids_Uk = ids_Uk.where(is_there, -1).to(_IDS)
         # Side by side in bytes: one message instead of two.
         both = torch.cat((rows_as_bytes(gates_Uk), rows_as_bytes(ids_Uk)), dim=1)
-        exchange = self._send_out(both, Kind.CHOICES)
-        return _PendingRouting(exchange, both.shape[1] - _IDS.itemsize * ids_Uk.shape[1], gates_nk.dtype)
+        gates_bytes, dtype = both.shape[1] - _IDS.itemsize * ids_Uk.shape[1], gates_nk.dtype
+        return Arriving(self._send_out(both, Kind.CHOICES), lambda arrived: _gates_and_ids(arrived, gates_bytes, dtype))
 
     def combine(self, of_tokens_SX: Tensor, communication_dtype: torch.dtype) -> Pending[Tensor]:
         send_counts, recv_counts, layer = self.sizes.send_counts, self.sizes.recv_counts, self.sizes.layer
         exchange = self.dispatcher.exchange(
             of_tokens_SX.to(communication_dtype), recv_counts, send_counts, Kind.EXPERT_SUMS, layer
         )
-        return _PendingSums(exchange, self.token_U, send_counts, self.experts_nk.shape)
+        token_U, choices = self.token_U, self.experts_nk.shape
+        return Arriving(
+            exchange, lambda arrived: sum_over_ranks(arrived.view(communication_dtype), token_U, send_counts, choices)
+        )
 
     def bytes_sent(self, bytes_per_token: int) -> int:
         own = self.dispatcher.mesh.expert_rank
         return bytes_per_token * (sum(self.sizes.send_counts) - self.sizes.send_counts[own])
 
-    def _send_out(self, outgoing_UX: Tensor, kind: Kind) -> PendingTokens:
+    def _send_out(self, outgoing_UX: Tensor, kind: Kind) -> PendingExchange:
         sizes = self.sizes
         return self.dispatcher.exchange(outgoing_UX, sizes.send_counts, sizes.recv_counts, kind, sizes.layer)
 
 
 @dataclass
-class PendingTokens:
-    """Tokens on their way."""
+class Arriving(Generic[T]):
+    """Messages on their way, and what is made of them."""
 
     messages: PendingExchange
-    dtype: torch.dtype
+    finish: Callable[[Tensor], T]
 
-    def wait(self) -> Tensor:
-        """Return the tokens. ClusterError if a rank is gone or too late."""
-        (arriving,) = self.messages.wait()
-        return arriving.view(self.dtype)
-
-
-@dataclass
-class _PendingRouting:
-    """Gates and ids on their way, side by side in bytes."""
-
-    exchange: PendingTokens
-    gates_bytes: int
-    dtype: torch.dtype
-
-    def wait(self) -> tuple[Tensor, Tensor]:
-        """Return gates, and ids among the experts here."""
-        both = self.exchange.wait()
-        gates, ids = both.split((self.gates_bytes, both.shape[1] - self.gates_bytes), dim=1)
-        # Copied, for "contiguous" leaves the strides of an empty part as they are.
-        gates, ids = (part.clone(memory_format=torch.contiguous_format) for part in (gates, ids))
-        return gates.view(self.dtype), ids.view(_IDS)
+    def wait(self) -> T:
+        """Return it. ClusterError if a rank is gone or too late."""
+        (arrived,) = self.messages.wait()
+        return self.finish(arrived)
 
 
-@dataclass
-class _PendingSums:
-    """What each rank made of tokens, on its way back."""
+def _gates_and_ids(both: Tensor, gates_bytes: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Gates, and ids among the experts here, which lie side by side in bytes."""
+    gates, ids = both.split((gates_bytes, both.shape[1] - gates_bytes), dim=1)
+    # Copied, for "contiguous" leaves the strides of an empty part as they are.
+    gates, ids = (part.clone(memory_format=torch.contiguous_format) for part in (gates, ids))
+    return gates.view(dtype), ids.view(_IDS)
 
-    exchange: PendingTokens
-    token_U: Tensor
-    send_counts: tuple[int, ...]
-    choices: torch.Size
-    """Tokens, and experts of each."""
 
-    def wait(self) -> Tensor:
-        """Return sums over ranks, always in their order: a token's results are added one rank after another."""
-        results_UX = self.exchange.wait()
-        num_tokens, experts_per_token = self.choices
-        # A token has results of at most as many ranks as it has experts.
-        if experts_per_token < len(self.send_counts):
-            return sum_by_turn(results_UX, self.token_U, num_tokens, experts_per_token)
-        return sum_by_rank(results_UX, self.token_U, num_tokens, self.send_counts)
+def sum_over_ranks(results_UX: Tensor, token_U: Tensor, send_counts: Sequence[int], choices: torch.Size) -> Tensor:
+    """What each rank made of tokens, always added in the order of the ranks: a token's results one after another.
+
+    ``choices`` are the tokens, and the experts of each.
+    """
+    num_tokens, experts_per_token = choices
+    # A token has results of at most as many ranks as it has experts.
+    if experts_per_token < len(send_counts):
+        return sum_by_turn(results_UX, token_U, num_tokens, experts_per_token)
+    return sum_by_rank(results_UX, token_U, num_tokens, send_counts)
 
 
 def sum_by_rank(results_UX: Tensor, token_U: Tensor, num_tokens: int, send_counts: Sequence[int]) -> Tensor:

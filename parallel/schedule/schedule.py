@@ -8,8 +8,7 @@ query there sees, nothing else) and what the receiver computes with them.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from functools import cached_property
+from dataclasses import replace
 from hashlib import blake2b
 
 from torch import Tensor
@@ -17,29 +16,15 @@ from torch import Tensor
 from longctx.batch import PackedDocuments
 from longctx.errors import ConfigError
 from longctx.kernels.attention.slices import AttentionSlice, shifted, table_slices
-from longctx.model.attention.work import Work
 from parallel.layout.sequence import SequenceLayout
 from parallel.schedule import costs
 from parallel.schedule.bands import area
 from parallel.schedule.heads import AttentionShape
-from parallel.schedule.rows import RowRanges
-from parallel.schedule.work import Hop, Mask, Partners, RingWork
+from parallel.schedule.work import Hop, RingWork
 
 
-@dataclass(frozen=True)
-class Schedule:
+class Schedule(RingWork):
     """The work of every rank for one layout, one set of documents and one mask."""
-
-    layout: SequenceLayout
-    key_layout: SequenceLayout
-    """Where the keys live; the same as ``layout`` in self-attention."""
-    cu_seqlens: tuple[int, ...]
-    causal: bool
-    window: int | None
-    sink_tokens: int
-    stride: int = 0
-    distances: bool = False
-    """Whether every slice tells its tokens' distance; without, pieces of a document are taken together."""
 
     @classmethod
     def build(
@@ -104,18 +89,6 @@ class Schedule:
         # In each hop every ring rank receives from one other and sends to one other: the load on links is even.
         return tuple(self.hop(receiver, (receiver - h) % degree) for h in range(degree))
 
-    def partners(self, ring_rank: int) -> Partners:
-        """The ring ranks that a ring rank may receive rows from, or send some to, in any hop."""
-        return self._ring.partners(ring_rank)
-
-    def hop(self, receiver: int, owner: int) -> Hop:
-        """The work of ring rank ``receiver`` with the keys of ring rank ``owner``."""
-        return self._ring.hop(receiver, owner)
-
-    def gathered_work(self, receiver: int) -> tuple[Work, ...]:
-        """A ring rank's work with the keys of all others, where those of all ring ranks lie side by side."""
-        return self._ring.gathered(receiver)
-
     def pairs(self, rank: int) -> tuple[tuple[AttentionSlice, ...], ...]:
         """For each hop its slices, query rows counted in the ring rank's rows and key rows as they arrive.
 
@@ -130,14 +103,6 @@ class Schedule:
             table = shifted(hop.work[0].slices, queries=hop.queries[0])
             pairs.append(table_slices(table))
         return tuple(pairs)
-
-    def rows_needed(self, receiver: int, owner: int) -> RowRanges:
-        """The owner's local rows that some query of the receiver sees: the rows of their ``hop``, without the work."""
-        return self._ring.rows_needed(receiver, owner)
-
-    def rows_to_node(self, owner: int, receivers: Sequence[int]) -> RowRanges:
-        """The owner's rows that at least one of these ring ranks needs: what crosses to their node, once."""
-        return self._ring.rows_to_node(owner, receivers)
 
     def rows_received(self, rank: int) -> int:
         """Key/value rows that travel to a rank's ring rank from the others."""
@@ -165,17 +130,11 @@ class Schedule:
         ``p2p`` brings the rows that are needed, ``all_gather`` all rows, ``two_level`` what is needed plus, at the rank
         that hands rows round in its node (of ``ranks_per_node`` ring ranks), what it passes on and does not need.
         """
-        return costs.bytes_received(self._ring, rank, shape, transport, ranks_per_node)
+        return costs.bytes_received(self, rank, shape, transport, ranks_per_node)
 
     def rows_by_link(self, ring_rank: int, ranks_per_node: int) -> tuple[int, int]:
         """(rows within the node, rows from other nodes) that ``two_level`` brings to a ring rank."""
-        return costs.rows_by_link(self._ring, ring_rank, ranks_per_node)
-
-    @cached_property
-    def _ring(self) -> RingWork:
-        # Made on demand: a schedule that is only compared or described plans nothing.
-        mask = Mask(self.causal, self.window, self.sink_tokens, self.stride)
-        return RingWork(self.layout, self.key_layout, self.cu_seqlens, mask, self.distances)
+        return costs.rows_by_link(self, ring_rank, ranks_per_node)
 
 
 def check_window(window: int | None, sink_tokens: int) -> None:

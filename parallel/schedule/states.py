@@ -17,30 +17,6 @@ from longctx.kernels.linear_attention import Segments
 from parallel.layout.sequence import SequenceLayout
 
 
-def bytes_received(
-    layout: SequenceLayout,
-    cu_seqlens: Sequence[int] | Tensor | PackedDocuments | None = None,
-    *,
-    num_kv_heads: int,
-    head_dim: int,
-    value_dim: int | None = None,
-    causal: bool = True,
-    batch: int = 1,
-    bytes_per_value: int = 4,
-) -> int:
-    """Bytes that each rank receives in a forward pass; they do not depend on how long the sequence is.
-
-    ``bytes_per_value`` is 8 for float64 inputs, else 4. Backward receives as much in the other direction
-    (``StatePlan.num_taken`` states a rank in place of ``num_given``).
-    """
-    plan = StatePlan.build(layout, cu_seqlens, causal=causal)
-    if value_dim is None:
-        value_dim = head_dim
-    # One column more than values: the sum of the keys alone, which normalises.
-    state = batch * num_kv_heads * head_dim * (value_dim + 1)
-    return (layout.degree - 1) * plan.num_given * state * bytes_per_value
-
-
 class Open(NamedTuple):
     """A segment (neighbouring tokens of one document on one rank) whose document has other segments."""
 
@@ -101,11 +77,6 @@ class StatePlan:
     def num_given(self) -> int:
         """States that each rank sends in a forward pass: as many as the rank that has most of them."""
         return max(map(len, self.given))
-
-    @property
-    def num_taken(self) -> int:
-        """Gradients of states that each rank sends in a backward pass."""
-        return max(map(len, self.taken))
 
     def segments(self, rank: int) -> Segments:
         """The rank's segments, as the one-device kernel takes them."""

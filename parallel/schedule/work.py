@@ -6,7 +6,7 @@ together, and query rows from the first that has work.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import NamedTuple, TypeVar
@@ -90,11 +90,15 @@ class RingWork:
 
     layout: SequenceLayout
     key_layout: SequenceLayout
+    """Where the keys live; the same as ``layout`` in self-attention."""
     cu_seqlens: tuple[int, ...]
-    mask: Mask
-    distances: bool
-    """Whether every slice has its tokens' distance; without, pieces of a document are joined."""
-    _built: dict = field(default_factory=dict, compare=False, repr=False)
+    causal: bool
+    window: int | None
+    sink_tokens: int
+    stride: int = 0
+    distances: bool = False
+    """Whether every slice tells its tokens' distance; without, pieces of a document are taken together."""
+    _built: dict = field(default_factory=dict, init=False, compare=False, repr=False)
 
     def hop(self, receiver: int, owner: int) -> Hop:
         """The work of ring rank ``receiver`` with the keys of ring rank ``owner``."""
@@ -123,7 +127,7 @@ class RingWork:
             lambda: RowRanges.union([self.rows_needed(receiver, owner) for receiver in receivers]),
         )
 
-    def gathered(self, receiver: int) -> tuple[Work, ...]:
+    def gathered_work(self, receiver: int) -> tuple[Work, ...]:
         """The work with the keys of all other ring ranks, where those of all ring ranks lie side by side."""
         return self._once(("gathered", receiver), lambda: self._build_gathered(receiver))
 
@@ -131,34 +135,32 @@ class RingWork:
         slices, strided = self._local_work(receiver, owner)
         if receiver == owner:
             # A rank's own rows are not packed: they stay where they are.
-            return own_hop(owner, self.layout.num_ring(owner), self.key_layout.num_ring(owner), slices, strided)
+            rows, queries = RowRanges.whole(self.key_layout.num_ring(owner)), (0, self.layout.num_ring(owner))
+            return Hop(owner, rows, queries, entries(slices, _some(strided)))
         return other_hop(owner, slices, strided)
 
     def _build_gathered(self, receiver: int) -> tuple[Work, ...]:
-        parts = []
+        slices, strided = [NO_SLICES], []
         for owner in range(self.layout.ring_degree):
-            if owner != receiver:
-                # All ranks hold equally many rows, so the gathered ones of an owner begin at a multiple of that.
-                first_row = owner * self.key_layout.num_ring(owner)
-                slices, strided = self._local_work(receiver, owner)
-                parts.append((first_row, slices, strided))
-        return gathered_work(parts)
+            if owner == receiver:
+                continue
+            # All ranks hold equally many rows, so the gathered ones of an owner begin at a multiple of that.
+            first_row = owner * self.key_layout.num_ring(owner)
+            of_owner, owner_strided = self._local_work(receiver, owner)
+            slices.append(shift_slices(of_owner, keys=first_row))
+            if owner_strided is not None:
+                strided.append(owner_strided.shifted(keys=first_row))
+        return entries(np.concatenate(slices), strided)
 
     def _local_work(self, receiver: int, owner: int) -> tuple[ndarray, StridedWork | None]:
         """The slices of the mask's bands, and what a stride adds to them."""
         if not self._may_meet(receiver, owner):
             return NO_SLICES, None
         queries, keys = self._segments(receiver), self._segments(owner, keys=True)
-        one_layout = self.key_layout is self.layout
-        slices = local_slices(
-            queries,
-            keys,
-            self.mask,
-            self._boundaries,
-            own=receiver == owner,
-            joined=one_layout and not self.distances,
-        )
-        if not self.mask.stride:
+        mask = Mask(self.causal, self.window, self.sink_tokens, self.stride)
+        joined = self.key_layout is self.layout and not self.distances
+        slices = local_slices(queries, keys, mask, self._boundaries, own=receiver == owner, joined=joined)
+        if not self.stride:
             return slices, None
         return slices, strided_work(self._classes(receiver), self._classes(owner, keys=True), self._reach)
 
@@ -177,13 +179,13 @@ class RingWork:
     def _find_partners(self, ring_rank: int) -> Partners:
         degree, one_layout = self.layout.ring_degree, self.key_layout is self.layout
         # Striped tokens would be as many segments as documents times ranks; a stride is seen in another order.
-        if not one_layout or self.mask.stride or self.layout.runs[ring_rank][0].step != 1:
+        if not one_layout or self.stride or self.layout.runs[ring_rank][0].step != 1:
             everyone = frozenset(range(degree)) - {ring_rank}
             return Partners(ring_rank, degree, everyone, everyone, are_known=False)
         own, (others, rank_of) = self._segments(ring_rank), self._all_segments
         owners: set[int] = set()
         receivers: set[int] = set()
-        for bounds in mask_bounds(causal=self.mask.causal, window=self.mask.window, sink_tokens=self.mask.sink_tokens):
+        for bounds in mask_bounds(causal=self.causal, window=self.window, sink_tokens=self.sink_tokens):
             _, keys = meeting_segments(own, others, bounds)
             queries, _ = meeting_segments(others, own, bounds)
             owners.update(rank_of[keys].tolist())
@@ -208,8 +210,8 @@ class RingWork:
 
     @property
     def _reach(self) -> int:
-        assert self.mask.window is not None
-        return reach(self.mask.window, self.mask.stride)
+        assert self.window is not None
+        return reach(self.window, self.stride)
 
     def _segments(self, ring_rank: int, *, keys: bool = False) -> Segments:
         # Keys in the layout of the queries have the same segments: both sides then find the same entry.
@@ -222,7 +224,7 @@ class RingWork:
         segments = self._segments(ring_rank, keys=keys)
         return self._once(
             ("classes", ring_rank, keys),
-            lambda: sort_by_class(segments, self._boundaries, self.mask.stride, self._reach, keys=keys),
+            lambda: sort_by_class(segments, self._boundaries, self.stride, self._reach, keys=keys),
         )
 
     def _once(self, key: Hashable, build: Callable[[], T]) -> T:
@@ -250,11 +252,6 @@ def local_slices(
     return np.concatenate([band_slices(queries, keys, b, sink_ends) for b in bounds])
 
 
-def own_hop(ring_rank: int, num_queries: int, num_keys: int, slices: ndarray, strided: StridedWork | None) -> Hop:
-    """A rank's work with its own keys, which stay where they are."""
-    return Hop(ring_rank, RowRanges.whole(num_keys), (0, num_queries), entries(slices, _some(strided)))
-
-
 def other_hop(owner: int, slices: ndarray, strided: StridedWork | None) -> Hop:
     """A rank's work with another's keys, from their local work."""
     rows = rows_seen(slices, strided)
@@ -266,16 +263,6 @@ def other_hop(owner: int, slices: ndarray, strided: StridedWork | None) -> Hop:
     if strided is not None:
         strided = strided.shifted(-first, rows.packing_shifts(strided.key_rows))
     return Hop(owner, rows, (first, stop), entries(slices, _some(strided)))
-
-
-def gathered_work(parts: Iterable[tuple[int, ndarray, StridedWork | None]]) -> tuple[Work, ...]:
-    """A rank's work with the keys of several owners side by side: of each the first key row, and the local work."""
-    slices, strided = [NO_SLICES], []
-    for first_row, owner_slices, owner_strided in parts:
-        slices.append(shift_slices(owner_slices, keys=first_row))
-        if owner_strided is not None:
-            strided.append(owner_strided.shifted(keys=first_row))
-    return entries(np.concatenate(slices), strided)
 
 
 def rows_seen(slices: ndarray, strided: StridedWork | None) -> RowRanges:

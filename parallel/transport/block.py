@@ -11,8 +11,8 @@ from longctx.kernels.attention.contract import merge_
 from longctx.model.attention.work import Work
 from parallel.schedule.work import Hop
 
-KeysAndValues = tuple[Tensor, Tensor]
-"""[B, s, K, D] and [B, s, K, V], or their gradients."""
+KeysAndValues = tuple[Tensor, ...]
+"""Two: [B, s, K, D] and [B, s, K, V], or their gradients."""
 
 PartialResult = tuple[Tensor, Tensor]
 """Output [B, t, H, V] and log-sum-exp [B, t, H] over some of the keys."""

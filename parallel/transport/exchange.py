@@ -17,44 +17,21 @@ from parallel.mesh import Mesh
 from parallel.schedule.rows import RowRanges
 from parallel.transport.block import KeysAndValues
 
-TAG_KEYS, TAG_KEYS_BETWEEN_NODES, TAG_GRADIENTS, TAG_GRADIENTS_BETWEEN_NODES = 1, 3, 5, 7
-"""Message tags; the second tensor of an exchange has the next number."""
-_BETWEEN_NODES = (TAG_KEYS_BETWEEN_NODES, TAG_GRADIENTS_BETWEEN_NODES)
-_KINDS = {
-    TAG_KEYS: Kind.KEYS,
-    TAG_KEYS_BETWEEN_NODES: Kind.KEYS_BETWEEN_NODES,
-    TAG_GRADIENTS: Kind.GRADIENTS,
-    TAG_GRADIENTS_BETWEEN_NODES: Kind.GRADIENTS_BETWEEN_NODES,
-}
-
-
-@dataclass
-class PendingExchange:
-    """Keys and values, or their gradients, under way."""
-
-    messages: Pending = field(default_factory=Pending)
-
-    def wait(self) -> KeysAndValues | None:
-        """Return what arrived; None if nothing was to come. ClusterError if the peer is gone or too late."""
-        received = self.messages.wait()
-        if not received:
-            return None
-        keys, values = received
-        return keys, values
+_BETWEEN_NODES = (Kind.KEYS_BETWEEN_NODES, Kind.GRADIENTS_BETWEEN_NODES)
 
 
 @dataclass
 class PendingGradients:
     """Gradients on their way back to the rank that holds the rows."""
 
-    exchange: PendingExchange = field(default_factory=PendingExchange)
+    messages: Pending = field(default_factory=Pending)
     rows: RowRanges | None = None
     """Where they belong among the receiver's rows."""
 
     def add_to(self, total: KeysAndValues | None) -> None:
         """Wait for them and add them to the gradients of the rows they belong to."""
-        gradients = self.exchange.wait()
-        if gradients is not None:
+        gradients = self.messages.wait()
+        if gradients:
             assert total is not None
             assert self.rows is not None
             add_rows_(total, gradients, self.rows)
@@ -69,13 +46,13 @@ class RingExchange:
     """Of gradients under way; None: as they were accumulated."""
 
     def keys(
-        self, outgoing: KeysAndValues | None, *, to: int, like: KeysAndValues, rows: int, source: int, tag: int
-    ) -> PendingExchange:
-        """Send keys and values; receive ``rows`` of them in the dtype of ``like``."""
-        return self._start(outgoing, to, empty_rows(like, rows), source, tag, "keys and values")
+        self, outgoing: KeysAndValues | None, *, to: int, like: KeysAndValues, rows: int, source: int, kind: Kind
+    ) -> Pending:
+        """Send keys and values; receive ``rows`` of them in the dtype of ``like``, or nothing for none."""
+        return self._start(outgoing, to, empty_rows(like, rows), source, kind)
 
     def gradients(
-        self, outgoing: KeysAndValues | None, *, to: int, like: KeysAndValues, rows: RowRanges, source: int, tag: int
+        self, outgoing: KeysAndValues | None, *, to: int, like: KeysAndValues, rows: RowRanges, source: int, kind: Kind
     ) -> PendingGradients:
         """Send gradients; receive those of ``rows``, the receiver's own."""
         # In the dtype of accumulation: rounding each rank's part to bfloat16 is a choice of the user's.
@@ -84,39 +61,31 @@ class RingExchange:
         if outgoing is not None:
             dk, dv = outgoing
             outgoing = (self._to_communicate(dk), self._to_communicate(dv))
-        return PendingGradients(self._start(outgoing, to, buffers, source, tag, "gradients"), rows)
+        return PendingGradients(self._start(outgoing, to, buffers, source, kind), rows)
 
     def _to_communicate(self, gradient: Tensor) -> Tensor:
         return gradient.to(self.communication_dtype or gradient.dtype).contiguous()
 
     def _start(
-        self,
-        outgoing: KeysAndValues | None,
-        to: int,
-        buffers: KeysAndValues | None,
-        source: int,
-        tag: int,
-        what: str,
-    ) -> PendingExchange:
+        self, outgoing: KeysAndValues | None, to: int, buffers: KeysAndValues | None, source: int, kind: Kind
+    ) -> Pending:
         group, receiver, sender = self.mesh.ring_group, self.mesh.ring_peer(to), self.mesh.ring_peer(source)
         # NCCL has one stream a group: in one group a node's hops would wait for the slow rows of another node.
-        if tag in _BETWEEN_NODES and self.mesh.between_nodes_group is not None:
+        if kind in _BETWEEN_NODES and self.mesh.between_nodes_group is not None:
             group = self.mesh.between_nodes_group
         if group is None:
-            return PendingExchange()
+            return Pending()
         # A hop is how far keys travel round the ring; gradients go the same way back.
-        kind, hop = _KINDS[tag], (to - self.mesh.ring_rank) % self.mesh.ring_degree
+        hop, what = (to - self.mesh.ring_rank) % self.mesh.ring_degree, "keys and values"
         if kind in (Kind.GRADIENTS, Kind.GRADIENTS_BETWEEN_NODES):
-            hop = (self.mesh.ring_rank - to) % self.mesh.ring_degree
+            hop, what = (self.mesh.ring_rank - to) % self.mesh.ring_degree, "gradients"
         sent, received = {}, {}
         if outgoing is not None:
             sent[receiver] = outgoing
         if buffers is not None:
             received[sender] = buffers
         doing = f"exchanging {what} with ranks {receiver} (to) and {sender} (from)"
-        return PendingExchange(
-            self.mesh.comm.send_recv(sent, received, group, doing=doing, tag=tag, kind=kind, hop=hop)
-        )
+        return self.mesh.comm.send_recv(sent, received, group, doing=doing, kind=kind, hop=hop)
 
 
 def take_rows(tensors: KeysAndValues, rows: RowRanges) -> KeysAndValues | None:

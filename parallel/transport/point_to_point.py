@@ -10,18 +10,13 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from parallel.comm.communicator import Pending
+from parallel.comm.messages.kinds import Kind
 from parallel.mesh import Mesh
 from parallel.runtime.spans import enter_hop
 from parallel.schedule.schedule import Schedule
 from parallel.transport.block import KeysAndValues, KVBlock, PartialResult, merge_block_
-from parallel.transport.exchange import (
-    TAG_GRADIENTS,
-    TAG_KEYS,
-    PendingExchange,
-    PendingGradients,
-    RingExchange,
-    take_rows,
-)
+from parallel.transport.exchange import PendingGradients, RingExchange, take_rows
 
 
 class PointToPoint:
@@ -66,9 +61,7 @@ class PointToPoint:
             enter_hop(hop)
             block = self._block(hop, arriving.wait())
             arriving = self._fetch(own, number + 1)
-            gradients = None
-            if block is not None:
-                gradients = compute(block)
+            gradients = compute(block) if block is not None else None
             # Of the hop before: they travelled while this one computed. Adding hop by hop fixes the order of the sum.
             returning.add_to(own_gradients)
             # Also without gradients of its own a rank takes part: it may receive those of its rows.
@@ -76,21 +69,21 @@ class PointToPoint:
         returning.add_to(own_gradients)
         return own_gradients
 
-    def _fetch(self, own: KeysAndValues, number: int) -> PendingExchange:
+    def _fetch(self, own: KeysAndValues, number: int) -> Pending:
         """Start a hop's exchange: rows of its owner come here, this rank's rows go to the rank that needs them."""
         if number == len(self.hops):  # nothing follows the last hop
-            return PendingExchange()
+            return Pending()
         hop = self.hops[number]
         owner, receiver = self._owner(hop), self._receiver(hop)
         outgoing = take_rows(own, self.schedule.rows_needed(receiver, self.rank))
         rows = self.schedule.hop(self.rank, owner).num_rows
-        return self.exchange.keys(outgoing, to=receiver, like=own, rows=rows, source=owner, tag=TAG_KEYS)
+        return self.exchange.keys(outgoing, to=receiver, like=own, rows=rows, source=owner, kind=Kind.KEYS)
 
     def _return_to_owner(self, own: KeysAndValues, gradients: KeysAndValues | None, hop: int) -> PendingGradients:
         """Start the way back: gradients go to the rows' owner, those of this rank's own rows come here."""
         owner, receiver = self._owner(hop), self._receiver(hop)
         rows = self.schedule.rows_needed(receiver, self.rank)
-        return self.exchange.gradients(gradients, to=owner, like=own, rows=rows, source=receiver, tag=TAG_GRADIENTS)
+        return self.exchange.gradients(gradients, to=owner, like=own, rows=rows, source=receiver, kind=Kind.GRADIENTS)
 
     def _owner(self, hop: int) -> int:
         """The ring rank whose rows this rank meets in a hop."""
@@ -106,8 +99,8 @@ class PointToPoint:
         assert rows is not None, "a rank has rows of its own"
         return KVBlock.of_hop(hop, rows)
 
-    def _block(self, hop: int, arrived: KeysAndValues | None) -> KVBlock | None:
+    def _block(self, hop: int, arrived: KeysAndValues) -> KVBlock | None:
         """What this rank meets in a hop; None where no query of it sees a row of the owner."""
-        if arrived is None:
+        if not arrived:
             return None
         return KVBlock.of_hop(self.schedule.hop(self.rank, self._owner(hop)), arrived)

@@ -23,8 +23,6 @@ from parallel.mesh import Mesh
 from parallel.runtime.spans import enter_hop
 from parallel.transport.block import PartialResult
 
-_TAG_QUERIES, _TAG_RESULTS = 9, 11
-
 Compute = Callable[[Tensor, int], PartialResult]
 """From the queries of the rank ``hop`` ranks before this one to their partial result over this rank's keys."""
 
@@ -82,7 +80,7 @@ def _send_queries(mesh: Mesh, q_BtHD: Tensor, hop: int) -> Pending:
     if hop >= mesh.context:  # nothing follows the last hop
         return Pending()
     buffers = (torch.empty_like(q_BtHD),)
-    return _start(mesh, (q_BtHD,), buffers, to=hop, source=-hop, tag=_TAG_QUERIES, kind=Kind.QUERIES)
+    return _start(mesh, (q_BtHD,), buffers, to=hop, source=-hop, kind=Kind.QUERIES)
 
 
 def _return_results(mesh: Mesh, part: PartialResult, q_BtHD: Tensor, value_dim: int, hop: int) -> Pending:
@@ -91,7 +89,7 @@ def _return_results(mesh: Mesh, part: PartialResult, q_BtHD: Tensor, value_dim: 
     out = q_BtHD.new_empty((*shape, value_dim), dtype=accumulate_dtype(q_BtHD.dtype))
     lse = q_BtHD.new_empty(shape, dtype=torch.float64)
     outgoing = [x.contiguous() for x in part]
-    return _start(mesh, outgoing, (out, lse), to=-hop, source=hop, tag=_TAG_RESULTS, kind=Kind.RESULTS)
+    return _start(mesh, outgoing, (out, lse), to=-hop, source=hop, kind=Kind.RESULTS)
 
 
 def _merge(out: Tensor, lse: Tensor, returning: Pending) -> None:
@@ -101,7 +99,7 @@ def _merge(out: Tensor, lse: Tensor, returning: Pending) -> None:
 
 
 def _start(
-    mesh: Mesh, outgoing: Sequence[Tensor], buffers: tuple[Tensor, ...], *, to: int, source: int, tag: int, kind: Kind
+    mesh: Mesh, outgoing: Sequence[Tensor], buffers: tuple[Tensor, ...], *, to: int, source: int, kind: Kind
 ) -> Pending:
     """Send to the rank ``to`` after this one and receive from the rank ``source`` after it."""
     receiver, sender = (mesh.context_peer((mesh.context_rank + by) % mesh.context) for by in (to, source))
@@ -111,7 +109,6 @@ def _start(
         {sender: buffers},
         mesh.context_group,
         doing=f"exchanging {kind.words} with ranks {receiver} (to) and {sender} (from)",
-        tag=tag,
         kind=kind,
         hop=max(to, source),
     )

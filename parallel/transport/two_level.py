@@ -12,22 +12,14 @@ import torch
 from torch import Tensor
 
 from longctx.kernels.dtypes import accumulate_dtype
+from parallel.comm.communicator import Pending
+from parallel.comm.messages.kinds import Kind
 from parallel.mesh import Mesh
 from parallel.runtime.spans import enter_hop
 from parallel.schedule.rows import RowRanges
 from parallel.schedule.schedule import Schedule
 from parallel.transport.block import KeysAndValues, KVBlock, PartialResult, merge_block_
-from parallel.transport.exchange import (
-    TAG_GRADIENTS,
-    TAG_GRADIENTS_BETWEEN_NODES,
-    TAG_KEYS,
-    TAG_KEYS_BETWEEN_NODES,
-    PendingExchange,
-    PendingGradients,
-    RingExchange,
-    add_rows_,
-    take_rows,
-)
+from parallel.transport.exchange import PendingGradients, RingExchange, add_rows_, take_rows
 
 
 @dataclass(frozen=True)
@@ -157,7 +149,7 @@ class TwoLevel:
             owner = self.ring.owner(step, 0)
             self.ring.enter_hop(owner)
             arrived = crossing.wait()
-            if arrived is None:
+            if not arrived:
                 # Nobody in the node needs a row of that owner; hops go on with no rows, as on the other ranks.
                 k, v = own
                 arrived = (k[:, :0], v[:, :0])
@@ -181,9 +173,7 @@ class TwoLevel:
         total: KeysAndValues | None = None
         returning = PendingGradients()
         for hop, block in enumerate(self._hops(step, held)):
-            gradients = None
-            if block is not None:
-                gradients = compute(block)
+            gradients = compute(block) if block is not None else None
             if hop == 0:
                 # Held for the node: neighbours may need rows that this rank does not, and their gradients come here.
                 total = self._as_held_rows(held, gradients)
@@ -193,31 +183,33 @@ class TwoLevel:
         returning.add_to(total)
         return total
 
-    def _fetch_across(self, own: KeysAndValues, number: int) -> PendingExchange:
+    def _fetch_across(self, own: KeysAndValues, number: int) -> Pending:
         """Start a step's exchange between nodes: rows for this rank to hold, and its own to its counterpart."""
         if number == len(self.steps):
-            return PendingExchange()
+            return Pending()
         step = self.steps[number]
         owner, receiver = self.ring.owner(step, 0), self.ring.counterpart(step)
         outgoing = take_rows(own, self._rows_to_node(self.rank, self.ring.node + step))
         rows = self._rows_to_node(owner, self.ring.node).num_rows
-        return self.exchange.keys(outgoing, to=receiver, like=own, rows=rows, source=owner, tag=TAG_KEYS_BETWEEN_NODES)
+        return self.exchange.keys(
+            outgoing, to=receiver, like=own, rows=rows, source=owner, kind=Kind.KEYS_BETWEEN_NODES
+        )
 
-    def _hand_round(self, step: int, held: HeldRows, hop: int) -> PendingExchange:
+    def _hand_round(self, step: int, held: HeldRows, hop: int) -> Pending:
         """Start a hop's exchange inside the node: rows from the neighbour that holds them, held rows to another."""
         if hop == self.ring.node_size:
-            return PendingExchange()
+            return Pending()
         receiver, holder = self.ring.neighbour(hop), self.ring.neighbour(-hop)
         outgoing = take_rows(held.tensors, held.needed_by(receiver, self.schedule))
         rows = self.schedule.hop(self.rank, self.ring.owner(step, hop)).num_rows
-        return self.exchange.keys(outgoing, to=receiver, like=held.tensors, rows=rows, source=holder, tag=TAG_KEYS)
+        return self.exchange.keys(outgoing, to=receiver, like=held.tensors, rows=rows, source=holder, kind=Kind.KEYS)
 
     def _return_to_holder(self, held: HeldRows, gradients: KeysAndValues | None, hop: int) -> PendingGradients:
         """Start the way back of a hop's gradients to the neighbour that holds the rows."""
         receiver, holder = self.ring.neighbour(hop), self.ring.neighbour(-hop)
         rows = held.needed_by(receiver, self.schedule)
         return self.exchange.gradients(
-            gradients, to=holder, like=held.tensors, rows=rows, source=receiver, tag=TAG_GRADIENTS
+            gradients, to=holder, like=held.tensors, rows=rows, source=receiver, kind=Kind.GRADIENTS
         )
 
     def _return_to_owner(self, own: KeysAndValues, gradients: KeysAndValues | None, step: int) -> PendingGradients:
@@ -227,11 +219,11 @@ class TwoLevel:
         if gradients is not None and gradients[0].shape[1] == 0:
             gradients = None  # the owner expects no message for no rows
         return self.exchange.gradients(
-            gradients, to=owner, like=own, rows=rows, source=receiver, tag=TAG_GRADIENTS_BETWEEN_NODES
+            gradients, to=owner, like=own, rows=rows, source=receiver, kind=Kind.GRADIENTS_BETWEEN_NODES
         )
 
     def _block(self, owner: int, arrived: KeysAndValues | None) -> KVBlock | None:
-        if arrived is None:
+        if not arrived:
             return None
         return KVBlock.of_hop(self.schedule.hop(self.rank, owner), arrived)
 

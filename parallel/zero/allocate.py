@@ -19,8 +19,8 @@ from deepspeed.runtime.zero.partition_parameters import is_zero_param
 from torch import nn
 
 from longctx.objectives.task import Task
-from parallel.zero.experts import ExpertsAcrossRanks
-from parallel.zero.weight_swapper import WeightSwapper
+from parallel.zero.swapping import WeightSwapper
+from parallel.zero.tensors import ExpertsAcrossRanks
 
 
 def allocate(

@@ -9,7 +9,7 @@ weights and a module of a class that it looks for say so (docs/decisions/2026-11
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Generator
+from collections.abc import Generator
 from functools import partial
 
 import torch
@@ -23,22 +23,13 @@ from longctx.objectives.task import Task
 from parallel.comm.world import num_ranks
 from parallel.runtime.spans import begin, enter_layer
 from parallel.zero.deepspeed_config import quiet_deepspeed
-from parallel.zero.experts import mark_experts
-from parallel.zero.flat import Flat
-from parallel.zero.gradients import named_on_any_rank, not_finite
-from parallel.zero.initial import InitialWeights
-from parallel.zero.optimizer import OptimizerOptions
+from parallel.zero.gradients import Accept, everything, named_on_any_rank, not_finite
+from parallel.zero.optimizer import OptimizerOptions, import_muon
 from parallel.zero.options import ZeroOptions, check_zero
-from parallel.zero.partition import Partition, Wrapping
-from parallel.zero.refusal import Accept, everything
-from parallel.zero.sharded import Sharded
-from parallel.zero.state import OwnedRange, Piece, ReadRange, owned_pieces, read_state, write_state
-from parallel.zero.tensors import ModelTensors
-from parallel.zero.uncompiled import import_muon
-from parallel.zero.whole import Whole
-
-PARTITIONS: dict[int, Callable[[Wrapping], Partition]] = {0: Whole, 1: Flat, 2: Flat, 3: Sharded}
-"""How each stage holds the model."""
+from parallel.zero.partition import Wrapping
+from parallel.zero.stages import PARTITIONS
+from parallel.zero.state import InitialWeights, OwnedRange, Piece, ReadRange, owned_pieces, read_state, write_state
+from parallel.zero.tensors import ModelTensors, mark_experts
 
 
 class ZeroEngine:

@@ -1,14 +1,40 @@
-"""Gradients as DeepSpeed holds them, and which tensors are not finite."""
+"""Gradients as DeepSpeed holds them: by name, those that are not finite, a norm that is refused, memory under way.
+
+With ``overlap_comm`` DeepSpeed queues reductions on a stream of its own while backward goes on, and drops a gradient as
+soon as its reduction is queued. PyTorch's allocator knows only the stream that a tensor was made on: it gives the
+memory of the dropped gradient to backward's next tensor, although the reduction will still read it, and write into it.
+The invariant of ``record_queued_gradients``: whatever a queued reduction reads or writes has that stream recorded
+(``Tensor.record_stream``) before DeepSpeed can drop it; then its memory is given away only after the reduction.
+
+DeepSpeed 0.19.8 records most gradients. It misses, in ``stage_1_and_2.py``, one that is larger than a bucket, on ranks
+that own none of it, if its reduction works on a copy: in another dtype, or of two ranks' parts. In ``stage3.py`` it
+misses one of which this rank's part is padding alone. docs/upstream/deepspeed-zero2-gradient-lifetime.md has the lines.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
 
+import deepspeed
+import deepspeed.runtime.bf16_optimizer as bf16_optimizer
+import deepspeed.runtime.zero.stage3 as stage3
+import deepspeed.runtime.zero.stage_1_and_2 as stage_1_and_2
 import torch
+from deepspeed.accelerator import get_accelerator
+from deepspeed.runtime.utils import is_invalid_grad_norm
 from torch import Tensor, nn
 
 from parallel.comm.communicator import Communicator
 from parallel.comm.groups import world_group
+
+Accept = Callable[[float], bool]
+"""Whether to update by a gradient of this norm, which is finite: the same answer on every rank, however often asked."""
+
+_OPTIMIZERS = (stage_1_and_2, stage3, bf16_optimizer)
+"""Each asks this of the norm over all ranks, before it clips, updates or counts a step; or it clears the gradients."""
+_ASKED = is_invalid_grad_norm.__name__
 
 
 def named_gradients(
@@ -44,3 +70,71 @@ def named_on_any_rank(found: Tensor, names: Iterable[str]) -> list[str]:
     """The names whose entry in ``found`` is not 0 on one rank or more. Collective; changes ``found``."""
     Communicator().all_reduce(found, world_group(), doing="looking for gradients that are not finite", largest=True)
     return [name for name, one in zip(names, found.tolist(), strict=True) if one]
+
+
+class Seen:
+    """What an update saw."""
+
+    norm: float | None = None
+    """The gradient's norm; None where it was not finite."""
+
+
+def everything(norm: float) -> bool:
+    """Accept any norm."""
+    return True
+
+
+@contextmanager
+def refusing(accept: Accept) -> Iterator[Seen]:
+    """Within it, ZeRO's optimisers leave out an update by a norm that ``accept`` refuses, and clear the gradients."""
+    seen = Seen()
+
+    def is_invalid(norm: Any) -> bool:
+        if is_invalid_grad_norm(norm):
+            return True
+        seen.norm = float(norm)
+        return not accept(seen.norm)
+
+    for module in _OPTIMIZERS:
+        setattr(module, _ASKED, is_invalid)
+    try:
+        yield seen
+    finally:
+        for module in _OPTIMIZERS:
+            setattr(module, _ASKED, is_invalid_grad_norm)
+
+
+def record_queued_gradients(optimizer: Any) -> None:
+    """Have DeepSpeed's optimiser record each gradient on the stream that reduces it; nothing on a CPU."""
+    accelerator = get_accelerator()
+    assert accelerator is not None, "importing DeepSpeed chooses one"
+    if accelerator.resolves_data_dependency():
+        return  # one queue for everything
+    if isinstance(optimizer, stage_1_and_2.DeepSpeedZeroOptimizer):
+        # Everything that is reduced goes through here: a full bucket, or a gradient that fits into none.
+        _record_before(optimizer, "average_tensor", "reduction_stream", _reduced_tensor)
+    elif isinstance(optimizer, stage3.DeepSpeedZeroOptimizer_Stage3):
+        # Behind its reduction, every gradient is dropped here.
+        _record_before(optimizer, "partition_grads", "reduce_and_partition_stream", _dropped_gradients)
+
+
+def _record_before(optimizer: Any, method: str, stream: str, tensors: Callable[..., Iterable[Tensor]]) -> None:
+    """Wrap a method: record on the optimiser's stream what ``tensors`` finds among the method's arguments."""
+    for name in (method, stream):
+        assert hasattr(optimizer, name), f"DeepSpeed {deepspeed.__version__} has no {name}: gradients go unrecorded"
+    plain = getattr(optimizer, method)
+
+    def recorded(*args: Any, **kwargs: Any) -> Any:
+        for tensor in tensors(*args, **kwargs):
+            tensor.record_stream(getattr(optimizer, stream))
+        return plain(*args, **kwargs)
+
+    setattr(optimizer, method, recorded)
+
+
+def _reduced_tensor(tensor: Tensor, *_: Any, **__: Any) -> list[Tensor]:
+    return [tensor]
+
+
+def _dropped_gradients(parameters: Iterable[Any], *_: Any, **__: Any) -> list[Tensor]:
+    return [p.grad for p in parameters if p.grad is not None]

@@ -1,11 +1,19 @@
-"""The optimiser's options, and its groups of parameters."""
+"""AdamW: its options, its groups of parameters, its class, and its state before the first step."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from inspect import unwrap
 from typing import Any
 
+import torch
+from torch import Tensor
+
+from longctx.checkpoint_format import ROLES
 from longctx.objectives.task import Task
+
+MASTER, MOMENTS = ROLES[0], ROLES[1:]
+"""The float32 weight, and what AdamW keeps beside it: the roles of a parameter's state."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,3 +43,63 @@ def optimizer_groups(model: Task, weight_decay: float) -> list[dict[str, Any]]:
             if params:  # DeepSpeed refuses an empty group
                 groups.append({"params": params, "weight_decay": decay, **of_experts})
     return groups
+
+
+class AdamW(torch.optim.AdamW):
+    """PyTorch's, whose methods do not import torch.compile's tracer to tell it that it must leave them alone.
+
+    They are PyTorch's own, out of their decorators. The tracer takes a second of every start, and a run traces nothing.
+    """
+
+    add_param_group = unwrap(torch.optim.AdamW.add_param_group)
+    zero_grad = unwrap(torch.optim.AdamW.zero_grad)
+    state_dict = unwrap(torch.optim.AdamW.state_dict)
+    load_state_dict = unwrap(torch.optim.AdamW.load_state_dict)
+    step = torch.no_grad()(unwrap(torch.optim.AdamW.step))
+
+
+def import_muon() -> None:
+    """Import DeepSpeed's Muon with ``torch.compile`` switched off: it would compile three functions nobody calls.
+
+    Each ZeRO stage imports the module to ask whether the optimiser is a Muon. Ours is an AdamW.
+    """
+    compile_function = torch.compile
+    torch.compile = lambda function: function  # type: ignore[assignment]
+    try:
+        import deepspeed.runtime.zero.muon.muon_optimizer  # noqa: F401
+    finally:
+        torch.compile = compile_function
+
+
+def fill_moments(inner: torch.optim.Optimizer, masters: list[Tensor]) -> None:
+    """Give masters without moments zeros for them, and a step counter each."""
+    for p in masters:
+        # A rank may hold nothing of a buffer, and a run that goes on has its moments already.
+        if p.numel() and not inner.state[p]:
+            moments = {moment: torch.zeros_like(p) for moment in MOMENTS}
+            inner.state[p].update(step=_step_counter(inner, p), **moments)
+
+
+def _step_counter(inner: torch.optim.Optimizer, master: Tensor) -> Tensor | int:
+    """A counter of no steps, as the optimiser keeps it: DeepSpeed's a number, PyTorch's a tensor on the CPU, or for its
+    fused kernel where the master is."""
+    if not isinstance(inner, torch.optim.AdamW):
+        return 0
+    if inner.defaults.get("fused"):
+        return torch.zeros((), device=master.device)
+    return torch.tensor(0.0)
+
+
+def set_steps(inner: torch.optim.Optimizer, steps: int) -> None:
+    """Let the optimiser count on from so many steps."""
+    for state in inner.state.values():
+        if isinstance(state.get("step"), Tensor):
+            # One tensor each, where it was: AdamW counts up in place, and a common one would count once a parameter.
+            state["step"] = torch.full_like(state["step"], float(steps))
+        elif "step" in state:
+            state["step"] = steps
+
+
+def masters_of(inner: torch.optim.Optimizer) -> list[Tensor]:
+    """The tensors that the optimiser updates."""
+    return [p for group in inner.param_groups for p in group["params"]]

@@ -5,10 +5,11 @@ from __future__ import annotations
 import gc
 import io
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, redirect_stdout
+from contextlib import contextmanager, redirect_stdout
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import deepspeed
 import torch
@@ -20,17 +21,12 @@ from parallel.comm.groups import ProcessGroup, groups_of_library
 from parallel.zero.allocate import allocate, nothing_is_sent
 from parallel.zero.cpu_adam import build_cpu_adam
 from parallel.zero.deepspeed_config import accelerator, deepspeed_config
-from parallel.zero.in_flight import record_queued_gradients
-from parallel.zero.optimizer import OptimizerOptions, optimizer_groups
+from parallel.zero.gradients import Accept, record_queued_gradients, refusing
+from parallel.zero.optimizer import AdamW, OptimizerOptions, fill_moments, masters_of, optimizer_groups
 from parallel.zero.options import ZeroOptions, uses_fused_adamw
-from parallel.zero.refusal import Accept, refusing
-from parallel.zero.swapping import SwapSpace, swap_space
+from parallel.zero.swapping import SwapSpace, WeightSwapper, swap_space
 from parallel.zero.tensors import ModelTensors
-from parallel.zero.uncompiled import AdamW
-from parallel.zero.weight_swapper import WeightSwapper
 
-MASTER, MOMENTS = ROLES[0], ROLES[1:]
-"""The float32 weight, and what AdamW keeps beside it: the roles of a parameter's state."""
 WORKING = "weight of forward"
 """The role of what forward reads, where it is not the master."""
 
@@ -102,16 +98,19 @@ class Wrapping:
         return AdamW(groups, foreach=False, fused=uses_fused_adamw(accelerator(), self.options.fused), **common)
 
 
-class Partition(Protocol):
-    """A wrapped model as one kind of stage holds it."""
+class Partition(ABC):
+    """A wrapped model as one kind of stage holds it. What is said here holds unless a stage says otherwise."""
 
-    engine: Any
-    """DeepSpeed's."""
+    def __init__(self, wrapping: Wrapping, clip_norm: float) -> None:
+        """Start DeepSpeed, which clips by ``clip_norm``; 0 never."""
+        self._model, self._tensors = wrapping.model, wrapping.tensors
+        self._offloads = wrapping.zero.offload != "none"
+        self.engine: Any = wrapping.start(clip_norm=clip_norm)
 
     @property
     def inner(self) -> torch.optim.Optimizer:
         """The AdamW inside whatever wraps it."""
-        ...
+        return self.engine.optimizer.optimizer
 
     def update(self, accept: Accept) -> tuple[float, bool]:
         """Clip the gradients, update masters and weights, clear the gradients.
@@ -119,101 +118,63 @@ class Partition(Protocol):
         Returns the norm before clipping, and whether there was an update: on every rank alike none by a norm that is
         not finite, or that ``accept`` refuses. Gradients are cleared in any case. Collective.
         """
-        ...
+        # Stages 1 to 3 leave the update out, in silence, on all ranks as soon as one rank's part is not finite
+        # (``optimizer.overflow``; stage 2 does so in bfloat16 because ``check_grad_overflow`` is set).
+        with refusing(accept) as seen:
+            self.engine.step()
+        if not self.engine.optimizer.overflow:
+            return float(self.engine.get_global_grad_norm()), True
+        if seen.norm is None:
+            return math.inf, False
+        return seen.norm, False
 
+    @abstractmethod
     def local_gradients(self) -> Iterator[tuple[str, Tensor]]:
         """This rank's part of the step's gradient, by name, as DeepSpeed holds it between backward and step."""
-        ...
 
+    @abstractmethod
     def extent(self, name: str, p: nn.Parameter) -> Extent:
         """Which range of a parameter this rank holds masters and moments of."""
-        ...
 
     def groups(self) -> list[list[tuple[str, nn.Parameter]]]:
         """Parameters by name, all of them once: those of a group are in memory together."""
-        ...
+        return [list(self._model.network.named_parameters())]
 
-    def resident(self, group: int, *, moments: bool, writes: bool = False) -> AbstractContextManager[None]:
+    @contextmanager
+    def resident(self, group: int, *, moments: bool, writes: bool = False) -> Iterator[None]:
         """Have masters and moments of a group's parameters in memory within the block.
 
         With ``moments`` every master has its own: DeepSpeed and AdamW create them at the first step only. With
         ``writes`` what is put into masters and moments stays, and ends up in the weights that forward reads as after a
         step, once ``refresh_weights`` was called.
         """
-        ...
+        if moments:
+            fill_moments(self.inner, masters_of(self.inner))
+        yield
 
+    @abstractmethod
     def part(self, name: str, p: nn.Parameter, roles: Sequence[str] = ROLES) -> dict[str, Tensor]:
         """A flat tensor by role of what this rank holds of a ``resident`` parameter.
 
         The first values count, as many as its extent has; padding may follow.
         """
-        ...
 
     def replicas(self, name: str) -> ProcessGroup | None:
         """The ranks that all hold this rank's ``part`` of the parameter ``name``; None where no other rank does."""
-        ...
+        return None
 
     def answers_for(self, index: int, name: str) -> bool:
         """Whether this rank is the one to give its part of the ``index``-th parameter away."""
-        ...
+        return True
 
     def alike(self, name: str, p: nn.Parameter) -> dict[str, Tensor]:
         """What other ranks hold of a parameter with the same bits as this one, by role; whole or nothing."""
-        ...
+        return {}
 
     def working_part(self, name: str, p: nn.Parameter) -> Tensor:
         """What this rank holds of the weight that forward reads."""
-        ...
+        return p.detach()
 
+    @abstractmethod
     def refresh_weights(self) -> None:
         """Have forward read what was put into masters. Collective."""
-        ...
-
-
-def fill_moments(inner: torch.optim.Optimizer, masters: list[Tensor]) -> None:
-    """Give masters without moments zeros for them, and a step counter each."""
-    for p in masters:
-        # A rank may hold nothing of a buffer, and a run that goes on has its moments already.
-        if p.numel() and not inner.state[p]:
-            moments = {moment: torch.zeros_like(p) for moment in MOMENTS}
-            inner.state[p].update(step=_step_counter(inner, p), **moments)
-
-
-def _step_counter(inner: torch.optim.Optimizer, master: Tensor) -> Tensor | int:
-    """A counter of no steps, as the optimiser keeps it: DeepSpeed's a number, PyTorch's a tensor on the CPU, or for its
-    fused kernel where the master is."""
-    if not isinstance(inner, torch.optim.AdamW):
-        return 0
-    if inner.defaults.get("fused"):
-        return torch.zeros((), device=master.device)
-    return torch.tensor(0.0)
-
-
-def set_steps(inner: torch.optim.Optimizer, steps: int) -> None:
-    """Let the optimiser count on from so many steps."""
-    for state in inner.state.values():
-        if isinstance(state.get("step"), Tensor):
-            # One tensor each, where it was: AdamW counts up in place, and a common one would count once a parameter.
-            state["step"] = torch.full_like(state["step"], float(steps))
-        elif "step" in state:
-            state["step"] = steps
-
-
-def masters_of(inner: torch.optim.Optimizer) -> list[Tensor]:
-    """The tensors that the optimiser updates."""
-    return [p for group in inner.param_groups for p in group["params"]]
-
-
-def update_by_deepspeed(engine: Any, accept: Accept) -> tuple[float, bool]:
-    """``Partition.update`` of stages 1 to 3.
-
-    They leave the update out, in silence, on all ranks as soon as one rank's part is not finite
-    (``optimizer.overflow``; stage 2 does so in bfloat16 because ``check_grad_overflow`` is set).
-    """
-    with refusing(accept) as seen:
-        engine.step()
-    if not engine.optimizer.overflow:
-        return float(engine.get_global_grad_norm()), True
-    if seen.norm is None:
-        return math.inf, False
-    return seen.norm, False

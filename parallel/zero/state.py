@@ -1,19 +1,31 @@
-"""Masters, moments and buffers as ranges of the whole model's tensors: read out of a partition, and put into one."""
+"""Masters, moments and buffers as ranges of the whole model's tensors: read out of a partition, and put into one.
+
+A tensor is filled block by block; ranks that hold the same one share the reading.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Generator, Iterator, Mapping
 from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from longctx.checkpoint_format import ROLES
+from longctx.checkpoint_format import ROLES, is_buffer
+from longctx.config import ModelConfig
 from longctx.model.decoder import Decoder
-from parallel.comm.groups import world_group
-from parallel.zero.fill import Read, fill
-from parallel.zero.partition import MASTER, Partition, set_steps
+from longctx.model.layers.initialize import InitialTensor
+from parallel.comm.communicator import Communicator
+from parallel.comm.groups import ProcessGroup, world_group
+from parallel.zero.optimizer import MASTER, set_steps
+from parallel.zero.partition import Partition
 from parallel.zero.tensors import ModelTensors
+
+BLOCK_VALUES = 1 << 24
+"""Values that are on their way at a time: 64 MiB in float32, however large the tensor is."""
+
+Read = Callable[[int, Tensor], None]
+"""(start, out) fills the flat tensor ``out``, of any dtype and on any device, with float32 values from ``start``."""
 
 ReadRange = Callable[[str, str, int, Tensor], None]
 """(tensor name, role, start, out) fills the flat tensor ``out``, of any dtype and on any device."""
@@ -114,3 +126,55 @@ def write_state(
 def _reader(read: ReadRange, name: str, role: str, first: int) -> Read:
     """Reads one tensor in one role, counted from its value ``first``."""
     return lambda start, out: read(name, role, first + start, out)
+
+
+def fill(out: Tensor, read: Read, *, shared_by: ProcessGroup | None = None) -> None:
+    """Set the flat tensor ``out`` from ``read``.
+
+    The ranks of ``shared_by`` fill equal tensors: each reads its part of them, once, and gets the others' parts from
+    them. Collective among these.
+    """
+    if shared_by is not None and shared_by.size() > 1:
+        _fill_together(out, read, shared_by)
+        return
+    for start in range(0, out.numel(), BLOCK_VALUES):
+        read(start, out[start : start + BLOCK_VALUES])
+
+
+def _fill_together(out: Tensor, read: Read, group: ProcessGroup) -> None:
+    """``fill`` where each rank of a group reads one part, the last ones shorter or empty ones."""
+    ranks, rank = group.size(), group.rank()
+    part_numel = -(-out.numel() // ranks)
+    block_numel = min(part_numel, -(-BLOCK_VALUES // ranks))
+    # A gather wants as many values from every rank: those behind the end count for nothing.
+    own = torch.zeros(block_numel, device=out.device)
+    gathered = torch.empty(ranks, block_numel, device=out.device)
+    parts = [out[number * part_numel : (number + 1) * part_numel] for number in range(ranks)]
+    for start in range(0, part_numel, block_numel):
+        count = len(parts[rank][start : start + block_numel])
+        if count:
+            read(rank * part_numel + start, own[:count])
+        Communicator().all_gather(own, group, doing="sharing out the model's weights", out=gathered)
+        for part, values in zip(parts, gathered, strict=True):
+            block = part[start : start + block_numel]
+            block.copy_(values[: len(block)])
+
+
+class InitialWeights:
+    """The initial weights of a whole model, read as a checkpoint is: it draws the range that it is asked for."""
+
+    def __init__(self, config: ModelConfig, shapes: Mapping[str, torch.Size], *, seed: int, dtype: torch.dtype) -> None:
+        """``shapes`` are those of the whole model's parameters. A master starts as a weight of ``dtype`` is."""
+        self._config, self._shapes, self._seed, self._dtype = config, shapes, seed, dtype
+        self._name, self._tensor = "", InitialTensor("", 0, config, seed)
+
+    def read(self, name: str, role: str, start: int, out: Tensor) -> None:
+        """Fill ``out`` with values of the flattened tensor from ``start``; buffers start as 0."""
+        if is_buffer(name):
+            out.zero_()
+            return
+        # One tensor after the other: the block that a range ends in is kept for the next one.
+        if name != self._name:
+            self._tensor = InitialTensor(name, self._shapes[name].numel(), self._config, self._seed)
+            self._name = name
+        out.copy_(self._tensor.read(start, len(out)).to(self._dtype))

@@ -17,7 +17,7 @@ from launcher.wording import plural
 from longctx.errors import TrainingError
 from parallel.audit.auditor import LIMIT_BYTES, Audited, Auditor
 from parallel.audit.verdict import Finding
-from parallel.zero.partition import MASTER
+from parallel.zero.optimizer import MASTER
 
 log = logging.getLogger(__name__)
 

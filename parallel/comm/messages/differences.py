@@ -6,7 +6,6 @@ import socket
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
 
 from torch import Tensor
 
@@ -15,13 +14,6 @@ from parallel.comm.world import gather_objects
 
 _TOLD = 3
 """Messages that are described; of others it is said how many there are."""
-
-
-class _Pair(NamedTuple):
-    """Who sent to whom."""
-
-    sender: int
-    receiver: int
 
 
 @dataclass(frozen=True)
@@ -79,9 +71,10 @@ def find_differences(ledger: Ledger) -> str:
     lines = [error.describe() for error in wrong[:_TOLD]]
     lines = [lines[0][0].upper() + lines[0][1:], *lines[1:]] if lines else ["The sums of messages themselves differ."]
     # Many messages of one pair point to a link or a host, one of each pair to the rank that they have in common.
-    pairs = Counter(_Pair(error.message.sender, error.message.receiver) for error in wrong)
+    pairs = Counter((error.message.sender, error.message.receiver) for error in wrong)
     if len(wrong) > 1:
-        told = ", ".join(f"{count} from rank {p.sender} to rank {p.receiver}" for p, count in pairs.most_common(_TOLD))
+        most = pairs.most_common(_TOLD)
+        told = ", ".join(f"{count} from rank {sender} to rank {receiver}" for (sender, receiver), count in most)
         lines.append(f"Messages that differ: {len(wrong)} of {sum(len(r.received) for r in ranks)} ({told}).")
     involved = sorted({rank for pair in pairs for rank in pair})[: 2 * _TOLD]
     hosts = ", ".join(f"rank {rank} on {ranks[rank].host}" for rank in involved)

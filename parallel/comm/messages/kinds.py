@@ -8,48 +8,30 @@ from enum import IntEnum
 class Kind(IntEnum):
     """What a message holds. Its number is a part of the message's identity, so both sides have the same."""
 
-    KEYS = 1
-    KEYS_BETWEEN_NODES = 2
-    GRADIENTS = 3
-    GRADIENTS_BETWEEN_NODES = 4
-    GATHERED_KEYS = 5
-    GATHERED_GRADIENTS = 6
-    HEADS = 7
-    QUERIES = 8
-    RESULTS = 9
-    CACHED_RESULTS = 10
-    STATES = 11
-    COUNTS = 12
-    TOKENS = 13
-    CHOICES = 14
-    EXPERT_SUMS = 15
-    GATHERED_CHOICES = 16
-    REPLICATED_SUMS = 17
-    CHUNK_VALUES = 18
+    words: str
+    """As a sentence has it."""
 
-    @property
-    def words(self) -> str:
-        """As a sentence has it."""
-        return _WORDS[self]
+    def __new__(cls, number: int, words: str) -> Kind:
+        """Set the number as value, and the words beside it."""
+        kind = int.__new__(cls, number)
+        kind._value_, kind.words = number, words
+        return kind
 
-
-_WORDS = {
-    Kind.KEYS: "keys and values",
-    Kind.KEYS_BETWEEN_NODES: "keys and values between nodes",
-    Kind.GRADIENTS: "gradients of keys and values",
-    Kind.GRADIENTS_BETWEEN_NODES: "gradients of keys and values between nodes",
-    Kind.GATHERED_KEYS: "keys and values of all ranks",
-    Kind.GATHERED_GRADIENTS: "gradients of the keys and values of all ranks",
-    Kind.HEADS: "heads (Ulysses)",
-    Kind.QUERIES: "queries",
-    Kind.RESULTS: "attention of queries",
-    Kind.CACHED_RESULTS: "attention over the keys of a cache",
-    Kind.STATES: "states of linear attention",
-    Kind.COUNTS: "numbers of tokens for experts",
-    Kind.TOKENS: "tokens for experts",
-    Kind.CHOICES: "choices of experts",
-    Kind.EXPERT_SUMS: "what experts made of tokens",
-    Kind.GATHERED_CHOICES: "choices of experts of all ranks",
-    Kind.REPLICATED_SUMS: "what experts made of tokens that all ranks have",
-    Kind.CHUNK_VALUES: "what was computed of a chunk's tokens",
-}
+    KEYS = 1, "keys and values"
+    KEYS_BETWEEN_NODES = 2, "keys and values between nodes"
+    GRADIENTS = 3, "gradients of keys and values"
+    GRADIENTS_BETWEEN_NODES = 4, "gradients of keys and values between nodes"
+    GATHERED_KEYS = 5, "keys and values of all ranks"
+    GATHERED_GRADIENTS = 6, "gradients of the keys and values of all ranks"
+    HEADS = 7, "heads (Ulysses)"
+    QUERIES = 8, "queries"
+    RESULTS = 9, "attention of queries"
+    CACHED_RESULTS = 10, "attention over the keys of a cache"
+    STATES = 11, "states of linear attention"
+    COUNTS = 12, "numbers of tokens for experts"
+    TOKENS = 13, "tokens for experts"
+    CHOICES = 14, "choices of experts"
+    EXPERT_SUMS = 15, "what experts made of tokens"
+    GATHERED_CHOICES = 16, "choices of experts of all ranks"
+    REPLICATED_SUMS = 17, "what experts made of tokens that all ranks have"
+    CHUNK_VALUES = 18, "what was computed of a chunk's tokens"

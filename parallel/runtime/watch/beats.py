@@ -14,7 +14,7 @@ from parallel.runtime.watch.options import WatchOptions
 from parallel.runtime.watch.processes import RankProcess
 from parallel.runtime.watch.sample import AwakeClock, Sampler
 from parallel.runtime.watch.stacks import PREFIX, place_of_main, stacks_path, write_stacks
-from parallel.runtime.watch.verdict import process_words, state_line
+from parallel.runtime.watch.verdict import PROCESS_STATES, state_line
 
 _LONGEST_LOOK = 1.0
 """Seconds between two looks at the main thread, however long a time-out is."""
@@ -61,7 +61,7 @@ class Beats:
             self._state = self._sampler.look(now)
             if now - told >= 0.99 * options.beat:
                 told = now
-                line.tell("beat", state=self._state.to_values())
+                line.tell("beat", state=vars(self._state))
             # Whatever the hub says, it is there.
             if line.messages != heard:
                 heard, heard_at = line.messages, now
@@ -93,7 +93,7 @@ class Beats:
         lines = [
             f"ClusterError: the run hangs at step {DOING.step}, because of rank 0: not heard of for {seconds:.1f} s "
             f"(run.timeout_seconds={options.timeout:g}).",
-            f"Rank 0: {process_words(state)}.",
+            f"Rank 0: {PROCESS_STATES[state]}.",
             "The others were in:",
         ]
         lines += self._first_lines(own)

@@ -12,6 +12,7 @@ from typing import Any
 from parallel.runtime.watch.door import keep_alive
 from parallel.runtime.watch.failure import FAILED, Failure, Lines, line_of, line_of_key
 from parallel.runtime.watch.hub import died
+from parallel.runtime.watch.options import WatchOptions
 from parallel.runtime.watch.processes import RankProcess
 
 _MEANWHILE_SECONDS = 0.2
@@ -25,19 +26,17 @@ class Connection:
     def __init__(
         self,
         connection: socket.socket,
+        options: WatchOptions,
         *,
-        rank: int,
         key: str,
-        version: str,
-        remark: str,
         on_failure: Callable[[Failure], None],
         on_question: Callable[[list[RankProcess]], None],
     ) -> None:
-        """``on_failure`` is called once, in a thread of its own. ``remark`` follows the news that rank 0 is dead.
+        """``on_failure`` is called once, in a thread of its own.
 
         ``on_question`` is called when the run hangs, with the ranks that are the cause.
         """
-        self._socket, self._rank, self._remark = connection, rank, remark
+        self._socket, self._rank, self._remark = connection, options.rank, options.remark
         self._on_failure, self._on_question = on_failure, on_question
         self._sending, self._lines, self._is_over = threading.Lock(), Lines(), False
         self._heard, self._reported, self._met = threading.Event(), threading.Event(), threading.Event()
@@ -48,7 +47,8 @@ class Connection:
         self.first: Failure | None = None
         """The run's first failure, of any rank; None as long as there is none."""
         keep_alive(connection)
-        self._hello = line_of_key(key) + line_of("hello", process=vars(RankProcess.own(rank)), version=version)
+        own = RankProcess.own(options.rank, options.version)
+        self._hello = line_of_key(key) + line_of("hello", process=vars(own))
 
     def start(self) -> None:
         """Say who this is, and listen: the answer may be why the run ends."""

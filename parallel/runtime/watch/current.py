@@ -6,7 +6,7 @@ import json
 import logging
 import socket
 from functools import partial
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 from parallel.runtime.listening import meeting_host
 from parallel.runtime.watch.guard import start_guard
@@ -14,6 +14,9 @@ from parallel.runtime.watch.hub import Hub
 from parallel.runtime.watch.key import KEY_VARIABLE, Key, handed_key, new_key, read_key
 from parallel.runtime.watch.member import Member
 from parallel.runtime.watch.options import WatchOptions
+
+if TYPE_CHECKING:
+    from torch.distributed import Store  # noqa: TID251  (its type alone)
 
 log = logging.getLogger(__name__)
 # Without a run folder there is no log file.
@@ -27,26 +30,6 @@ _GUARD_SECONDS = 10.0
 # One in a process, as torch's world group is.
 _member: Member | None = None
 _interrupted = "Interrupted."
-
-
-class Store(Protocol):
-    """Where the ranks meet: torch's."""
-
-    def set(self, key: str, value: str, /) -> None:
-        """Put a value under a key."""
-        ...
-
-    def get(self, key: str, /) -> bytes:
-        """The value under a key, once it is there."""
-        ...
-
-    def check(self, keys: list[str], /) -> bool:
-        """Whether all keys are there."""
-        ...
-
-    def delete_key(self, key: str, /) -> bool:
-        """Remove a key and its value."""
-        ...
 
 
 def watching() -> Member | None:

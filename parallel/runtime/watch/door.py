@@ -75,7 +75,7 @@ class Door:
 
     def __init__(self, host: str, key: Key, *, world_size: int, selector: selectors.BaseSelector) -> None:
         """Listen at ``host``; ``selector`` says when somebody comes or speaks."""
-        self._key, self._first_line = key, line_of_key(key.value)
+        self.key, self._first_line = key, line_of_key(key.value)
         self._most_strangers = world_size + _MOST_STRANGERS
         self._selector = selector
         self.listener = listen(host, 0)
@@ -126,19 +126,15 @@ class Door:
 
     def close_to_strangers(self) -> None:
         """Listen no more, and drop whoever has not said who it is: all ranks have come."""
-        self.forget_key()
+        self.key.remove()
         self._selector.unregister(self.listener)
         self.listener.close()
         self._most_strangers = 0
         self.drop_strangers()
 
-    def forget_key(self) -> None:
-        """Remove the key's file: nobody else is to come."""
-        self._key.remove()
-
     def close(self) -> None:
         """Close everything."""
-        self.forget_key()
+        self.key.remove()
         for connection in [*self._guests, self.listener]:
             connection.close()
 

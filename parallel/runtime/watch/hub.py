@@ -120,7 +120,7 @@ class Hub:
         if guest.rank is None:
             if kind != "hello":
                 raise StrangerError
-            self._welcome(guest, RankProcess.from_values(message["process"]), str(message["version"]))
+            self._welcome(guest, RankProcess.from_values(message["process"]))
         elif kind in ("beat", "report"):
             self._overseer.hear(guest.rank, message)
         elif kind == "failed":
@@ -131,13 +131,13 @@ class Hub:
         elif kind == "left":
             self._drop(guest)
 
-    def _welcome(self, guest: Guest, process: RankProcess, version: str) -> None:
+    def _welcome(self, guest: Guest, process: RankProcess) -> None:
         """Take a rank as one of the run; tell it if it cannot be one."""
         rank = process.rank
         guest.host = process.host
         # Before it is counted: to be the last one lets all begin.
         known = self._door.by_rank.setdefault(rank, guest)
-        problem = self._overseer.arrive(process, version)
+        problem = self._overseer.arrive(process)
         if problem:
             if known is guest:
                 del self._door.by_rank[rank]
@@ -155,7 +155,7 @@ class Hub:
         """Tell everyone of the first failure; what follows from it is nobody's concern."""
         if self._failure is None:
             self._failure = failure
-            self._door.forget_key()
+            self._door.key.remove()
             self._door.tell_all(line_of("failed", **failure.to_values()))
 
     def _lose(self, guest: Guest) -> None:

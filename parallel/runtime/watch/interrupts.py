@@ -16,13 +16,19 @@ ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
 """Signals that ask for an end. Of those that a process has no handler for, the system ends it before any is told."""
 
 
-class Interrupts:
-    """Tells from a thread of its own which signal has come, and how many times."""
+class EndingSignals:
+    """What signals come to: the first one an end after a time of grace, unless the main thread sees to it."""
 
-    def __init__(self, tell: Callable[[signal.Signals, int], None]) -> None:
-        """Listen from now on, where the main thread calls this: others cannot."""
-        self._tell, self._own = tell, 0
-        self._counts: dict[int, int] = dict.fromkeys(ENDING, 0)
+    def __init__(self, end: Callable[[signal.Signals], None], *, grace_seconds: float) -> None:
+        """Listen from now on, where the main thread calls this: others cannot.
+
+        ``end`` is called in a thread of its own, when the main thread has had so many seconds to end by itself.
+        """
+        self._end, self._grace_seconds, self._own = end, grace_seconds, 0
+        self.was_interrupted = False
+        """Whether there was a Ctrl-C."""
+        self.deferred = False
+        """Whether the main thread sees to the first signal, which ends nothing by itself then."""
         self._before: int | None = None
         if threading.current_thread() is not threading.main_thread():
             return
@@ -47,32 +53,16 @@ class Interrupts:
     def _listen(self) -> None:
         while data := self._read.recv(64):
             for number in data:
-                if number not in self._counts:
-                    continue
                 if number == signal.SIGINT and self._own:
                     self._own -= 1
-                    continue
-                self._counts[number] += 1
-                self._tell(signal.Signals(number), self._counts[number])
+                elif number in ENDING:
+                    self._hear(signal.Signals(number))
 
-
-class EndingSignals(Interrupts):
-    """What signals come to: the first one an end after a time of grace, unless the main thread sees to it."""
-
-    def __init__(self, end: Callable[[signal.Signals], None], *, grace_seconds: float) -> None:
-        """``end`` is called in a thread of its own, when the main thread has had so many seconds to end by itself."""
-        self._end, self._grace_seconds = end, grace_seconds
-        self.was_interrupted = False
-        """Whether there was a Ctrl-C."""
-        self.deferred = False
-        """Whether the main thread sees to the first signal, which ends nothing by itself then."""
-        super().__init__(self._hear)
-
-    def _hear(self, number: signal.Signals, count: int) -> None:
+    def _hear(self, number: signal.Signals) -> None:
         if number == signal.SIGINT:
-            self.was_interrupted = True
-            if count > 1:
+            if self.was_interrupted:
                 end_process(INTERRUPTED)
+            self.was_interrupted = True
         if not self.deferred:
             threading.Thread(target=self._end_late, args=(number,), daemon=True).start()
 

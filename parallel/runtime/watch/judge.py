@@ -20,8 +20,7 @@ those that are behind.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
-from typing import Any
+from dataclasses import dataclass
 
 WORKS, TIMED, PATIENT = "works", "waits", "waits patiently"
 """What a main thread does: no waiting; waiting in a collective that has a time-out; waiting in one that has a day."""
@@ -52,10 +51,6 @@ class RankState:
     """Whether it may be in a call to a file system."""
     silent: float = 0.0
     """Seconds since it was heard of."""
-
-    def to_values(self) -> dict[str, Any]:
-        """The fields as JSON has them."""
-        return asdict(self)
 
 
 @dataclass(frozen=True)

@@ -53,19 +53,13 @@ class Member:
     ) -> None:
         """``interrupted`` is said after Ctrl-C."""
         self._rank, self._hub, self._options = options.rank, hub, options
-        self._interrupted, self._last_act, self._has_reported = interrupted, options.last_act, False
+        self._interrupted, self._has_reported = interrupted, False
         self._taking_over, self._main_is_ending = threading.Lock(), False
         self._telling, self._has_told, self._speaks_for_another = threading.Lock(), False, False
         self.signals = EndingSignals(self._end_for_signal, grace_seconds=GRACE_SECONDS)
         self._beats = Beats(options)
         self.line = Connection(
-            connection,
-            rank=options.rank,
-            key=key,
-            version=options.version,
-            remark=options.remark,
-            on_failure=self._see_to_the_end,
-            on_question=self._beats.explain,
+            connection, options, key=key, on_failure=self._see_to_the_end, on_question=self._beats.explain
         )
         # Only now: the first thing heard may need all of the above.
         self.line.start()
@@ -101,7 +95,7 @@ class Member:
         """Do the last act, wait for the other ranks to hear what this one said, and end this process."""
         self._tell_of_another()
         # Bounded: it may ask a library that is stuck.
-        act = threading.Thread(target=self._last_act, daemon=True)
+        act = threading.Thread(target=self._options.last_act, daemon=True)
         act.start()
         act.join(_LAST_ACT_SECONDS)
         first = self.line.first

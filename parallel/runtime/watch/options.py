@@ -37,8 +37,6 @@ class WatchOptions:
     """Called before a failure of any rank ends this process."""
     spins: bool = False
     """Whether a core is busy also while it waits for a device, as with CUDA."""
-    speaks_alone: bool = True
-    """Whether this process may be the one that speaks for rank 0."""
 
     @property
     def limit(self) -> float:

@@ -17,7 +17,7 @@ from parallel.runtime.watch.failure import FAILED, Failure, line_of
 from parallel.runtime.watch.judge import Hang, RankState, judge, late
 from parallel.runtime.watch.options import WatchOptions
 from parallel.runtime.watch.processes import RankProcess
-from parallel.runtime.watch.roll import Arrival, Roll
+from parallel.runtime.watch.roll import Roll
 from parallel.runtime.watch.sample import AwakeClock
 from parallel.runtime.watch.verdict import Report, late_text, verdict_text
 
@@ -52,14 +52,9 @@ class Overseer:
         self._reports: dict[int, Report] = {}
         self._warned: dict[int, float] = {}
 
-    @property
-    def processes(self) -> dict[int, RankProcess]:
-        """Where each rank runs."""
-        return {rank: arrival.process for rank, arrival in self.roll.arrivals.items()}
-
-    def arrive(self, process: RankProcess, version: str) -> str:
+    def arrive(self, process: RankProcess) -> str:
         """A rank has come; returns why it cannot be one of this run, which is empty where it can."""
-        problem = self.roll.add(Arrival(process, version))
+        problem = self.roll.add(process)
         if problem:
             return problem
         self._heard[process.rank] = self._clock.tick()
@@ -108,8 +103,8 @@ class Overseer:
         self._has_met = True
         # Each rank hears of those on its own machine alone: a thousand would be told of a thousand. Rank 0 hears last:
         # it goes on at once, and may die before this thread, which dies with it, has told the others.
-        for rank, process in sorted(self.processes.items(), reverse=True):
-            near = [vars(other) for other in self.processes.values() if other.machine == process.machine]
+        for rank, process in sorted(self.roll.arrivals.items(), reverse=True):
+            near = [vars(other) for other in self.roll.arrivals.values() if other.machine == process.machine]
             self._tell(rank, line_of("met", neighbours=near))
 
     def _call_roll(self) -> None:
@@ -129,7 +124,7 @@ class Overseer:
     def _ask(self, hang: Hang) -> None:
         """Have every rank write its stacks and say where it is."""
         self._asked, self._reports = time.monotonic(), {}
-        named = [vars(self.processes[rank]) for rank in hang.ranks if rank in self.processes]
+        named = [vars(self.roll.arrivals[rank]) for rank in hang.ranks if rank in self.roll.arrivals]
         for rank in self._heard:
             self._tell(rank, line_of("explain", processes=named))
 
@@ -143,13 +138,13 @@ class Overseer:
             hang,
             states,
             self._reports,
-            self.processes,
+            self.roll.arrivals,
             timeout=options.timeout,
             folder=options.folder,
             remark=options.remark,
         )
         # Who has not answered cannot end itself either.
-        dumb = [vars(self.processes[rank]) for rank in hang.ranks if rank not in self._reports]
+        dumb = [vars(self.roll.arrivals[rank]) for rank in hang.ranks if rank not in self._reports]
         self._end(text, tuple(dumb))
 
     def _is_heard(self, rank: int) -> bool:
@@ -166,7 +161,7 @@ class Overseer:
             del self._warned[rank]
         due = tuple(rank for rank in named if now >= self._warned.get(rank, 0.0))
         if due:
-            log.warning("%s", late_text(due, states, self.processes))
+            log.warning("%s", late_text(due, states, self.roll.arrivals))
         for rank in due:
             lasted = max(states[rank].silent, states[rank].held, self._options.late)
             self._warned[rank] = now + lasted

@@ -8,7 +8,7 @@ import signal
 import socket
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +29,8 @@ class RankProcess:
     pid: int
     started: float
     """When, by the machine's own clock: the number may be another process's by now."""
+    version: str = ""
+    """Of its code."""
 
     @staticmethod
     def of(pid: int, rank: int) -> RankProcess:
@@ -36,9 +38,9 @@ class RankProcess:
         return RankProcess(rank=rank, host=socket.gethostname(), machine=_machine(), pid=pid, started=_started(pid))
 
     @staticmethod
-    def own(rank: int) -> RankProcess:
-        """This process."""
-        return RankProcess.of(os.getpid(), rank)
+    def own(rank: int, version: str = "") -> RankProcess:
+        """This process, whose code has this version."""
+        return replace(RankProcess.of(os.getpid(), rank), version=version)
 
     @staticmethod
     def from_values(values: Mapping[str, Any]) -> RankProcess:
@@ -49,6 +51,7 @@ class RankProcess:
             machine=str(values["machine"]),
             pid=int(values["pid"]),
             started=float(values["started"]),
+            version=str(values["version"]),
         )
 
     def state(self) -> str:

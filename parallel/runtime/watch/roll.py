@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 
 from parallel.runtime.watch.judge import plural
 from parallel.runtime.watch.processes import RankProcess
@@ -12,30 +11,21 @@ _LINES = 8
 """Hosts that a message names."""
 
 
-@dataclass(frozen=True)
-class Arrival:
-    """A rank that has come."""
-
-    process: RankProcess
-    version: str
-
-
 class Roll:
     """The ranks that are expected, and those that have come."""
 
     def __init__(self, world_size: int, version: str) -> None:
         """``version`` is that of rank 0's code."""
         self._world_size, self._version = world_size, version
-        self.arrivals: dict[int, Arrival] = {}
+        self.arrivals: dict[int, RankProcess] = {}
 
     @property
     def is_complete(self) -> bool:
         """Whether every rank has come."""
         return len(self.arrivals) == self._world_size
 
-    def add(self, arrival: Arrival) -> str:
+    def add(self, process: RankProcess) -> str:
         """Add a rank; returns why it cannot be one of this run, which is empty where it can."""
-        process = arrival.process
         if process.rank not in range(self._world_size):
             return (
                 f"ClusterError: rank {process.rank} on {process.host} came to a run of {self._world_size} ranks. "
@@ -43,12 +33,12 @@ class Roll:
             )
         # The first one stays: it may belong to a run that is under way.
         if process.rank in self.arrivals:
-            there = self.arrivals[process.rank].process
+            there = self.arrivals[process.rank]
             return (
                 f"ClusterError: two processes are rank {process.rank}: {there.pid} on {there.host} and {process.pid} "
                 f"on {process.host}. Another run may use this port: choose one of its own (--master_port)."
             )
-        self.arrivals[process.rank] = arrival
+        self.arrivals[process.rank] = process
         return ""
 
     def differing(self) -> str:
@@ -82,15 +72,15 @@ class Roll:
 
     def _host(self, rank: int) -> str:
         if rank in self.arrivals:
-            return f" on {self.arrivals[rank].process.host}"
+            return f" on {self.arrivals[rank].host}"
         return ""
 
 
-def _by_host(arrivals: Mapping[int, Arrival]) -> dict[tuple[str, str], list[int]]:
+def _by_host(arrivals: Mapping[int, RankProcess]) -> dict[tuple[str, str], list[int]]:
     """Ranks by host and code."""
     found: dict[tuple[str, str], list[int]] = {}
-    for rank, arrival in sorted(arrivals.items()):
-        found.setdefault((arrival.process.host, arrival.version), []).append(rank)
+    for rank, process in sorted(arrivals.items()):
+        found.setdefault((process.host, process.version), []).append(rank)
     return found
 
 

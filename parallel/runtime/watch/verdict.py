@@ -12,12 +12,13 @@ from parallel.runtime.watch.stacks import PREFIX
 
 _LINES = 10
 """Ranks, or groups of ranks that do the same, that a screen has room for."""
-_STATES = {
+PROCESS_STATES = {
     "stopped": "its process is stopped (SIGSTOP, SIGTSTP or a debugger)",
     "running": "its process runs, and a call into a library holds Python's lock",
     "gone": "its process is gone",
     "": "its process is stopped, its machine is gone, or the network between them is cut",
 }
+"""What is known of a silent process, by ``RankProcess.state``."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,7 +50,7 @@ def verdict_text(
     for rank in silent[:3]:
         process = processes.get(rank)
         where = f" (process {process.pid} on {process.host})" if process is not None else ""
-        lines.append(f"Rank {rank}{where}: {_STATES[_process_state(rank, processes, reports)]}.")
+        lines.append(f"Rank {rank}{where}: {PROCESS_STATES[_process_state(rank, processes, reports)]}.")
     lines.append("Each rank was in:")
     lines += _table(states, reports, hang)
     if folder is not None:
@@ -73,11 +74,6 @@ def late_text(ranks: tuple[int, ...], states: Mapping[int, RankState], processes
         what = f"keeps others waiting, for {waited:.0f} s; for {state.held:.0f} s in: {state.what}"
     where = f" on {processes[ranks[0]].host}" if ranks[0] in processes else ""
     return f"{plural(ranks)}{where} {what}"
-
-
-def process_words(state: str) -> str:
-    """What is known of a silent process, by ``RankProcess.state``."""
-    return _STATES[state]
 
 
 def state_line(state: RankState) -> str:

@@ -16,7 +16,7 @@ from launcher.training.hook import Step
 from launcher.training.step import TrainStep
 from launcher.training.totals import StepSums
 from longctx.checkpoint_format import list_checkpoints
-from parallel.transport.exchange import TAG_GRADIENTS, TAG_KEYS
+from parallel.comm.messages.kinds import Kind
 from tests.faults import FaultRow, FaultRows, verdict
 from tests.launcher.runs import STEPS
 from tests.launcher.workers import end_guarded, rows, run, train
@@ -61,10 +61,10 @@ FAULTS: dict[str, Fault] = {
         exchanges(faults.reordered), 0, ("Rank 1 got keys and values from rank 0 (forward",)
     ),
     "a hop twice": Fault(
-        exchanges(faults.stale, tag=TAG_KEYS), 0, ("Rank 1 got keys and values from rank 0", "in the same")
+        exchanges(faults.stale, kind=Kind.KEYS), 0, ("Rank 1 got keys and values from rank 0", "in the same")
     ),
     "a stale gradient": Fault(
-        exchanges(faults.stale, tag=TAG_GRADIENTS),
+        exchanges(faults.stale, kind=Kind.GRADIENTS),
         1,
         ("Rank 0 got gradients of keys and values from rank 1 (backward", "in its place the bytes of another message"),
     ),
@@ -72,7 +72,7 @@ FAULTS: dict[str, Fault] = {
         exchanges(faults.wrong_bytes, 13), 3, ("Rank 3 got keys and values",), TWO_LEVELS, 4
     ),
     "wrong bytes in an all-gather": Fault(
-        collective("all_gather_into_tensor", 0, -3),
+        collective("all_gather_into_tensor", 1, -3),
         0,
         ("Rank 0 got keys and values of all ranks from rank 1 (forward",),
         {**RING, "parallel.transport": "all_gather"},
@@ -87,7 +87,7 @@ FAULTS: dict[str, Fault] = {
         {"parallel.expert": 2, "parallel.context": 1},
     ),
     "wrong bytes in states": Fault(
-        collective("all_gather_into_tensor", 0, -3), 0, ("Rank 0 got states of linear attention from rank 1",), LINEAR
+        collective("all_gather_into_tensor", 1, -3), 0, ("Rank 0 got states of linear attention from rank 1",), LINEAR
     ),
 }
 

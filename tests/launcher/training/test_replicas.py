@@ -22,7 +22,7 @@ from longctx.errors import CheckpointError, TrainingError
 from parallel.comm.messages.sums import Sum
 from parallel.comm.world import gather_objects
 from parallel.runtime.spans import DOING
-from parallel.zero.partition import MASTER, MOMENTS
+from parallel.zero.optimizer import MASTER, MOMENTS
 from parallel.zero.replicas import Odd, Part, judge
 from tests.faults import FaultRow, FaultRows, verdict
 from tests.launcher.runs import SCREEN

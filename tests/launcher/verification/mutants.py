@@ -33,7 +33,7 @@ def gradients_of_keys_lost() -> Iterator[None]:
     """dK and dV come back to their owner and are not added."""
 
     def add_to(self: PendingGradients, total: Any) -> None:
-        self.exchange.wait()
+        self.messages.wait()
 
     with patch.object(PendingGradients, "add_to", add_to):
         yield

@@ -62,24 +62,19 @@ def test_every_way_layout_packing_and_mask_equals_one_process(all_p2p):
             check_case(Case(layout=layout, documents=documents, mask=mask, **way), mesh, EXACT)
 
 
+TWO_LEVELS = {"transport": "two_level"}
+
+
 @pytest.mark.slow
-def test_six_ranks_of_two_nodes_and_eight_that_split_heads():
-    run_distributed(check_six, 6)
-    run_distributed(check_eight, 8)
-
-
-def check_six():
-    for way in ({"transport": "two_level", "ranks_per_node": 3}, {"transport": "two_level", "ranks_per_node": 2}):
-        mesh = build_mesh(Case(**way))
-        for layout in KINDS:
-            check_case(Case(layout=layout, **way), mesh, EXACT)
-
-
-def check_eight():
-    way = {"transport": "two_level", "ranks_per_node": 4, "ulysses": 2}  # two nodes of two ring indices of two ranks
-    mesh = build_mesh(Case(**way))
+@pytest.mark.parametrize(
+    ("world_size", "way"),
+    [(6, {"ranks_per_node": 3}), (6, {"ranks_per_node": 2}), (8, {"ranks_per_node": 4, "ulysses": 2})],
+)
+@on_ranks("world_size")
+def test_nodes_of_six_ranks_and_of_eight_that_split_heads(way):
+    mesh = build_mesh(Case(**TWO_LEVELS, **way))
     for layout in KINDS:
-        check_case(Case(layout=layout, **way), mesh, EXACT)
+        check_case(Case(layout=layout, **TWO_LEVELS, **way), mesh, EXACT)
 
 
 ODD_TOKENS = 70

@@ -11,7 +11,6 @@ import torch.distributed as dist
 
 import parallel.attention.linear
 import parallel.attention.plan
-from longctx.config import ModelConfig
 from longctx.errors import ClusterError, ConfigError
 from longctx.kernels.attention.contract import Scores
 from longctx.kernels.attention.select import KERNELS, explain_choice
@@ -26,19 +25,9 @@ from parallel.schedule.schedule import Schedule
 from tests.helpers import on_ranks
 from tests.oracles import packed_batch
 from tests.parallel.attention.attention_cases import Case, by_definition
+from tests.parallel.attention.test_layer_kinds import MODEL as LAYER_KINDS
 
-MODEL = ModelConfig(
-    vocab_size=64,
-    hidden_size=32,
-    num_layers=8,
-    num_heads=4,
-    num_kv_heads=2,
-    head_dim=8,
-    ffn_size=48,
-    layers=("full", "window", "linear", "sparse"),
-    window=5,
-    sparse_stride=7,
-)
+MODEL = replace(LAYER_KINDS, num_layers=8, layers=("full", "window", "linear", "sparse"))
 
 
 def shard_of(mesh: Mesh, layout: SequenceLayout, seed: int = 3):
@@ -71,8 +60,8 @@ def test_ranks_that_plan_otherwise_are_all_refused_alike():
     odd = mesh.rank == 1
     full = replace(MODEL, layers=("full",), window=0, sparse_stride=0, num_layers=2)
 
-    def refusal(error, *, config=full, placement=None, kind="contiguous", seed=3, **options) -> str:
-        lm = build_parallel_model(config, mesh, layout=kind, **options)
+    def refusal(error, *, config=full, placement=None, seed=3, **options) -> str:
+        lm = build_parallel_model(config, mesh, layout="contiguous", **options)
         mine = replace(shard_of(mesh, layout, seed), placement=placement)
         with pytest.raises(error) as refused:
             lm(mine)
@@ -102,11 +91,6 @@ def test_ranks_that_plan_otherwise_are_all_refused_alike():
     lies = SequenceLayout.build("contiguous", 96, 6)
     assert "context rank 0: the schedule is for 6 ranks" in refusal(ConfigError, placement=lies)
     assert "context rank 0: the schedule is for 6 ranks" in refusal(ConfigError, placement=lies, config=linear)
-    # Another layout for attention than for the rest of the layer: a plan can say it, nothing moves rows yet.
-    said = refusal(ConfigError, placement=layout, kind="zigzag")
-    assert "placed contiguous over 3 ranks" in said
-    assert "attention zigzag over 3" in said
-    assert "not built yet" in said
 
 
 @on_ranks(4)
@@ -123,7 +107,7 @@ def test_each_batch_may_have_a_degree_of_its_own():
         schedule = Schedule.build(layout, case.cu_seqlens)
         plans.append(ContextParallelPlan.build(schedule, mesh, shard, AttentionOptions("reference")))
     for plan in (*plans, *plans[::-1]):
-        layout, rank = plan.placement, plan.mesh.context_rank
+        layout, rank = plan.schedule.layout, plan.mesh.context_rank
         leaves = [layout.split(x, rank, 1).requires_grad_() for x in (q, k, v)]
         out = attend_planned(*leaves, plan)
         out.backward(layout.split(dout, rank, 1))

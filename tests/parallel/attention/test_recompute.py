@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import ExitStack
 from unittest.mock import patch
 
 import pytest
@@ -12,7 +13,6 @@ import parallel.attention.core
 from longctx.config import ModelConfig
 from longctx.model.kept import Keep
 from longctx.model.training_pass import Execution
-from longctx.objectives.causal_lm import CausalLM
 from parallel.layout.sequence import SequenceLayout
 from parallel.mesh import Mesh
 from parallel.parallelize import build_parallel_model
@@ -44,11 +44,13 @@ def check_messages(some_ways):
             assert again == plain > 0
 
 
-def count_messages(way: dict, *, keep: Keep) -> tuple[int, list[int], dict[str, torch.Tensor]]:
+def count_messages(
+    way: dict, *, keep: Keep, config: ModelConfig = MODEL
+) -> tuple[int, list[int], dict[str, torch.Tensor]]:
     """(messages of forward and backward, messages of each recomputed attention, gradients)."""
     axes = {name: way[name] for name in ("ulysses", "ranks_per_node") if name in way}
     mesh = Mesh.build(context=4, **axes)
-    model = build_parallel_model(MODEL, mesh, layout="zigzag", transport=way["transport"], execution=Execution(keep))
+    model = build_parallel_model(config, mesh, layout="zigzag", transport=way["transport"], execution=Execution(keep))
     sent, replayed = [0], []
 
     def counted(function):
@@ -66,19 +68,12 @@ def count_messages(way: dict, *, keep: Keep) -> tuple[int, list[int], dict[str, 
         return out
 
     attend_planned = parallel.attention.core.attend_planned
-    with patch.object(parallel.attention.core, "attend_planned", watched):
-        for name in SENDING:
-            patcher = patch.object(dist, name, counted(getattr(dist, name)))
-            patcher.start()
-        try:
-            run(model, mesh)
-        finally:
-            patch.stopall()
-    return sent[0], replayed, {name: p.grad for name, p in model.named_parameters()}
-
-
-def run(model: CausalLM, mesh: Mesh) -> None:
     batch = packed_batch(rows=2, seq_len=48, vocab_size=64, seed=3).flatten_rows()
     layout = SequenceLayout.build("zigzag", 96, 4, ulysses=mesh.ulysses)
     mine = batch.map_tokens(lambda x: layout.split(x, mesh.context_rank, 1))
-    model(mine)[0].backward()
+    with ExitStack() as stack:
+        stack.enter_context(patch.object(parallel.attention.core, "attend_planned", watched))
+        for name in SENDING:
+            stack.enter_context(patch.object(dist, name, counted(getattr(dist, name))))
+        model(mine)[0].backward()
+    return sent[0], replayed, {name: p.grad for name, p in model.named_parameters()}

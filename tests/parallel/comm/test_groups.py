@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import socket
 import time
 from collections.abc import Callable
 from datetime import timedelta
@@ -18,7 +19,8 @@ from longctx.config import ModelConfig
 from longctx.errors import DataError
 from longctx.model.training_pass import Execution
 from parallel.comm.groups import PATIENCE, control_group, device_backend, forget_groups, world_timeout
-from parallel.comm.process import start_process_group
+from parallel.comm.messages.kinds import Kind
+from parallel.comm.process import meeting_store, start_process_group
 from parallel.comm.world import (
     agree_or_raise,
     broadcast_object,
@@ -29,13 +31,7 @@ from parallel.comm.world import (
 )
 from parallel.mesh import Mesh
 from parallel.parallelize import build_parallel_model
-from parallel.transport.exchange import (
-    TAG_GRADIENTS,
-    TAG_GRADIENTS_BETWEEN_NODES,
-    TAG_KEYS,
-    TAG_KEYS_BETWEEN_NODES,
-    RingExchange,
-)
+from parallel.transport.exchange import RingExchange
 from parallel.zero.engine import ZeroEngine
 from parallel.zero.optimizer import OptimizerOptions
 from tests.helpers import on_ranks
@@ -126,11 +122,11 @@ def test_rows_between_nodes_have_a_group_and_so_a_stream_of_their_own():
     assert members == [[0, 1, 2, 3]] * 2
     exchange, rows = RingExchange(mesh, None), torch.zeros(1, 2, 1, 4)
     used = {}
-    for tag in (TAG_KEYS, TAG_GRADIENTS, TAG_KEYS_BETWEEN_NODES, TAG_GRADIENTS_BETWEEN_NODES):
-        with patch.object(dist, "batch_isend_irecv", lambda ops, tag=tag: used.update({tag: ops[0].group}) or []):
-            exchange.keys((rows, rows), to=(mesh.rank + 1) % 4, like=(rows, rows), rows=0, source=mesh.rank, tag=tag)
-    assert used[TAG_KEYS] is used[TAG_GRADIENTS] is mesh.ring_group
-    assert used[TAG_KEYS_BETWEEN_NODES] is used[TAG_GRADIENTS_BETWEEN_NODES] is mesh.between_nodes_group
+    for kind in (Kind.KEYS, Kind.GRADIENTS, Kind.KEYS_BETWEEN_NODES, Kind.GRADIENTS_BETWEEN_NODES):
+        with patch.object(dist, "batch_isend_irecv", lambda ops, kind=kind: used.update({kind: ops[0].group}) or []):
+            exchange.keys((rows, rows), to=(mesh.rank + 1) % 4, like=(rows, rows), rows=0, source=mesh.rank, kind=kind)
+    assert used[Kind.KEYS] is used[Kind.GRADIENTS] is mesh.ring_group
+    assert used[Kind.KEYS_BETWEEN_NODES] is used[Kind.GRADIENTS_BETWEEN_NODES] is mesh.between_nodes_group
     assert Mesh.build(context=4, ranks_per_node=4).between_nodes_group is None
     assert Mesh.build(context=4, ranks_per_node=1).between_nodes_group is None
 
@@ -189,3 +185,14 @@ def test_the_sums_of_a_step_meet_on_the_device_that_computed_them():
     with patch("launcher.training.totals.sum_over_ranks", note), pytest.raises(SeenError):
         sums.over_ranks(1.0, {})
     assert seen == ["meta"]
+
+
+def test_whoever_listens_and_never_answers_is_no_rank_0(monkeypatch: pytest.MonkeyPatch):
+    """torch's store would wait for ever: the system takes the connection for the program, which need not look."""
+    with socket.socket() as stranger:
+        stranger.bind(("127.0.0.1", 0))
+        stranger.listen()
+        monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+        monkeypatch.setenv("MASTER_PORT", str(stranger.getsockname()[1]))
+        with pytest.raises(OSError, match=r"gives no answer within 0 s, so it is no rank 0"):
+            meeting_store(1, 2, timedelta(seconds=0.3))

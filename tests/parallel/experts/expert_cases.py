@@ -189,8 +189,8 @@ class Spread:
 class RanksRun:
     """A model under ZeRO over the ranks of this process group, stepped as a trainer does."""
 
-    def __init__(self, config: ModelConfig, spread: Spread, *, given: bool = False) -> None:
-        """Each rank draws what it holds; with ``given`` DeepSpeed is handed a model that has its weights already."""
+    def __init__(self, config: ModelConfig, spread: Spread) -> None:
+        """Each rank draws what it holds."""
         self.config, self.spread, self.run = config, spread, Run()
         self.mesh = Mesh.build(context=spread.context, expert=spread.expert)
         model = build_parallel_model(
@@ -204,7 +204,7 @@ class RanksRun:
                 expert_tile_tokens=spread.tile_tokens,
                 products=spread.products,
             ),
-            seed=spread.seed if given else None,
+            seed=None,
         )
         self.load_LE: Tensor | None = None
         self.engine = ZeroEngine(
@@ -214,8 +214,7 @@ class RanksRun:
             accumulation=ROWS // self.mesh.data,
             options=OptimizerOptions(betas=BETAS, eps=EPS, weight_decay=WEIGHT_DECAY, clip_norm=CLIP),
         )
-        if not given:
-            self.engine.initialize(spread.seed)
+        self.engine.initialize(spread.seed)
 
     def step(self, number: int, routing: Routing | None = None) -> None:
         """One step, the ``number``-th of the data; its choices are ``routing``'s where that is given."""

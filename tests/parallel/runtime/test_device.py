@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import shlex
 import subprocess
 import sys
 
@@ -66,47 +65,21 @@ def test_cuda_without_gpus_enough_is_refused(machine, gpus, said):
         choose_device("cuda")
 
 
-@pytest.mark.parametrize(
-    ("gpus", "ranks", "context", "arguments", "lines"),
-    [
-        (1, 2, 2, "--local_rank=1", ("1 S --parallel.context 1", "2 S --run.device cpu")),
-        (
-            2,
-            3,
-            3,
-            "--parallel.context=3 --run.device auto --data.train 'a b'",
-            (
-                "2 S --run.device auto --data.train 'a b' --parallel.context 1",
-                "3 S --parallel.context=3 --data.train 'a b' --run.device cpu",
-            ),
-        ),
-    ],
-)
-@pytest.mark.parametrize("launcher", ["deepspeed --num_gpus", "torchrun --standalone --nproc_per_node"])
-def test_gpus_that_would_stay_idle_are_refused_with_the_lines_to_type(
-    machine, monkeypatch, launcher, gpus, ranks, context, arguments, lines
-):
-    assert machine(gpus=gpus, ranks=ranks) == []
-    monkeypatch.setattr(sys, "argv", ["launcher/pretrain.py", *shlex.split(arguments)])
-    monkeypatch.setenv("WORLD_SIZE", str(ranks))
-    monkeypatch.delenv("TORCHELASTIC_RUN_ID", raising=False)
-    if launcher.startswith("torchrun"):
-        monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
-    with pytest.raises(ConfigError) as refusal:
-        choose_device("auto", context=context)
-    said = str(refusal.value).splitlines()
-    assert f"{ranks} ranks and has {gpus} GPU" in said[0]
-    assert [said[2], said[4]] == [f"    {launcher} {line.replace('S', 'launcher/pretrain.py', 1)}" for line in lines]
-
-
-def test_the_lines_name_the_flag_of_the_command_and_the_hostfile_of_a_cluster(machine, monkeypatch):
-    machine(gpus=1, ranks=2)
-    monkeypatch.setattr(sys, "argv", ["launcher/evaluate.py", "--checkpoint", "runs/a", "--device", "auto"])
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    with pytest.raises(ConfigError, match=r"2 launcher/evaluate.py --checkpoint runs/a --device cpu$"):
-        choose_device("auto", "--device", context=0)
-    monkeypatch.setenv("WORLD_SIZE", "4")
-    with pytest.raises(ConfigError, match=r"(?s)slots=1 for this machine in the hostfile.*add --device cpu$"):
+def test_gpus_that_would_stay_idle_are_refused_with_the_lines_to_type(machine, monkeypatch):
+    """Further flags, and the scripts' own, are those of ``tests/launcher/test_idle_gpus.py``."""
+    assert machine(gpus=2, ranks=3) == []
+    monkeypatch.setattr(sys, "argv", ["x.py", "--parallel.context=3", "--run.device", "auto", "--data.train", "a b"])
+    monkeypatch.setenv("WORLD_SIZE", "3")
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
+    with pytest.raises(ConfigError, match="3 ranks and has 2 GPUs") as refusal:
+        choose_device("auto", context=3)
+    typed = "    torchrun --standalone --nproc_per_node"
+    assert str(refusal.value).splitlines()[2::2] == [
+        f"{typed} 2 x.py --run.device auto --data.train 'a b' --parallel.context 1",
+        f"{typed} 3 x.py --parallel.context=3 --data.train 'a b' --run.device cpu",
+    ]
+    monkeypatch.setenv("WORLD_SIZE", "6")
+    with pytest.raises(ConfigError, match=r"(?s)slots=2 for this machine in the hostfile.*add --device cpu$"):
         choose_device("auto", "--device", context=0)
 
 

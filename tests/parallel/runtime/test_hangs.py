@@ -11,11 +11,11 @@ from pathlib import Path
 
 import pytest
 
-from parallel.runtime.code_version import code_version
+from parallel.runtime.launched import code_version
 from parallel.runtime.spans import Doing
 from parallel.runtime.watch.judge import DISK, PATIENT, TIMED, WORKS, RankState, judge, late
 from parallel.runtime.watch.processes import RankProcess
-from parallel.runtime.watch.roll import Arrival, Roll
+from parallel.runtime.watch.roll import Roll
 from parallel.runtime.watch.sample import AwakeClock, Sampler
 from parallel.runtime.watch.verdict import Report, verdict_text
 from tests.parallel.runtime.watched import STARTED, Ranks
@@ -160,8 +160,8 @@ def test_looking_for_compilers_is_no_work_and_what_they_do_is(compile_seconds, i
     assert (max(state.quiet for state in seen) > 12) == is_quiet, [state.quiet for state in seen]
 
 
-def arrival(rank: int, *, version: str = "1", host: str = "a") -> Arrival:
-    return Arrival(dataclasses.replace(RankProcess.own(rank), host=host), version)
+def arrival(rank: int, *, version: str = "1", host: str = "a") -> RankProcess:
+    return dataclasses.replace(RankProcess.own(rank, version), host=host)
 
 
 def test_the_roll_call_says_who_came_from_where_and_who_did_not():
@@ -221,26 +221,6 @@ def test_a_stopped_rank_and_one_that_never_comes_end_all(tmp_path):
     assert "because of rank 1: not heard of for" in said["stopped"][0]
     assert f"on {socket.gethostname()}): its process is stopped" in said["stopped"][0]
     assert "rank 1 of 2 did not come" in said["absent"][0]
-
-
-@pytest.mark.slow
-def test_every_rank_ends_and_one_says_why(tmp_path):
-    said = said_by_all(
-        {
-            "rank 0": Ranks(tmp_path / "0", [STOP, "block()", "block()"], {"TIMEOUT": "5"}),
-            "stuck": Ranks(
-                tmp_path / "stuck", ["with waiting('rows'): block()", "begin('data'); block()"], {"TIMEOUT": "5"}
-            ),
-            "version": Ranks(tmp_path / "version", ["block()"] * 2, {"VERSION_1": "0.0.9"}),
-        }
-    )
-    assert "because of rank 0: not heard of for" in said["rank 0"][1]
-    assert "rank 1: data (" in said["stuck"][0]
-    assert "rank 0: starting: rows (" in said["stuck"][0]
-    assert f"rank 1 on {socket.gethostname()}: 0.0.9" in "".join(said["version"])
-    for rank in range(2):
-        assert "in block" in (tmp_path / "stuck" / f"stacks_rank_{rank}.txt").read_text()
-    assert len(list((tmp_path / "0").glob("stacks_rank_*.txt"))) == 3
 
 
 @pytest.mark.slow

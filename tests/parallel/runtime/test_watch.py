@@ -74,7 +74,7 @@ def test_rank_0_is_the_last_to_hear_that_all_have_met():
         fail=lambda failure: pytest.fail(failure.text),
     )
     for rank in (2, 0, 3, 1):
-        assert not overseer.arrive(RankProcess.own(rank), "")
+        assert not overseer.arrive(RankProcess.own(rank))
     assert sorted(told) == [0, 1, 2, 3]
     assert told[-1] == 0
 
@@ -225,7 +225,7 @@ FAILED = line_of("failed", **Failure(rank=1, code=1, text="no").to_values())
 def hello(of_rank: int, **values: Any) -> bytes:
     """What a rank says after its key."""
     process = {**vars(RankProcess.own(of_rank)), "machine": f"machine {of_rank}", **values}
-    return line_of("hello", process=process, version="")
+    return line_of("hello", process=process)
 
 
 def open_hub(ranks: int = 2, key: Key = KEY) -> Hub:

@@ -1,7 +1,7 @@
 """A rank under the watch, in a process of its own that knows nothing of torch: ``python watched_rank.py FOLDER ACT``.
 
-ACT is Python code, run once all ranks have met; ``block()`` in it never returns and hears no signal, as a collective of
-NCCL whose peer is gone.
+ACT is Python code, run once all ranks have met, with the names of this module; ``block()`` in it never returns and
+hears no signal, as a collective of NCCL whose peer is gone.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ import time
 from pathlib import Path
 
 from launcher.cluster import exit as ending
-from longctx.errors import ClusterError, ConfigError, DataError
-from parallel.runtime.spans import begin, waiting
-from parallel.runtime.watch import current
-from parallel.runtime.watch.current import start_watch, stop_watch, watching
+from longctx.errors import ClusterError, ConfigError, DataError  # noqa: F401
+from parallel.runtime.spans import begin, waiting  # noqa: F401
+from parallel.runtime.watch import current  # noqa: F401
+from parallel.runtime.watch.current import start_watch, stop_watch, watching  # noqa: F401
 from parallel.runtime.watch.options import WatchOptions
 
 FOLDER, ACT = Path(sys.argv[1]), sys.argv[2]
@@ -83,26 +83,7 @@ def act() -> None:
     )
     start_watch(FolderStore(), options)
     meet()
-    names = (ClusterError, ConfigError, DataError)
-    exec(
-        ACT,
-        {
-            **{kind.__name__: kind for kind in names},
-            **{
-                "RANK": RANK,
-                "block": block,
-                "meet": meet,
-                "time": time,
-                "os": os,
-                "signal": signal,
-                "sys": sys,
-                "current": current,
-            },
-            "watching": watching,
-            "begin": begin,
-            "waiting": waiting,
-        },
-    )
+    exec(ACT, globals())
     stop_watch()
 
 

@@ -8,8 +8,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from longctx.batch import PackedDocuments
 from longctx.errors import ConfigError
+from longctx.kernels.attention.slices import table_slices
 from parallel.layout.sequence import KINDS, SequenceLayout
+from parallel.schedule.degrees import degrees_of
 from parallel.schedule.heads import AttentionShape
 from parallel.schedule.rows import RowRanges
 from parallel.schedule.schedule import Schedule
@@ -42,40 +45,50 @@ def scheduled(schedule, rank, check_distances=False):
         theirs = torch.cat([torch.arange(s, s + n * d, d) for s, n, d in keys_of.runs[hop.owner]])
         keys = torch.cat([theirs[a:b] for a, b in hop.rows]) if hop.rows else theirs[:0]
         travelled += keys.tolist() if hop.owner != ring_index else []
-        for p in pairs:
-            i, j = torch.arange(p.q_start, p.q_stop)[:, None], torch.arange(p.k_start, p.k_stop)
-            assert hop.queries[0] <= p.q_start < p.q_stop <= hop.queries[1]
-            inside = torch.ones(i.shape[0], j.shape[0], dtype=torch.bool)
-            inside &= (i - j >= p.lo) if p.lo is not None else inside
-            inside &= (i - j <= p.hi) if p.hi is not None else inside
-            assert inside.any(1).all(), "a row that sees nothing was not trimmed"
-            assert inside.any(0).all(), "a key that nobody sees was not trimmed"
-            seen[i, keys[j]] += inside.long()
-            if check_distances:
-                distance = places[i] - keys[j]
-                assert torch.equal((p.step * (i - j) + p.offset)[inside], distance[inside])
+        # A stride's rows are gathered first, each once.
+        gathered = [
+            (torch.arange(*hop.queries)[w.query_rows], w.key_rows, table_slices(w.slices)) for w in hop.work[1:]
+        ]
+        assert all(len(rows.unique()) == len(rows) for *both, _ in gathered for rows in both)
+        for query_rows, key_rows, slices in [(slice(None), slice(None), pairs), *gathered]:
+            rows, columns = torch.arange(len(places))[query_rows], keys[key_rows]
+            for p in slices:
+                i, j = torch.arange(p.q_start, p.q_stop)[:, None], torch.arange(p.k_start, p.k_stop)
+                inside = torch.ones(i.shape[0], j.shape[0], dtype=torch.bool)
+                inside &= (i - j >= p.lo) if p.lo is not None else inside
+                inside &= (i - j <= p.hi) if p.hi is not None else inside
+                assert inside.any(1).all(), "a row that sees nothing was not trimmed"
+                assert inside.any(0).all(), "a key that nobody sees was not trimmed"
+                assert hop.queries[0] <= rows[i].min() <= rows[i].max() < hop.queries[1]
+                seen[rows[i], columns[j]] += inside.long()
+                if check_distances or slices is not pairs:
+                    distance = places[rows[i]] - columns[j]
+                    assert torch.equal((p.step * (i - j) + p.offset)[inside], distance[inside])
     return seen, places, travelled
 
 
 @st.composite
-def cases(draw):
+def cases(draw, strides=False):
     kind, ring, ulysses = draw(st.sampled_from(KINDS)), draw(st.integers(1, 5)), draw(st.sampled_from([1, 1, 2]))
     tokens = 2 * ring * ulysses * draw(st.integers(1, 6))
     cuts = draw(st.lists(st.integers(0, tokens), max_size=6))
-    window = draw(st.none() | st.integers(1, tokens + 2))
-    sinks = 0 if window is None else draw(st.integers(0, 4))
     cu_seqlens = sorted([0, *cuts, tokens])
     layout = SequenceLayout.build(kind, tokens, ring * ulysses, cu_seqlens, ulysses)
+    if strides:
+        window, stride = (draw(st.integers(1, 9) | st.integers(1, tokens + 2)) for _ in range(2))
+        return layout, {"cu_seqlens": cu_seqlens, "window": window, "stride": stride}
+    window = draw(st.none() | st.integers(1, tokens + 2))
+    sinks = 0 if window is None else draw(st.integers(0, 4))
     return layout, {"cu_seqlens": cu_seqlens, "causal": draw(st.booleans()), "window": window, "sink_tokens": sinks}
 
 
-@settings(max_examples=200, deadline=None)
-@given(cases(), st.booleans())
-def test_every_pair_of_the_mask_is_computed_once_and_nothing_else_travels(case, distances):
+@settings(max_examples=250, deadline=None)
+@given(cases() | cases(strides=True), st.booleans(), st.integers(1, 3))
+def test_every_pair_of_the_mask_is_computed_once_and_nothing_else_travels(case, distances, node_size):
     layout, mask_words = case
     schedule = Schedule.build(layout, **mask_words)
     schedule = schedule.with_distances() if distances else schedule
-    mask = full_mask(**mask_words)
+    mask, shape = full_mask(**mask_words), AttentionShape(1, 1, 1, 1)
     for rank in range(0, layout.degree, layout.ulysses):
         seen, places, travelled = scheduled(schedule, rank, check_distances=distances)
         assert torch.equal(seen, mask[places].long())
@@ -83,6 +96,10 @@ def test_every_pair_of_the_mask_is_computed_once_and_nothing_else_travels(case, 
         needed = set(mask[places].any(0).nonzero().flatten().tolist()) - set(places.tolist())
         assert sorted(travelled) == sorted(needed)
         assert schedule.rows_received(rank) == len(needed)
+        if layout.ulysses == 1:
+            assert schedule.bytes_received(rank, shape) == 2 * len(needed)
+            if layout.ring_degree % node_size == 0:
+                assert schedule.bytes_received(rank, shape, "two_level", node_size) >= 2 * len(needed)
 
 
 @settings(max_examples=150, deadline=None)
@@ -132,11 +149,11 @@ def test_ranks_of_many_documents_meet_few_others():
         )
         exchanges = schedule.partners(degree // 2).hops
         met[degree] = len(exchanges)
-        before = len(schedule._ring._built)
+        before = len(schedule._built)
         for hop in exchanges:
             schedule.hop(degree // 2, (degree // 2 - hop) % degree)
             schedule.rows_needed((degree // 2 + hop) % degree, degree // 2)
-        assert len(schedule._ring._built) - before <= 4 * len(exchanges)
+        assert len(schedule._built) - before <= 4 * len(exchanges)
     assert max(met.values()) <= 2
 
 
@@ -233,6 +250,24 @@ def test_masks_that_make_no_sense_are_refused(words, said):
         Schedule.build(SequenceLayout.build("contiguous", 8, 2), **words)
 
 
+def test_a_stride_that_the_ring_divides_sends_nothing_in_striped_layouts():
+    layout = SequenceLayout.build("striped", 240, 4)
+    for stride, least, most in ((12, 0, 0), (10, 50, 60), (7, 150, 180)):  # classes on one rank, on two, on all four
+        for rank in range(4):
+            assert least <= Schedule.build(layout, window=1, stride=stride).rows_received(rank) <= most
+
+
+def test_strides_that_make_no_sense_are_refused():
+    layout = SequenceLayout.build("contiguous", 8, 2)
+    for stride, window, sink_tokens in [(-1, None, 0), (2, None, 0), (2, 2, 1)]:
+        with pytest.raises(ConfigError, match="needs a window and causal attention"):
+            Schedule.build(layout, window=window, sink_tokens=sink_tokens, stride=stride)
+    keys = SequenceLayout.build("striped", 8, 2)
+    with pytest.raises(ConfigError, match="in one layout"):
+        Schedule.build(layout, window=2, stride=3, key_layout=keys)
+    assert Schedule.build(layout, window=2, stride=3).digest != Schedule.build(layout, window=2).digest
+
+
 def test_layouts_of_different_sizes_are_refused():
     with pytest.raises(ConfigError, match="both must agree"):
         Schedule.build(SequenceLayout.build("zigzag", 8, 2), key_layout=SequenceLayout.build("zigzag", 16, 2))
@@ -263,3 +298,37 @@ def test_of_a_million_tokens_no_loop_goes_over_tokens(kind):
 
     # 31,000 to 69,000 by kind, of eight times as many tokens too.
     assert lines_run(build) < tokens // 10
+
+
+def by_token(layout: SequenceLayout, bounds: list[int]) -> tuple[list[int], float]:
+    """Ranks of each document, and the busiest ring rank's work over the mean."""
+    found: list[set[int]] = [set() for _ in bounds[1:]]
+    work = [0] * layout.ring_degree
+    for rank in range(layout.degree):
+        for token in layout.indices(rank).tolist():
+            document = int(np.searchsorted(bounds, token, side="right")) - 1
+            # Ranks that split heads hold the tokens of their ring rank between them.
+            found[document] |= {rank // layout.ulysses}
+            work[rank // layout.ulysses] += token - bounds[document] + 1
+    ranks = [len(ranks) * layout.ulysses for ranks in found]
+    return ranks, max(work) * len(work) / sum(work)
+
+
+@settings(max_examples=80, deadline=None)
+@given(st.sampled_from(KINDS), st.integers(1, 5), st.integers(1, 2), st.integers(1, 30), st.data())
+def test_degrees_and_work_counted_token_by_token(kind, ring, ulysses, share, data):
+    degree = ring * ulysses
+    tokens = 2 * degree * share
+    ends = sorted(data.draw(st.lists(st.integers(0, tokens), max_size=6)))
+    bounds = [0, *ends, tokens]
+    layout = SequenceLayout.build(kind, tokens, degree, bounds, ulysses)
+    lengths = np.diff(bounds)
+    padding = data.draw(st.sets(st.integers(0, len(lengths) - 1)))
+    got = degrees_of(layout, PackedDocuments(tuple(bounds), tuple(sorted(padding))))
+    lengths[list(padding)] = 0
+    ranks, imbalance = by_token(layout, bounds)
+    assert list(got.ranks) == [n for n, length in zip(ranks, lengths, strict=True) if length]
+    assert list(got.fewest) == [-(-n // (tokens // ring)) * ulysses for n in lengths.tolist() if n]
+    assert got.imbalance == pytest.approx(imbalance, rel=1e-12)
+    assert got.imbalance == pytest.approx(Schedule.build(layout, bounds).imbalance(), rel=1e-12)
+    assert all(few <= n for few, n in zip(got.fewest, got.ranks, strict=True))

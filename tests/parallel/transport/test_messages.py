@@ -15,15 +15,17 @@ import torch
 from torch import Tensor
 
 from parallel.comm.communicator import Pending
+from parallel.comm.messages.kinds import Kind
 from parallel.layout.sequence import SequenceLayout
 from parallel.mesh import Mesh
 from parallel.schedule.rows import RowRanges
 from parallel.schedule.schedule import Schedule
 from parallel.transport.block import KVBlock
-from parallel.transport.exchange import PendingExchange, PendingGradients, empty_rows
+from parallel.transport.exchange import PendingGradients, empty_rows
 from parallel.transport.select import build_transport
 
 RING, TOKENS = 12, 12 * 32
+KEYS = (Kind.KEYS, Kind.KEYS_BETWEEN_NODES)
 DOCUMENTS = {
     "one": [0, TOKENS],
     "short": [*range(0, TOKENS, 7), TOKENS],
@@ -40,24 +42,24 @@ MASKS: dict[str, dict[str, Any]] = {
 
 @dataclass
 class Recording:
-    """What one rank sends and what it waits for, in its order: (peer, tag, rows)."""
+    """What one rank sends and what it waits for, in its order: (peer, kind, rows)."""
 
-    sent: list[tuple[int, int, int]] = field(default_factory=list)
-    awaited: list[tuple[int, int, int]] = field(default_factory=list)
+    sent: list[tuple[int, Kind, int]] = field(default_factory=list)
+    awaited: list[tuple[int, Kind, int]] = field(default_factory=list)
 
-    def keys(self, outgoing, *, to: int, like, rows: int, source: int, tag: int) -> PendingExchange:
-        self._note(outgoing, to, rows, source, tag)
-        return PendingExchange(Pending(empty_rows(like, rows) or ()))
+    def keys(self, outgoing, *, to: int, like, rows: int, source: int, kind: Kind) -> Pending:
+        self._note(outgoing, to, rows, source, kind)
+        return Pending(empty_rows(like, rows) or ())
 
-    def gradients(self, outgoing, *, to: int, like, rows: RowRanges, source: int, tag: int) -> PendingGradients:
-        self._note(outgoing, to, rows.num_rows, source, tag)
-        return PendingGradients(PendingExchange(Pending(empty_rows(like, rows.num_rows) or ())), rows)
+    def gradients(self, outgoing, *, to: int, like, rows: RowRanges, source: int, kind: Kind) -> PendingGradients:
+        self._note(outgoing, to, rows.num_rows, source, kind)
+        return PendingGradients(Pending(empty_rows(like, rows.num_rows) or ()), rows)
 
-    def _note(self, outgoing, to: int, rows: int, source: int, tag: int) -> None:
+    def _note(self, outgoing, to: int, rows: int, source: int, kind: Kind) -> None:
         if outgoing is not None:
-            self.sent.append((to, tag, outgoing[0].shape[1]))
+            self.sent.append((to, kind, outgoing[0].shape[1]))
         if rows:
-            self.awaited.append((source, tag, rows))
+            self.awaited.append((source, kind, rows))
 
 
 def attend(block: KVBlock) -> tuple[Tensor, Tensor]:
@@ -89,23 +91,22 @@ FEW = list(zip(itertools.cycle(DOCUMENTS), MASKS, strict=False))
 
 @pytest.mark.few(3)
 @pytest.mark.parametrize("cases", [FEW, pytest.param(EVERY, marks=pytest.mark.slow)], ids=["few", "every"])
-@pytest.mark.parametrize("kind", ["contiguous", "zigzag", "striped", "balanced"])
+@pytest.mark.parametrize("layout", ["contiguous", "zigzag", "striped", "balanced"])
 @pytest.mark.parametrize("way", [("p2p", RING), ("two_level", 2), ("two_level", 4)], ids=str)
-def test_all_that_is_sent_is_awaited_in_that_order(kind: str, way: tuple[str, int], cases: list[tuple[str, str]]):
+def test_all_that_is_sent_is_awaited_in_that_order(layout: str, way: tuple[str, int], cases: list[tuple[str, str]]):
     for documents, mask in ((DOCUMENTS[name], MASKS[mask]) for name, mask in cases):
-        layout = SequenceLayout.build(kind, TOKENS, RING, documents)
-        schedule = Schedule.build(layout, documents, **mask)
+        schedule = Schedule.build(SequenceLayout.build(layout, TOKENS, RING, documents), documents, **mask)
         ranks = exchanges(schedule, *way)
         sent, awaited = defaultdict(list), defaultdict(list)
         for rank, recording in enumerate(ranks):
-            for peer, tag, rows in recording.sent:
-                sent[rank, peer, tag].append(rows)
-            for peer, tag, rows in recording.awaited:
-                awaited[peer, rank, tag].append(rows)
+            for peer, kind, rows in recording.sent:
+                sent[rank, peer, kind].append(rows)
+            for peer, kind, rows in recording.awaited:
+                awaited[peer, rank, kind].append(rows)
         assert sent == awaited
         assert all(source != to for source, to, _ in sent)
         # And all of it is what some query sees: nothing was left out.
-        received = [sum(rows for _, tag, rows in recording.awaited if tag < 5) for recording in ranks]
+        received = [sum(rows for _, kind, rows in recording.awaited if kind in KEYS) for recording in ranks]
         needed = [schedule.rows_received(rank) for rank in range(RING)]
         if way[0] == "p2p":
             # Forward and backward each bring them.

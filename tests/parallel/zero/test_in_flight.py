@@ -14,7 +14,7 @@ from longctx.config import ModelConfig
 from parallel.loss import count_step
 from parallel.mesh import Mesh
 from parallel.parallelize import build_parallel_model
-from parallel.zero import in_flight
+from parallel.zero import gradients
 from parallel.zero.engine import ZeroEngine
 from parallel.zero.optimizer import OptimizerOptions
 from parallel.zero.options import ZeroOptions
@@ -107,4 +107,4 @@ def test_one_of_which_a_rank_holds_padding_alone_is_kept():
 def test_deepspeed_without_the_method_is_refused() -> None:
     claim_streams()
     with pytest.raises(AssertionError, match="has no another_name"):
-        in_flight._record_before(object(), "another_name", "reduction_stream", lambda: [])
+        gradients._record_before(object(), "another_name", "reduction_stream", lambda: [])

@@ -13,7 +13,7 @@ from longctx.model.layers.initialize import InitialTensor
 from parallel.comm.world import sum_over_ranks
 from parallel.mesh import Mesh
 from parallel.parallelize import build_parallel_model
-from parallel.zero import allocate, fill
+from parallel.zero import allocate, state
 from parallel.zero.engine import ZeroEngine
 from parallel.zero.optimizer import OptimizerOptions
 from tests.helpers import on_ranks, run_distributed
@@ -37,7 +37,7 @@ def count_draws() -> list[int]:
 
 
 def check_initial_weights(cases: list[Case]) -> None:
-    fill.BLOCK_VALUES = 1000  # as many blocks of a small tensor as a large one has
+    state.BLOCK_VALUES = 1000  # as many blocks of a small tensor as a large one has
     oracle = {name: p.detach().flatten() for name, p in Decoder(ODD, seed=SEED).named_parameters()}
     drawn = count_draws()
     for stage, dtype, expert in cases:
@@ -99,18 +99,3 @@ def test_stage_3_holds_one_whole_parameter_at_a_time() -> None:
     allocate._make_whole = counted
     ZeroEngine(model, stage=3, dtype=torch.bfloat16, accumulation=1, options=OptimizerOptions())
     assert held == [1] * len(list(model.parameters()))
-
-
-def check_given_weights(cases: list[Case]) -> None:
-    """A model with weights of its own keeps them: the tests that train on meshes rely on it."""
-    oracle = {name: p.detach().flatten() for name, p in Decoder(ODD, seed=SEED).named_parameters()}
-    for stage, dtype, expert in cases:
-        run = RanksRun(ODD, Spread(stage=stage, dtype=dtype, expert=expert, seed=SEED), given=True)
-        whole = gather_whole(run.owned(), run.engine.shapes)
-        for name, values in oracle.items():
-            assert torch.equal(whole[name, ROLES[0]], values.to(dtype).float()), f"{name}'s master in ZeRO {stage}"
-
-
-@pytest.mark.slow
-def test_a_model_that_was_given_weights_keeps_them():
-    run_distributed(check_given_weights, 2, CASES, timeout=200)

@@ -1,4 +1,7 @@
-"""Every ``keep`` and ``store`` over ranks, against one plain process: gradients, gradient norm, no bit between them."""
+"""Every ``keep`` and ``store`` over ranks, and layers by chunks, against one plain process: loss, gradients, norm.
+
+No bit lies between one way to keep and another.
+"""
 
 from __future__ import annotations
 
@@ -137,3 +140,44 @@ def test_every_way_gives_one_process_gradients(kind, stage, ways):
 @pytest.mark.timeout(900)
 def test_in_more_stages_and_in_bfloat16(kind):
     run_distributed(check, 2, kind, (1, 2, 3), (torch.float32, torch.bfloat16), timeout=850)
+
+
+# --- layers by chunks -------------------------------------------------------------------------------------------------
+
+# What an expert at its capacity drops depends on all chunks of all ranks.
+CHUNK_CONFIGS = {**CONFIGS, "capacity": replace(EXPERTS, capacity_factor=1.0)}
+CHUNK_WAYS: list[tuple[Keep, Store, int, int]] = list(
+    itertools.product(("all", "attention", "inputs"), ("device", "host"), (11, 100), (1, 2))
+)
+
+
+def check_chunks(kind: str, stages: tuple[int, ...], dtypes: tuple[torch.dtype, ...], ways: list) -> None:
+    wanted = alone(CHUNK_CONFIGS[kind])
+    for stage, dtype, way in itertools.product(stages, dtypes, ways):
+        keep, store, chunk_tokens, head_groups = way
+        execution = Execution(keep, store, chunk_tokens=chunk_tokens, head_groups=head_groups)
+        got = together(CHUNK_CONFIGS[kind], execution, stage, dtype)
+        compare(got, wanted, dtype, f"{kind}, ZeRO {stage}, {dtype}, {way}")
+
+
+@pytest.mark.parametrize(
+    ("kind", "stage"),
+    [
+        ("sandwich", 3),
+        *(
+            pytest.param(*case, marks=pytest.mark.slow)
+            for case in (("dense", 0), ("capacity", 2), ("experts", 2), ("capacity", 3))
+        ),
+    ],
+)
+@pytest.mark.timeout(300)
+def test_chunks_give_one_process_gradients(kind, stage):
+    ways = [("attention", "host", 11, 2), ("inputs", "device", 7, 1)]
+    run_distributed(check_chunks, 2, kind, (stage,), (torch.float32,), ways, timeout=250)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", CHUNK_CONFIGS)
+@pytest.mark.timeout(900)
+def test_chunks_in_more_stages_ways_and_in_bfloat16(kind):
+    run_distributed(check_chunks, 2, kind, (1, 2, 3), (torch.float32, torch.bfloat16), CHUNK_WAYS, timeout=850)

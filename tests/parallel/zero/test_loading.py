@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from longctx.checkpoint_format import ROLES
 from longctx.model.decoder import Decoder
 from longctx.model.experts.experts import is_expert_weight
-from parallel.zero import fill
+from parallel.zero import state
 from tests.helpers import run_distributed
 from tests.parallel.experts.expert_cases import CONFIG, RanksRun, Spread, gather_whole
 
@@ -90,7 +90,7 @@ def check_weights(run: RanksRun, source: Source, dtype: torch.dtype) -> None:
 
 
 def check_loading(cases: list[Case], moments: bool, block: int) -> None:
-    fill.BLOCK_VALUES = block  # as many blocks of a small tensor as a large one has
+    state.BLOCK_VALUES = block  # as many blocks of a small tensor as a large one has
     for stage, dtype, expert in cases:
         source = Source()
         run = RanksRun(ODD, Spread(stage=stage, dtype=dtype, expert=expert))
@@ -104,7 +104,7 @@ def check_loading(cases: list[Case], moments: bool, block: int) -> None:
         for key, values in source.values.items():
             if key[1] == ROLES[0] or moments:
                 assert torch.equal(whole[key], values), key
-        steps = {float(state["step"]) for state in run.engine.partition.inner.state.values()}
+        steps = {float(of_one["step"]) for of_one in run.engine.partition.inner.state.values()}
         assert steps == {STEP * moments}
 
 

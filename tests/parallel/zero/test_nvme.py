@@ -7,7 +7,6 @@ from dataclasses import replace
 import pytest
 import torch
 import torch.distributed as dist
-from deepspeed.runtime.config import DeepSpeedConfig, DeepSpeedConfigError
 from deepspeed.runtime.swap_tensor.partitioned_param_swapper import PartitionedParamStatus
 
 from longctx.checkpoint_format import ROLES
@@ -21,13 +20,10 @@ from tests.helpers import run_distributed
 from tests.parallel.zero.swapping import swap_everything
 from tests.parallel.zero.test_offload import refuse_broken_gradient
 from tests.parallel.zero.test_zero import (
-    BOUNDS,
     DENSE,
-    FEW,
     MOE,
     ROWS,
     SEQ_LEN,
-    check_parity,
     check_state,
     row_of,
     step_rows,
@@ -105,27 +101,6 @@ def check_small(kind: str, zero: ZeroOptions, way: dict) -> None:
     check_equal({"dense": DENSE, "moe": MOE}[kind], zero, {"layout": "zigzag", **way})
 
 
-@pytest.mark.slow
-@pytest.mark.timeout(200)
-def test_weights_on_a_disk_train_as_in_memory(tmp_path):
-    run_distributed(check_small, 2, "moe", weights_at(str(tmp_path)), {"context": 2}, timeout=150)
-    assert list(tmp_path.iterdir()) == [], "nothing is left"
-
-
-def check_oracle(kind: str, zero: ZeroOptions) -> None:
-    if zero.offload != "none":
-        compile_cpu_adam()
-    swap_everything()
-    check_parity(kind, 2, BOUNDS[kind], FEW, (3,), zero=zero)
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(200)
-def test_they_train_like_one_process(tmp_path):
-    """As those in memory do, by ``test_offload.py``, whose bits the test above has."""
-    run_distributed(check_oracle, 2, "dense", weights_at(str(tmp_path)), timeout=150)
-
-
 def read_ahead(engine: ZeroEngine) -> None:
     """Have old weights in memory before a step, as a prefetch that nothing used leaves them."""
     swapper = engine.partition._swapper
@@ -173,29 +148,11 @@ def test_a_validation_between_steps_reads_them_too(tmp_path):
     run_distributed(check_evaluation, 2, weights_at(str(tmp_path)), timeout=150)
 
 
-def test_deepspeed_has_no_mics():
-    """What zero.mics_shard_size is refused with."""
-    with pytest.raises(DeepSpeedConfigError, match="MiCS ZeRO-3 sharding has been removed"):
-        DeepSpeedConfig({"train_batch_size": 1, "zero_optimization": {"stage": 3, "mics_shard_size": 2}})
-
-
-def check_second_copy(path: str) -> None:
-    swap_everything()
-    zero = replace(weights_at(path), hpz_partition_size=2)
-    with pytest.raises(RuntimeError, match=r"device type.*nvme"):
-        train_together(DENSE, context=2, layout="zigzag", stage=3, steps=1, zero=zero)
-
-
-def test_deepspeed_makes_no_second_copy_beside_a_disk(tmp_path):
-    """What zero.hpz_partition_size is refused with."""
-    run_distributed(check_second_copy, 2, str(tmp_path))
-
-
 # DeepSpeed compiles its AdamW for these, which takes minutes on a machine that has never done so.
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("options", [state_at, both_at])
+@pytest.mark.parametrize("options", [weights_at, state_at, both_at])
 @pytest.mark.parametrize(
     ("kind", "world_size", "way"),
     [
@@ -206,16 +163,9 @@ def test_deepspeed_makes_no_second_copy_beside_a_disk(tmp_path):
     ],
 )
 @pytest.mark.timeout(400)
-def test_state_on_a_disk_trains_as_in_memory(tmp_path, options, kind, world_size, way):
+def test_what_is_on_a_disk_trains_as_in_memory(tmp_path, options, kind, world_size, way):
     run_distributed(check_small, world_size, kind, options(str(tmp_path)), way, timeout=350)
     assert list(tmp_path.iterdir()) == [], "nothing is left"
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("kind", ["dense", "moe"])
-@pytest.mark.timeout(400)
-def test_it_trains_like_one_process(tmp_path, kind):
-    run_distributed(check_oracle, 2, kind, both_at(str(tmp_path)), timeout=350)
 
 
 def check_wide(zero: ZeroOptions, dtype: torch.dtype) -> None:
@@ -273,21 +223,6 @@ def test_what_no_step_has_made_is_read_as_zeros(tmp_path):
 def check_broken(zero: ZeroOptions) -> None:
     swap_everything()
     refuse_broken_gradient(3, zero)
-
-
-def check_other_stage(path: str) -> None:
-    compile_cpu_adam()
-    swap_everything()
-    _, engine = train_together(DENSE, context=2, layout="zigzag", stage=2, steps=1, zero=state_at(path))
-    masters = [p for group in engine.partition.inner.param_groups for p in group["params"]]
-    assert all(p.numel() and p.device.type == "cpu" for p in masters)
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(400)
-def test_deepspeeds_other_stages_take_nvme_for_cpu(tmp_path):
-    """What zero.offload=nvme is refused with in stages 1 and 2."""
-    run_distributed(check_other_stage, 2, str(tmp_path), timeout=350)
 
 
 @pytest.mark.slow

@@ -62,15 +62,20 @@ def check(kind: str, context: int, stages: tuple[int, ...], zero: ZeroOptions) -
     check_parity(kind, context, BOUNDS[kind], FEW, stages, zero=zero)
 
 
-@pytest.mark.timeout(200)
-def test_weights_in_the_machines_memory_train_like_one_process():
-    run_distributed(check, 2, "moe", 2, (3,), PARAMETERS, timeout=150)
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(200)
-def test_a_second_copy_within_a_node_trains_like_one_process():
-    run_distributed(check, 4, "dense", 4, (3,), HPZ, timeout=150)
+# DeepSpeed compiles its AdamW for those that offload state, which takes minutes on a machine that has never done so.
+@pytest.mark.parametrize(
+    ("ranks", "kind", "stages", "zero"),
+    [
+        (2, "moe", (3,), PARAMETERS),
+        pytest.param(4, "dense", (3,), HPZ, marks=pytest.mark.slow),
+        pytest.param(2, "dense", (1, 2, 3), OFFLOAD, marks=pytest.mark.slow),
+        pytest.param(2, "moe", (1, 2, 3), OFFLOAD, marks=pytest.mark.slow),
+        pytest.param(2, "dense", (3,), BOTH, marks=pytest.mark.slow),
+    ],
+)
+@pytest.mark.timeout(400)
+def test_state_and_weights_elsewhere_train_like_one_process(ranks, kind, stages, zero):
+    run_distributed(check, ranks, kind, ranks, stages, zero, timeout=350)
 
 
 def test_quantized_messages_are_refused_on_a_cpu():
@@ -78,18 +83,6 @@ def test_quantized_messages_are_refused_on_a_cpu():
         with pytest.raises(ConfigError, match=r"zero\.quantized_\w+=true needs GPUs.*had not been implemented on CPU"):
             check_device(zero, "cpu")
         check_device(zero, "cuda")
-
-
-# DeepSpeed compiles its AdamW for these, which takes minutes on a machine that has never done so.
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("kind", "stages", "zero"), [("dense", (1, 2, 3), OFFLOAD), ("moe", (1, 2, 3), OFFLOAD), ("dense", (3,), BOTH)]
-)
-@pytest.mark.timeout(400)
-def test_offloaded_they_train_like_one_process(kind, stages, zero):
-    run_distributed(check, 2, kind, 2, stages, zero, timeout=350)
 
 
 PLAIN = ZeroOptions()

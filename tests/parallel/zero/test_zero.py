@@ -11,6 +11,7 @@ import torch
 from longctx.batch import Batch, PackedDocuments
 from longctx.config import ModelConfig
 from longctx.errors import ConfigError
+from longctx.kernels.regions import compile_count, missing_for_compiling
 from longctx.model.kept import Keep
 from longctx.model.training_pass import Execution
 from parallel.comm.world import sum_over_ranks
@@ -21,26 +22,14 @@ from parallel.parallelize import build_parallel_model
 from parallel.zero.engine import ZeroEngine
 from parallel.zero.optimizer import OptimizerOptions
 from parallel.zero.options import ZeroOptions, check_zero
+from tests.as_on_a_gpu import computing_as_on_a_gpu
 from tests.helpers import on_ranks, run_distributed
 from tests.oracles import Curve, packed_batch, stream_of, train_alone
 
 ROWS, SEQ_LEN, LR, CLIP = 4, 96, 1e-3, 0.5
 FEW, MANY = 3, 20
 DENSE = ModelConfig(vocab_size=64, hidden_size=64, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=16, ffn_size=96)
-MOE = ModelConfig(
-    vocab_size=64,
-    hidden_size=64,
-    num_layers=2,
-    num_heads=4,
-    num_kv_heads=2,
-    head_dim=16,
-    num_experts=4,
-    expert_ffn_size=32,
-    shared_ffn_size=32,
-    balance_loss_weight=0.01,
-)
-
-
+MOE = replace(DENSE, num_experts=4, expert_ffn_size=32, shared_ffn_size=32, balance_loss_weight=0.01)
 ODD = replace(MOE, hidden_size=65, expert_ffn_size=31)
 """Its parameters start at no multiple of 16 bytes by themselves."""
 KINDS = {"dense": DENSE, "moe": MOE, "odd": ODD}
@@ -196,17 +185,6 @@ def test_they_still_agree_after_20_steps(kind, world_size, context):
     run_distributed(check_parity, world_size, kind, context, BOUNDS[kind], MANY, timeout=900)
 
 
-@pytest.mark.slow
-@on_ranks(2)
-def test_recomputation_changes_no_bit():
-    for ulysses in (1, 2):
-        spread = {"context": 2, "layout": "zigzag", "ulysses": ulysses, "stage": 2}
-        plain, _ = train_together(MOE, **spread)
-        again, _ = train_together(MOE, **spread, keep="attention")
-        assert (plain.losses, plain.norms) == (again.losses, again.norms), "recomputation must not change a bit"
-        assert all(torch.equal(a, b) for a, b in zip(plain.counts, again.counts, strict=True))
-
-
 MORE_MOVES = [(1, 2), (3, 0), (3, 3)]
 """Tried where slow tests are: what stages 1 and 3 write, and 2 and 0 read, checkpoints show quickly."""
 
@@ -258,3 +236,65 @@ def test_state_moves_between_stages(stage, other):
 def test_stage_0_in_bfloat16_is_refused():
     with pytest.raises(ConfigError, match=r"zero\.stage=1"):
         check_zero(0, torch.bfloat16)
+
+
+# --- as on a GPU, and compiled ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.timeout(200)
+@pytest.mark.parametrize(
+    ("kind", "stages", "way"),
+    [
+        ("moe", (2,), {"expert": 2}),
+        pytest.param("moe", (3,), {"expert": 2, "keep": "attention"}, marks=pytest.mark.slow),
+        pytest.param("dense", (2, 3), {"keep": "inputs"}, marks=pytest.mark.slow),
+        pytest.param("dense", (2,), {"compiler": "aot_eager"}, marks=pytest.mark.slow),
+        pytest.param("moe", (3,), {"compiler": "aot_eager", "keep": "attention"}, marks=pytest.mark.slow),
+    ],
+    ids=str,
+)
+@on_ranks(2, timeout=150)
+def test_ranks_that_compute_as_on_a_gpu_train_like_one_process(kind: str, stages: tuple[int, ...], way: dict) -> None:
+    with computing_as_on_a_gpu():
+        check_parity(kind, 2, BOUNDS[kind], FEW, stages, fused=True, zero=SMALL, **way)
+
+
+def check_compiled(
+    kind: str, context: int, stages: tuple[int, ...], keep: Keep, backend: str, steps: int = FEW, expert: int = 1
+) -> None:
+    for stage in stages:
+        torch.compiler.reset()
+        before = compile_count().graphs
+        how = {"keep": keep, "compiler": backend, "expert": expert}
+        check_parity(kind, context, BOUNDS[kind], steps, (stage,), **how)
+        # Before and after the core: all layers and all batches share two graphs.
+        assert compile_count().graphs - before == 2
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("kind", "world_size", "context", "stages", "keep"),
+    [
+        ("dense", 2, 1, (0, 1, 2, 3), "all"),
+        ("dense", 2, 2, (0, 1, 2, 3), "attention"),
+        ("moe", 2, 2, (0, 1, 2, 3), "all"),
+        ("dense", 4, 4, (1, 3), "all"),
+    ],
+)
+@pytest.mark.timeout(600)
+def test_compiled_regions_train_like_one_process(kind, world_size, context, stages, keep):
+    run_distributed(check_compiled, world_size, kind, context, stages, keep, "aot_eager", timeout=550)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("keep", ["all", "attention"])
+@pytest.mark.timeout(600)
+def test_so_they_do_with_experts_across_ranks(keep):
+    run_distributed(check_compiled, 2, "moe", 2, (0, 1, 2, 3), keep, "aot_eager", FEW, 2, timeout=550)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(missing_for_compiling("cpu") is not None, reason=f"cannot compile: {missing_for_compiling('cpu')}")
+@pytest.mark.timeout(600)
+def test_so_do_kernels_of_inductor():
+    run_distributed(check_compiled, 2, "moe", 2, (1, 3), "attention", "inductor", timeout=550)

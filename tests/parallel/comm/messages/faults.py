@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from longctx.tensor_bytes import as_bytes
+from parallel.comm.messages.kinds import Kind
 
 Change = Callable[[list[Any], int], list[Any]]
 """From the operations of an exchange, and its number, to those that take place."""
@@ -89,18 +90,6 @@ def delayed(seconds: float, exchange: int, seen: Seen) -> Change:
     return change
 
 
-def dropped(exchange: int, seen: Seen) -> Change:
-    """What this rank sends in an exchange goes nowhere."""
-
-    def change(ops: list[Any], number: int) -> list[Any]:
-        if number >= exchange and not seen.at and any(op.op is dist.isend for op in ops):
-            seen.now()
-            return [op for op in ops if op.op is not dist.isend]
-        return ops
-
-    return change
-
-
 def reordered(exchange: int, seen: Seen) -> Change:
     """Of an exchange the second tensor arrives as the first, and the first as the second."""
 
@@ -114,12 +103,12 @@ def reordered(exchange: int, seen: Seen) -> Change:
     return change
 
 
-def stale(exchange: int, seen: Seen, *, tag: int) -> Change:
-    """From an exchange on, the first that sends what has this tag sends what it sent the time before, once more."""
+def stale(exchange: int, seen: Seen, *, kind: Kind) -> Change:
+    """From an exchange on, the first that sends what is of this kind sends what it sent the time before, once more."""
     before: list[Tensor] = []
 
     def change(ops: list[Any], number: int) -> list[Any]:
-        leaving = [op for op in ops if op.op is dist.isend and op.tag in (tag, tag + 1)]
+        leaving = [op for op in ops if op.op is dist.isend and op.tag // 4 == kind]
         if not leaving:
             return ops
         now = [op.tensor.clone() for op in leaving]

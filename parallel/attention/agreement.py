@@ -9,54 +9,14 @@ from __future__ import annotations
 from hashlib import blake2b
 from typing import NamedTuple, Protocol
 
+import torch
+
 from longctx.errors import ClusterError, ConfigError
-from parallel.comm.communicator import Communicator
 from parallel.comm.groups import ProcessGroup
+from parallel.layout.sequence import SequenceLayout
+from parallel.mesh import Mesh
 
 _AGREEING = "agreeing on a schedule"
-
-
-class Degrees(Protocol):
-    """How many ranks share a sequence."""
-
-    @property
-    def degree(self) -> int:
-        """Ranks that share the sequence, ring × Ulysses."""
-        ...
-
-    @property
-    def ulysses(self) -> int:
-        """How many of them split heads."""
-        ...
-
-
-class RanksOfSequence(Protocol):
-    """The ranks that agree: a mesh."""
-
-    @property
-    def rank(self) -> int:
-        """This rank's number in the world."""
-        ...
-
-    @property
-    def context(self) -> int:
-        """How many ranks share the sequence."""
-        ...
-
-    @property
-    def ulysses(self) -> int:
-        """How many of them split heads."""
-        ...
-
-    @property
-    def comm(self) -> Communicator:
-        """How they communicate."""
-        ...
-
-    @property
-    def control_group(self) -> ProcessGroup | None:
-        """Their group for CPU tensors; None where one rank has the whole sequence."""
-        ...
 
 
 class Agreed(Protocol):
@@ -72,7 +32,7 @@ class Agreed(Protocol):
         ...
 
 
-def degree_problem(layout: Degrees, mesh: RanksOfSequence) -> str | None:
+def degree_problem(layout: SequenceLayout, mesh: Mesh) -> str | None:
     """What is wrong with a layout for this mesh; None where it is for as many ranks."""
     if (mesh.context, mesh.ulysses) == (layout.degree, layout.ulysses):
         return None
@@ -82,7 +42,7 @@ def degree_problem(layout: Degrees, mesh: RanksOfSequence) -> str | None:
     )
 
 
-def agree(agreed: Agreed, mesh: RanksOfSequence, signature: str, problem: str | None) -> None:
+def agree(agreed: Agreed, mesh: Mesh, signature: str, problem: str | None) -> None:
     """Compare the digest and the ``signature`` of the call over the context group. Collective.
 
     ConfigError on every rank where one has a ``problem``, ClusterError where they differ.
@@ -93,8 +53,12 @@ def agree(agreed: Agreed, mesh: RanksOfSequence, signature: str, problem: str | 
             raise ConfigError(problem)
         return
     # A rank with a problem takes part: the others would wait for it.
-    seen = _everyone(_digest(agreed, signature, problem), mesh, group)
-    if problem is not None or len(set(seen)) > 1:
+    mine = torch.frombuffer(bytearray(_digest(agreed, signature, problem)), dtype=torch.uint8)
+    try:
+        seen = mesh.comm.all_gather(mine, group, doing=_AGREEING)
+    except ClusterError as error:
+        raise ClusterError(f"{error}\nOr one does not call attention when the others do.") from error.__cause__
+    if problem is not None or bool((seen != mine).any()):
         _raise_difference(agreed, signature, problem, mesh, group)
 
 
@@ -112,17 +76,7 @@ def _digest(agreed: Agreed, signature: str, problem: str | None) -> bytes:
     return blake2b(f"{agreed.digest} {signature} {problem or ''}".encode(), digest_size=16).digest()
 
 
-def _everyone(digest: bytes, mesh: RanksOfSequence, group: ProcessGroup) -> list[bytes]:
-    """Every context rank's digest."""
-    try:
-        return mesh.comm.gather_bytes(digest, group, doing=_AGREEING)
-    except ClusterError as error:
-        raise ClusterError(f"{error}\nOr one does not call attention when the others do.") from error.__cause__
-
-
-def _raise_difference(
-    agreed: Agreed, signature: str, problem: str | None, mesh: RanksOfSequence, group: ProcessGroup
-) -> None:
+def _raise_difference(agreed: Agreed, signature: str, problem: str | None, mesh: Mesh, group: ProcessGroup) -> None:
     """The first problem, or what differs, in the same words on every rank."""
     # Descriptions are long, so they travel only once digests have shown that something differs.
     mine = _Statement(problem, agreed.describe(), agreed.digest, signature)

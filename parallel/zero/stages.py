@@ -1,0 +1,295 @@
+"""How each ZeRO stage holds a model: whole on every rank, in flat buffers spread over ranks, or each tensor sharded."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+
+import deepspeed
+import torch
+from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
+from deepspeed.utils import set_z3_leaf_modules
+from torch import Tensor, nn
+
+from longctx.checkpoint_format import ROLES
+from longctx.model.block import Block
+from longctx.model.decoder import external_parameters
+from longctx.model.experts.experts import is_expert_weight
+from parallel.comm.communicator import Communicator
+from parallel.comm.groups import ProcessGroup
+from parallel.zero.gradients import Accept, named_gradients
+from parallel.zero.optimizer import MASTER, MOMENTS, fill_moments
+from parallel.zero.partition import WORKING, Extent, Partition, Wrapping
+from parallel.zero.swapping import WeightSwapper
+
+
+class Whole(Partition):
+    """Stage 0: every rank holds whole weights, masters, moments and gradients; a weight is its own master."""
+
+    def __init__(self, wrapping: Wrapping) -> None:
+        self._clip_norm, clip_norm = 0.0, wrapping.options.clip_norm
+        # DeepSpeed would clip by the mean of norms that each leave out the other ranks' experts: we clip instead.
+        if wrapping.tensors.experts is not None:
+            self._clip_norm, clip_norm = clip_norm, 0.0
+        super().__init__(wrapping, clip_norm)
+
+    @property
+    def inner(self) -> torch.optim.Optimizer:
+        return self.engine.optimizer
+
+    def update(self, accept: Accept) -> tuple[float, bool]:
+        """Look at the norm first: DeepSpeed would update also by a gradient that is not finite."""
+        # The same norm on every rank, from averaged gradients: all of them update, or none does.
+        norm = self._gradient_norm()
+        taken = math.isfinite(norm) and accept(norm)
+        if taken:
+            self._clip_gradients(norm)
+            self.engine.step()
+        else:
+            # DeepSpeed counts the step's micro-batches and clears their gradients; its optimiser does nothing.
+            self.engine.optimizer.step, update = _nothing, self.engine.optimizer.step
+            try:
+                self.engine.step()
+            finally:
+                self.engine.optimizer.step = update
+        return norm, taken
+
+    def local_gradients(self) -> Iterator[tuple[str, Tensor]]:
+        for name, p in self._model.network.named_parameters():
+            if p.grad is not None:
+                yield name, p.grad
+
+    def extent(self, name: str, p: nn.Parameter) -> Extent:
+        return Extent(0, p.numel())
+
+    def part(self, name: str, p: nn.Parameter, roles: Sequence[str] = ROLES) -> dict[str, Tensor]:
+        values = {MASTER: p.data.view(-1)}
+        for role in roles:
+            if role != MASTER:
+                values[role] = self.inner.state[p][role].view(-1)
+        return values
+
+    def replicas(self, name: str) -> ProcessGroup | None:
+        return self._tensors.replicas(name)
+
+    def answers_for(self, index: int, name: str) -> bool:
+        return self._tensors.answers_for(index, name)
+
+    def alike(self, name: str, p: nn.Parameter) -> dict[str, Tensor]:
+        if self._tensors.replicas(name) is None:
+            return {}
+        found = {MASTER: p.detach()}
+        # Before the first step there are no moments.
+        found.update((moment, self.inner.state[p][moment]) for moment in MOMENTS if moment in self.inner.state[p])
+        return found
+
+    def refresh_weights(self) -> None:
+        """Nothing to do: forward reads the masters."""
+
+    def _gradient_norm(self) -> float:
+        """DeepSpeed reports no norm here. Gradients are whole, and averaged on every rank that holds the weight."""
+        gradients = {name: p.grad for name, p in self._model.named_parameters() if p.grad is not None}
+        experts = self._tensors.experts
+        if experts is None:
+            return float(torch.nn.utils.get_total_norm(gradients.values()))
+        # Every rank has the same gradients of the shared weights; those of the experts are of its own experts alone.
+        of_experts = [gradient for name, gradient in gradients.items() if is_expert_weight(name)]
+        of_others = [gradient for name, gradient in gradients.items() if not is_expert_weight(name)]
+        norms = [torch.nn.utils.get_total_norm(part) for part in (of_others, of_experts)]
+        squares = torch.stack([norm.double() ** 2 for norm in norms])
+        assert experts.ep_group is not None
+        Communicator().all_reduce(squares[1], experts.ep_group, doing="adding up gradient norms of experts")
+        return float(squares.sum().sqrt())
+
+    def _clip_gradients(self, norm: float) -> None:
+        """Scale gradients of this norm down to ``clip_norm``; where experts are not spread, DeepSpeed does it."""
+        if self._clip_norm <= 0 or norm + 1e-6 <= self._clip_norm:
+            return
+        factor = self._clip_norm / (norm + 1e-6)
+        for p in self._model.parameters():
+            if p.grad is not None:
+                p.grad.mul_(factor)
+
+
+def _nothing() -> None:
+    """The update of a step that is left out."""
+
+
+class Flat(Partition):
+    """Stages 1 and 2: every rank holds whole weights, and a range of each flat buffer of masters and moments.
+
+    In stage 2 gradients lie in flat buffers spread over ranks, too.
+    """
+
+    def __init__(self, wrapping: Wrapping) -> None:
+        super().__init__(wrapping, wrapping.options.clip_norm)
+        # In stage 1 and bfloat16 DeepSpeed takes an optimiser class of its own, which keeps whole gradients.
+        self._keeps_whole_gradients = wrapping.stage == 1 and wrapping.dtype == torch.bfloat16 and not self._offloads
+
+    def local_gradients(self) -> Iterator[tuple[str, Tensor]]:
+        # Both by group of parameters, in the order in which the group lists them.
+        zero = self.engine.optimizer
+        if self._offloads:
+            # They are on their way to the machine's memory.
+            zero._wait_for_offload_copies()
+            groups, gradients = zero.params_in_partition, zero.offload_gradient_dict
+        elif self._keeps_whole_gradients:
+            groups, gradients = zero.bf16_groups, zero.fp32_groups_gradients
+        else:
+            groups, gradients = zero.params_in_partition, zero.averaged_gradients
+        return named_gradients(self._model.network, groups, gradients)
+
+    def extent(self, name: str, p: nn.Parameter) -> Extent:
+        fragment = p._hp_mapping  # type: ignore[attr-defined]
+        if fragment is None:  # all of it lies in the ranges of other ranks
+            return Extent(0, 0)
+        address = fragment.lp_fragment_address
+        return Extent(address.start, address.numel)
+
+    @contextmanager
+    def resident(self, group: int, *, moments: bool, writes: bool = False) -> Iterator[None]:
+        with super().resident(group, moments=moments):
+            if moments:
+                # DeepSpeed links each parameter to its ranges of the moments once; these are new.
+                self.engine.optimizer._hp_optimizer_states_linked = False
+                self.engine.optimizer._lazy_init_hp_params_optimizer_state()
+            yield
+
+    def part(self, name: str, p: nn.Parameter, roles: Sequence[str] = ROLES) -> dict[str, Tensor]:
+        fragment = p._hp_mapping  # type: ignore[attr-defined]
+        if fragment is None:
+            return {}
+        values = {MASTER: fragment.get_hp_fragment()}
+        for role in roles:
+            if role != MASTER:
+                values[role] = fragment.get_hp_fragment(role)
+        return values
+
+    def alike(self, name: str, p: nn.Parameter) -> dict[str, Tensor]:
+        if self._tensors.replicas(name) is None:
+            return {}
+        return {WORKING: p.detach()}
+
+    def refresh_weights(self) -> None:
+        # Each rank rounds its own masters; one all-gather of each flat buffer brings those of the others.
+        self.engine.optimizer.update_lp_params()
+
+
+class Sharded(Partition):
+    """Stage 3: every rank holds a part of each weight, with its master, moments and gradient.
+
+    Each parameter is cut into equal parts, one a rank; the last ones are padded.
+    """
+
+    def __init__(self, wrapping: Wrapping) -> None:
+        # Weights that another module's forward reads, such as a tied head: DeepSpeed has to gather them there too.
+        for module, parameter in external_parameters(wrapping.model.network):
+            deepspeed.zero.register_external_parameter(module, parameter)
+        # A compiled graph spans modules, and no hook runs inside of it; and chunks would gather weights once each. A
+        # block's weights are gathered before all of it.
+        execution = wrapping.model.network.execution
+        if execution.compiler is not None or execution.chunk_tokens:
+            set_z3_leaf_modules(wrapping.model, [Block])
+        super().__init__(wrapping, wrapping.options.clip_norm)
+
+    def update(self, accept: Accept) -> tuple[float, bool]:
+        # DeepSpeed takes a weight that it finds in memory to be there for good, also one that it has read ahead.
+        if self._swapper is not None:
+            self._swapper.release_all()
+        return super().update(accept)
+
+    def local_gradients(self) -> Iterator[tuple[str, Tensor]]:
+        zero = self.engine.optimizer
+        if not self._offloads:
+            yield from named_gradients(self._model.network, zero.fp16_groups, zero.averaged_gradients)
+            return
+        # What it hands on, to AdamW's copy or to a disk, stays here.
+        start = 0
+        for group in self.groups():
+            for name, p in group:
+                count = p.partition_numel()  # type: ignore[attr-defined]
+                yield name, zero.grad_partitions_flat_buffer.narrow(0, start, count)
+                start += count
+
+    def extent(self, name: str, p: nn.Parameter) -> Extent:
+        _, _, count = self._position(p)
+        # Equal parts by rank: the range of the last ones may lie behind the parameter's end, as padding.
+        start = p.ds_zero_partition_rank * count  # type: ignore[attr-defined]
+        return Extent(start, self._num_own(name, p, count))
+
+    def groups(self) -> list[list[tuple[str, nn.Parameter]]]:
+        # DeepSpeed's sub-groups: what it updates at once, and reads from a disk at once.
+        names = {id(p): name for name, p in self._model.network.named_parameters()}
+        return [[(names[id(p)], p) for p in group] for group in self.engine.optimizer.fp16_groups]
+
+    @contextmanager
+    def resident(self, group: int, *, moments: bool, writes: bool = False) -> Iterator[None]:
+        zero = self.engine.optimizer
+        # The optimiser is given one flat group at a time during a step: between steps it names none of them.
+        flat = zero.fp32_partitioned_groups_flat[group]
+        is_swapped = zero._swappable_optimizer_subgroup(group)
+        if is_swapped:
+            zero.optimizer_swapper.swap_in_optimizer_state(parameter=flat)
+        # New moments have no place on the disk yet.
+        keeps = is_swapped and (writes or (moments and not self.inner.state[flat]))
+        try:
+            if moments:
+                fill_moments(self.inner, [flat])
+            yield
+            if writes:
+                self._forget_weights(group)
+                zero._reassign_or_swap_out_partitioned_parameters(group)
+            if keeps:
+                zero._optimizer_states_and_gradient_swap_out(group)
+        finally:
+            # Also after an error, and nothing where it was written.
+            if is_swapped:
+                zero._release_swap_buffers(group)
+
+    def part(self, name: str, p: nn.Parameter, roles: Sequence[str] = ROLES) -> dict[str, Tensor]:
+        # Where they live: DeepSpeed's own functions would give copies on the GPU of what is offloaded.
+        group, first, count = self._position(p)
+        flat = self.engine.optimizer.fp32_partitioned_groups_flat[group]
+        values = {MASTER: flat.narrow(0, first, count)}
+        for role in roles:
+            if role != MASTER:
+                values[role] = self.inner.state[flat][role].narrow(0, first, count)
+        return values
+
+    def working_part(self, name: str, p: nn.Parameter) -> Tensor:
+        part = p.ds_tensor  # type: ignore[attr-defined]
+        if self._swapper is not None and part.final_location == "nvme":
+            part = self._swapper.part(p)
+        return part[: self._num_own(name, p, part.numel())]
+
+    def refresh_weights(self) -> None:
+        # What was copied within a node is gathered anew where it is needed.
+        self.engine.optimizer.invalidate_secondary_tensor()
+
+    @property
+    def _swapper(self) -> WeightSwapper | None:
+        """What reads and writes weights on a disk; None where none are there."""
+        return next(self._model.parameters()).nvme_swapper  # type: ignore[attr-defined]
+
+    def _forget_weights(self, group: int) -> None:
+        """Free what is gathered, or read ahead, of a sub-group's old weights."""
+        for p in self.engine.optimizer.fp16_groups[group]:
+            if p.ds_status == ZeroParamStatus.AVAILABLE:
+                p.partition()
+        if self._swapper is not None:
+            self._swapper.release_all()
+
+    def _position(self, p: nn.Parameter) -> tuple[int, int, int]:
+        """(sub-group, first value in it, values with padding) of this rank's part of a parameter."""
+        zero = self.engine.optimizer
+        return zero.grad_position[zero.get_param_id(p)]
+
+    def _num_own(self, name: str, p: nn.Parameter, part_numel: int) -> int:
+        """Values of this rank's part that belong to the parameter; what follows is padding."""
+        start = p.ds_zero_partition_rank * part_numel  # type: ignore[attr-defined]
+        return max(0, min(part_numel, self._tensors.local[name].numel() - start))
+
+
+PARTITIONS: dict[int, Callable[[Wrapping], Partition]] = {0: Whole, 1: Flat, 2: Flat, 3: Sharded}
+"""How each stage holds the model."""
