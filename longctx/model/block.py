@@ -16,7 +16,8 @@ from longctx.config import ModelConfig
 from longctx.kernels.attention.contract import Scores
 from longctx.kernels.graphs import outside_graphs
 from longctx.kernels.regions import Run, call_function
-from longctx.model.attention.core import PassCache, PassCore, Plan
+from longctx.model.attention.core import PassCore, Plan
+from longctx.model.attention.sequences import PassCache
 from longctx.model.experts.layer import MixtureOfExperts, MoECall
 from longctx.model.kept import HostStore, Keep
 from longctx.model.layers.dropout import Draw, Dropout

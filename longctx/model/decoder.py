@@ -21,8 +21,9 @@ from longctx.kernels.attention.bias import alibi_slopes
 from longctx.kernels.attention.contract import RelativeBias, Scores
 from longctx.kernels.graphs import outside_graphs
 from longctx.kernels.regions import Run, call_function, run_with
-from longctx.model.attention.core import AttentionCore, KVCache, PassCache, PassCore, Plan, TokenChunk
-from longctx.model.attention.sequences import SequencesCore
+from longctx.model.attention.cache import KVCache, TokenChunk
+from longctx.model.attention.core import AttentionCore, PassCore, Plan
+from longctx.model.attention.sequences import PassCache, SequencesCore
 from longctx.model.block import Block, Call
 from longctx.model.chunks.head import chunked_loss_sums
 from longctx.model.chunks.layer import chunked_layer

@@ -14,7 +14,8 @@ from longctx.architecture.mixers.mixer import Mixer
 from longctx.batch import PackedDocuments
 from longctx.config import ModelConfig
 from longctx.kernels.graphs import outside_graphs
-from longctx.model.attention.core import AttentionShapes, PassCore, Plan, TokenChunk
+from longctx.model.attention.cache import TokenChunk
+from longctx.model.attention.core import AttentionShapes, PassCore, Plan
 from longctx.model.attention.mask import AttentionMask
 from longctx.model.mixers.table import NETWORKS
 

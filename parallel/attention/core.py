@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -10,9 +10,9 @@ from torch import Tensor
 
 from longctx.kernels.attention.contract import Scores
 from longctx.kernels.graphs import outside_graphs
-from longctx.model.attention.core import AttentionShapes, LayerCache, TokenChunk
+from longctx.model.attention.cache import LayerCache
+from longctx.model.attention.core import AttentionCore, AttentionShapes, EachAlone
 from longctx.model.attention.mask import AttentionMask
-from longctx.model.attention.sequences import EachAlone, attend_alone, plan_alone
 from longctx.model.recompute import RecomputeCache
 from parallel.attention.cache import ShardedKVCache
 from parallel.attention.cached import CachedPlan, attend_cached, attend_cached_each
@@ -23,7 +23,7 @@ from parallel.schedule.schedule import Schedule
 
 
 @dataclass(frozen=True)
-class ContextParallelAttention:
+class ContextParallelAttention(AttentionCore):
     """The attention core of a layer whose sequence is shared by the mesh's context ranks."""
 
     mesh: Mesh
@@ -43,10 +43,6 @@ class ContextParallelAttention:
     def new_cache(self) -> ShardedKVCache:
         """An empty cache for the mesh's context ranks."""
         return ShardedKVCache(self.mesh, self.layout)
-
-    def new_caches(self, most: int) -> Callable[[], ShardedKVCache]:
-        """Makes empty caches for the mesh's context ranks."""
-        return self.new_cache
 
     def plan(
         self, mask: AttentionMask, shapes: AttentionShapes, placement: Any = None
@@ -86,10 +82,6 @@ class ContextParallelAttention:
             q_BtHD, k_BtKD, v_BtKV, plan, scores=scores, sinks_H=sinks_H, recompute_cache=recompute_cache
         )
 
-    def plan_each(self, mask: AttentionMask, shapes: AttentionShapes, chunks: Sequence[TokenChunk]) -> EachAlone:
-        """This rank's work for each sequence's token."""
-        return plan_alone(self, mask, shapes, chunks)
-
     @outside_graphs  # results travel between ranks
     def attend_each(
         self,
@@ -105,4 +97,4 @@ class ContextParallelAttention:
         """Output [1, t, H, V] of each sequence's tokens over the keys of its own cache, on all ranks. Collective."""
         if all(of_one.is_replicated for of_one in plan.plans):
             return attend_cached_each(q_BtHD, k_BtKD, v_BtKV, plan, caches, scores=scores, sinks_H=sinks_H)
-        return attend_alone(self, q_BtHD, k_BtKD, v_BtKV, plan, caches, scores, sinks_H)
+        return super().attend_each(q_BtHD, k_BtKD, v_BtKV, plan=plan, caches=caches, scores=scores, sinks_H=sinks_H)

@@ -21,9 +21,9 @@ from longctx.errors import ConfigError
 from longctx.kernels.attention.contract import Scores
 from longctx.kernels.graphs import outside_graphs
 from longctx.kernels.linear_attention import CHUNK, Segments, StateExchange, check_tensors, linear_attention
-from longctx.model.attention.core import AttentionShapes, LayerCache, TokenChunk
+from longctx.model.attention.cache import LayerCache
+from longctx.model.attention.core import AttentionCore, AttentionShapes
 from longctx.model.attention.mask import AttentionMask
-from longctx.model.attention.sequences import EachAlone, attend_alone, plan_alone
 from longctx.model.recompute import RecomputeCache
 from parallel.attention.cache import ShardedKVCache
 from parallel.attention.cached_linear import CachedLinearPlan, linear_attend_cached
@@ -138,7 +138,7 @@ def linear_attend_planned(
 
 
 @dataclass(frozen=True)
-class ContextParallelLinearAttention:
+class ContextParallelLinearAttention(AttentionCore):
     """The core of a linear layer whose sequence is shared by the mesh's context ranks.
 
     Ranks that split heads in other layers (``parallel.ulysses``) hold rows of their own here as any others do: states
@@ -166,10 +166,6 @@ class ContextParallelLinearAttention:
     def new_cache(self) -> ShardedKVCache:
         """An empty cache for the mesh's context ranks."""
         return ShardedKVCache(self.mesh, self.layout)
-
-    def new_caches(self, most: int) -> Callable[[], ShardedKVCache]:
-        """Makes empty caches for the mesh's context ranks."""
-        return self.new_cache
 
     def plan(
         self, mask: AttentionMask, shapes: AttentionShapes, placement: Any = None
@@ -200,24 +196,6 @@ class ContextParallelLinearAttention:
             assert cache is not None, "the plan of a cached chunk came without the layer's cache"
             return linear_attend_cached(q_BtHD, k_BtKD, v_BtKV, plan, cache)
         return linear_attend_planned(q_BtHD, k_BtKD, v_BtKV, plan, recompute_cache=recompute_cache)
-
-    def plan_each(self, mask: AttentionMask, shapes: AttentionShapes, chunks: Sequence[TokenChunk]) -> EachAlone:
-        """A segment for each sequence."""
-        return plan_alone(self, mask, shapes, chunks)
-
-    def attend_each(
-        self,
-        q_BtHD: Tensor,
-        k_BtKD: Tensor,
-        v_BtKV: Tensor,
-        *,
-        plan: EachAlone,
-        caches: Sequence[LayerCache],
-        scores: Scores | None = None,
-        sinks_H: Tensor | None = None,
-    ) -> Tensor:
-        """Output [1, t, H, V] of each token after the state of its own cache. Nothing is sent."""
-        return attend_alone(self, q_BtHD, k_BtKD, v_BtKV, plan, caches)
 
 
 @dataclass(frozen=True)

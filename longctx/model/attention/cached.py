@@ -6,7 +6,8 @@ import torch
 from torch import Tensor
 
 from longctx.errors import ConfigError
-from longctx.model.attention.core import AttentionShapes, LayerCache
+from longctx.model.attention.cache import LayerCache
+from longctx.model.attention.core import AttentionShapes
 from longctx.model.attention.mask import AttentionMask
 
 

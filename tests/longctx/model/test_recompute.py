@@ -19,7 +19,7 @@ from longctx.kernels.attention.contract import Scores
 from longctx.kernels.attention.cpu_flash import CpuFlashKernel
 from longctx.kernels.attention.select import KERNELS
 from longctx.kernels.processor import PRODUCTS
-from longctx.model.attention.cache import LocalKVCache
+from longctx.model.attention.cache import KVCache
 from longctx.model.attention.local import LocalAttention
 from longctx.model.attention.mask import AttentionMask
 from longctx.model.decoder import Decoder
@@ -160,7 +160,7 @@ def test_without_gradients_nothing_is_kept(kernel, monkeypatch):
     decoder, batch = Decoder(dense_config(), execution=RECOMPUTE), one_document(1, 16)
     with torch.no_grad():
         decoder(batch.tokens, batch.positions)
-    cache = LocalKVCache()  # a cache grows with every run: it cannot be part of a recomputed layer
+    cache = KVCache()  # a cache grows with every run: it cannot be part of a recomputed layer
     decoder(batch.tokens, batch.positions, cache=cache).sum().backward()
     assert cache.num_tokens == 16
 
