@@ -1,4 +1,4 @@
-"""``plan_layers``: what the layers of each mixer see and do in one forward pass."""
+"""What a forward pass plans before its first layer: what the layers of each mixer see and do, and positions."""
 
 from __future__ import annotations
 
@@ -17,7 +17,9 @@ from longctx.kernels.graphs import outside_graphs
 from longctx.model.attention.cache import TokenChunk
 from longctx.model.attention.core import AttentionShapes, PassCore, Plan
 from longctx.model.attention.mask import AttentionMask
+from longctx.model.attention.sequences import PassCache
 from longctx.model.mixers.table import NETWORKS
+from longctx.model.positions import check_learned
 
 
 @outside_graphs  # boundaries are data: a graph that read them would serve one batch
@@ -86,3 +88,39 @@ def _shapes(
         later_tokens=later_tokens,
         values_in_keys=heads.values_in_keys,
     )
+
+
+def place(
+    config: ModelConfig,
+    documents: PackedDocuments,
+    positions_Bt: Tensor,
+    document_ids: Tensor | None,
+    cache: PassCache | None,
+    chunk: TokenChunk | None,
+) -> tuple[Tensor, int]:
+    """Positions as the model reads them, and the length of the longest document; 0 if nothing depends on it.
+
+    That is the longest that is not padding, on whatever ranks it lies. ConfigError if a learned table is too short.
+    """
+    is_learned = config.position == "learned"
+    if not is_learned and not (config.position == "rope" and config.rope.depends_on_length):
+        return positions_Bt, 0
+    if is_learned and document_ids is not None:
+        # Rows of padding may be longer than documents.
+        positions_Bt = positions_Bt.masked_fill(document_ids < 0, 0)
+    if cache is None:
+        longest = _longest(documents, document_ids)
+    elif chunk is None:
+        longest = int(positions_Bt.max()) + 1  # documents know the newest tokens alone
+    else:
+        longest = chunk.sequence_tokens
+    if is_learned:
+        check_learned(positions_Bt, longest, config.max_positions)
+    return positions_Bt, longest
+
+
+@outside_graphs  # ids are data: a graph that read them would serve one batch
+def _longest(documents: PackedDocuments, document_ids: Tensor | None) -> int:
+    if document_ids is not None:
+        documents = documents.with_padding(document_ids)
+    return documents.longest

@@ -120,7 +120,7 @@ def test_packed_documents_equal_documents_alone(name):
     decoder, batch = build(name), packed_batch([[5, 11, 1], [16, 1]], vocab_size=31)
     whole = decoder(batch.tokens, batch.positions, batch.cu_seqlens).flatten(0, 1)
     if decoder.config.rope.depends_on_length:  # documents of a batch are stretched by the longest of them
-        with patch("longctx.model.decoder._longest_document", lambda *_: 16):
+        with patch("longctx.model.plans._longest", lambda *_: 16):
             alone = [decoder(part.tokens, part.positions) for part in documents_of(batch)]
     else:
         alone = [decoder(part.tokens, part.positions) for part in documents_of(batch)]
