@@ -18,8 +18,7 @@ from longctx.model.decoder import Decoder
 from longctx.model.experts.balance import balance_sum
 from longctx.model.experts.router import RouterDiagnostics
 from longctx.model.training_pass import TrainingPass
-from longctx.objectives.loss_sum import LossSum, Term
-from longctx.objectives.task import Countable, Task
+from longctx.objectives.task import Countable, LossSum, Task, Term
 
 
 def causal_terms(config: ModelConfig) -> tuple[Term, ...]:
