@@ -5,8 +5,8 @@ Axes: B rows, t tokens of this rank, M model width, H heads, D head size, V valu
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 from torch import Tensor, nn
@@ -32,14 +32,6 @@ Draws = tuple[Draw | None, Draw | None]
 """What the two residual sums of a layer drop."""
 
 
-class LayerByChunks(Protocol):
-    """Runs a layer on a residual stream that it knows."""
-
-    def __call__(self, block: Block, handle: Tensor, table: RotaryTable | None, call: Call) -> tuple[Tensor, ...]:
-        """What ``Block.forward`` returns, with handles in place of the stream's values."""
-        ...
-
-
 @dataclass(frozen=True, eq=False)
 class Call:
     """What a forward pass tells all layers of one mixer."""
@@ -54,8 +46,8 @@ class Call:
     keep: Keep = "all"
     store: HostStore | None = None
     """Where what is kept lives; None is the device."""
-    by_chunks: LayerByChunks | None = None
-    """Runs the layer a chunk of its tokens at a time; None takes them all at once."""
+    by_chunks: Callable[[Block, Tensor, RotaryTable | None, Call], tuple[Tensor, ...]] | None = None
+    """Runs the layer a chunk of its tokens at a time, on a residual stream of which it is given the handle."""
     only_graph: bool = False
     """Whether this is a second run, of which no backward reads the layer's output."""
     run: Run = call_function

@@ -29,7 +29,7 @@ from longctx.model.chunks.head import chunked_loss_sums
 from longctx.model.chunks.layer import chunked_layer
 from longctx.model.chunks.stream import ResidualStream, new_stream
 from longctx.model.copies import Copies
-from longctx.model.experts.dispatch import ExpertRun, LocalDispatcher, TokenDispatcher
+from longctx.model.experts.dispatch import ExpertRun, TokenDispatcher
 from longctx.model.experts.experts import is_expert_weight
 from longctx.model.experts.layer import MoECall
 from longctx.model.experts.router import RouterStats
@@ -41,8 +41,7 @@ from longctx.model.layers.linear import Embedding, Weight, set_products
 from longctx.model.layers.norms import build_norm
 from longctx.model.mixers.table import with_local_cores
 from longctx.model.plans import place, plan_layers
-from longctx.model.positions import sinusoid_table, sinusoidal_embedding
-from longctx.model.rotary import RotaryTable
+from longctx.model.rotary import RotaryTable, sinusoid_table, sinusoidal_embedding
 from longctx.model.training_pass import (
     EVALUATION,
     Execution,
@@ -176,7 +175,7 @@ class Decoder(nn.Module):
         self.config = config
         self.execution = execution = execution or Execution()
         self.cores = with_local_cores(cores or {}, execution.products)
-        self.dispatcher = dispatcher or LocalDispatcher()
+        self.dispatcher = dispatcher or TokenDispatcher()
         self.model = Backbone(config, self.dispatcher.local_experts)
         self.lm_head = LMHead(config, execution.products, run_with(execution.compiler))
         set_products(self, execution.products)

@@ -13,13 +13,14 @@ from longctx.architecture.layers import mixers_of
 from longctx.architecture.mixers.mixer import Mixer
 from longctx.batch import PackedDocuments
 from longctx.config import ModelConfig
+from longctx.errors import ConfigError
+from longctx.kernels.devices import on_cpu
 from longctx.kernels.graphs import outside_graphs
 from longctx.model.attention.cache import TokenChunk
 from longctx.model.attention.core import AttentionShapes, PassCore, Plan
 from longctx.model.attention.mask import AttentionMask
 from longctx.model.attention.sequences import PassCache
 from longctx.model.mixers.table import NETWORKS
-from longctx.model.positions import check_learned
 
 
 @outside_graphs  # boundaries are data: a graph that read them would serve one batch
@@ -124,3 +125,21 @@ def _longest(documents: PackedDocuments, document_ids: Tensor | None) -> int:
     if document_ids is not None:
         documents = documents.with_padding(document_ids)
     return documents.longest
+
+
+@outside_graphs  # lengths are data: a graph that read them would serve one batch
+def check_learned(positions_Bt: Tensor, longest: int, max_positions: int) -> None:
+    """ConfigError where a learned table of ``max_positions`` rows has none for a token.
+
+    ``longest`` is the length of the longest document, on whatever ranks it lies: every rank fails alike. Positions
+    themselves are looked at on the CPU only: on another device it would wait for what was asked before.
+    """
+    needed = longest
+    if positions_Bt.numel() and on_cpu(positions_Bt):
+        needed = max(needed, int(positions_Bt.max()) + 1)
+    if needed > max_positions:
+        raise ConfigError(
+            f"a document of {needed} tokens is longer than model.max_positions={max_positions}, the rows of the "
+            f"learned position table (model.position='learned'). Cut documents to {max_positions} tokens "
+            f"(data.seq_len={max_positions}), or train a table with model.max_positions={needed}."
+        )

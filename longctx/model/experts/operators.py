@@ -14,7 +14,7 @@ from torch import Tensor
 from longctx.kernels.dtypes import accumulate_dtype
 from longctx.kernels.processor import Products
 from longctx.model.experts.call import ExpertsCall, Needs, Weights, saved_widths
-from longctx.model.experts.dispatch import ExpertRun, LocalDispatcher, tiles_of
+from longctx.model.experts.dispatch import ExpertRun, TokenDispatcher, tiles_of
 from longctx.model.experts.tiles import Routed, backward_tiles, computes_in_blocks, forward_tiles
 
 _TENSORS = (
@@ -49,7 +49,7 @@ def _call(options: Sequence[Any]) -> ExpertsCall:
     """The call that these options describe."""
     activation, tile_tokens, recompute, products = options
     # sizes that do not depend on the routing, so that the fake implementations know them
-    return ExpertsCall(activation, ExpertRun(LocalDispatcher(), tile_tokens, recompute, products), fixed_sizes=True)
+    return ExpertsCall(activation, ExpertRun(TokenDispatcher(), tile_tokens, recompute, products), fixed_sizes=True)
 
 
 # What an operator is given stands in its schema above: three tensors of ``Routed``, four of ``Weights``, four options.
@@ -85,7 +85,7 @@ def _fake_backward(dout: Tensor, *given: Any) -> list[Tensor]:
     x, gates = given[:2]
     wanted = Needs._make(given[12])._replace(gates=True)  # gates' gradients are made in any case
     made = []
-    for tensor, is_needed in zip((x, gates) + given[3:7], wanted, strict=True):
+    for tensor, is_needed in zip((x, gates, *given[3:7]), wanted, strict=True):
         if tensor is None or not is_needed:
             made.append(x.new_empty(0))
         else:

@@ -19,7 +19,8 @@ from longctx.model.attention.cache import KVCache
 from longctx.model.attention.core import AttentionCore
 from longctx.model.decoder import Decoder
 from longctx.model.mixers.softmax import RelativePositions
-from longctx.model.positions import check_learned, sinusoidal_embedding
+from longctx.model.plans import check_learned
+from longctx.model.rotary import sinusoidal_embedding
 from tests.longctx.attention_cores import MaskIsPlan
 from tests.longctx.model import plain_decoder
 from tests.longctx.model.plain_decoder import PlainDecoder
