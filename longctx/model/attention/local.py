@@ -25,8 +25,15 @@ from longctx.kernels.devices import on_cpu
 from longctx.kernels.dtypes import as_dtype
 from longctx.kernels.processor import Products
 from longctx.model.attention.cache import KVCache, LayerCache, TokenChunk
-from longctx.model.attention.cached import append_rows, check_no_gradient, earlier_seen, later_stored
-from longctx.model.attention.core import AttentionCore, AttentionShapes, attend_alone
+from longctx.model.attention.core import (
+    AttentionCore,
+    AttentionShapes,
+    append_rows,
+    attend_alone,
+    check_no_gradient,
+    earlier_seen,
+    later_stored,
+)
 from longctx.model.attention.mask import AttentionMask
 from longctx.model.attention.slots import SlotPool
 from longctx.model.attention.strided import Piece, continuation, strided_work, whole_documents

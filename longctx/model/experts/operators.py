@@ -82,10 +82,10 @@ def _fake_forward(*given: Any) -> list[Tensor]:
 
 
 def _fake_backward(dout: Tensor, *given: Any) -> list[Tensor]:
-    x, gates = given[:2]
+    x = given[0]
     wanted = Needs._make(given[12])._replace(gates=True)  # gates' gradients are made in any case
     made = []
-    for tensor, is_needed in zip((x, gates, *given[3:7]), wanted, strict=True):
+    for tensor, is_needed in zip(given[:2] + given[3:7], wanted, strict=True):
         if tensor is None or not is_needed:
             made.append(x.new_empty(0))
         else:
