@@ -33,7 +33,7 @@ from benchmarks import gpu
 from benchmarks.gpu import Stopwatch, peak_bytes, quickest, show
 from longctx.config import ModelConfig
 from longctx.kernels.dtypes import accumulate_dtype
-from longctx.model.experts.dispatch import ExpertRun, LocalDispatcher
+from longctx.model.experts.dispatch import ExpertRun, TokenDispatcher
 from longctx.model.experts.layer import MixtureOfExperts, MoECall
 
 TILE_TOKENS = 16_384
@@ -185,7 +185,7 @@ def measure_model(setting: Setting, model: Model, deadline: float) -> Iterator[d
                 print(f"out of time before {model.name} at {tokens} tokens", file=sys.stderr)
                 return
             row = {"model": model.name, "tokens": tokens, "tile": tile_tokens}
-            run = ExpertRun(LocalDispatcher(), tile_tokens, "all" if tile_tokens else "activation")
+            run = ExpertRun(TokenDispatcher(), tile_tokens, "all" if tile_tokens else "activation")
             measured = fitting(lambda n=tokens, r=run: measure_layer(setting, layer, n, r))
             yield row | (rates(model, tokens, measured, dense[tokens]))
             if measured is not None:
@@ -252,7 +252,7 @@ def measure_parts(setting: Setting, model: Model, most: int = 8) -> Iterator[dic
 
     layer = build_layer(setting, model.config)
     x, dout = (setting.random(setting.tokens[0], model.config.hidden_size) for _ in range(2))
-    run, on_gpu = ExpertRun(LocalDispatcher()), setting.device.type == "cuda"
+    run, on_gpu = ExpertRun(), setting.device.type == "cuda"
     layer_step(layer, x, dout, run, Stopwatch(setting.device))
     with profile(activities=[ProfilerActivity.CUDA if on_gpu else ProfilerActivity.CPU]) as found:
         layer_step(layer, x, dout, run, Stopwatch(setting.device))
@@ -286,7 +286,7 @@ def measure_errors(setting: Setting, model: Model, tokens: int = 256) -> dict[st
     gates_Nk = torch.rand(experts_Nk.shape, device=setting.device, dtype=accumulate_dtype(setting.dtype))
     weights = (layer.experts.gate_up_proj, layer.experts.down_proj)
     leaves = [of.detach().requires_grad_() for of in (x, gates_Nk)]
-    out = layer.experts(leaves[0], leaves[1], experts_Nk, ExpertRun(LocalDispatcher()))
+    out = layer.experts(leaves[0], leaves[1], experts_Nk, ExpertRun())
     out.backward(dout.to(out.dtype))
     exact = [of.detach().double().requires_grad_() for of in (x, gates_Nk, *weights)]
     want = looped(exact[0], exact[1], experts_Nk, *exact[2:])

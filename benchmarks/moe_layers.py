@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from longctx.config import ModelConfig
 from longctx.kernels.matmul import multiply
 from longctx.kernels.processor import fastest_products
-from longctx.model.experts.dispatch import ExpertRun, LocalDispatcher, TokenDispatcher
+from longctx.model.experts.dispatch import ExpertRun, TokenDispatcher
 
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 TOLERANCE = {"bf16": 2e-2, "fp32": 1e-5}
@@ -156,7 +156,7 @@ def longctx_layer(case: Case, dispatcher: TokenDispatcher | None = None) -> Laye
     """
     from longctx.model.experts.layer import MixtureOfExperts, MoECall
 
-    dispatcher = LocalDispatcher() if dispatcher is None else dispatcher
+    dispatcher = TokenDispatcher() if dispatcher is None else dispatcher
     weights = {n: w if n == "router" else w[dispatcher.local_experts] for n, w in case.weights().items()}
     module = MixtureOfExperts(case.shape.config(), dispatcher.local_experts).to(DTYPES[case.dtype])
     fill(module, {"gate.weight": "router", "experts.gate_up_proj": "gate_up", "experts.down_proj": "down"}, weights)

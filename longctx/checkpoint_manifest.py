@@ -268,6 +268,7 @@ _MANIFEST: Check = record(
 PROVED = "proved.json"
 """Beside the manifest, and not under its hash: which later loss proved the checkpoint."""
 _MOST_PROOF_BYTES = 4096
+_WITHOUT_PROOF = "Remove it: the checkpoint is whole without."
 _PROOF = record({"manifest": HASH, "by": one_of(("step", "validation")), "step": whole(), "loss": number, "hash": HASH})
 
 
@@ -283,24 +284,18 @@ def read_proof(folder: Path) -> dict[str, Any] | None:
     if not path.exists():
         return None
     try:
-        content = read_bounded(path, _MOST_PROOF_BYTES)
+        return parse_proof(read_bounded(path, _MOST_PROOF_BYTES))
     except (OSError, ValueError) as error:
-        raise CheckpointError(
-            f"{PROVED} cannot be read: {error}. Remove it: the checkpoint is whole without."
-        ) from error
-    return parse_proof(content)
+        raise CheckpointError(f"{PROVED} cannot be read: {error}. {_WITHOUT_PROOF}") from error
 
 
 def parse_proof(text: bytes) -> dict[str, Any]:
     """What a file ``PROVED`` says; CheckpointError where it is not as it was written."""
     try:
         content = parse_json(text)
-    except ValueError as error:
-        raise CheckpointError(f"{PROVED} is damaged: {error}. Remove it: the checkpoint is whole without.") from error
-    if not isinstance(content, dict) or content.get("hash") != canonical_hash(content):
-        raise CheckpointError(f"{PROVED} is damaged: its hash does not match. The checkpoint is whole without it.")
-    try:
+        if not isinstance(content, dict) or content.get("hash") != canonical_hash(content):
+            raise ValueError("its hash does not match")
         _PROOF(content, "")
     except ValueError as error:
-        raise CheckpointError(f"{PROVED}: {error}. Remove it: the checkpoint is whole without.") from error
+        raise CheckpointError(f"{PROVED} is damaged: {error}. {_WITHOUT_PROOF}") from error
     return content

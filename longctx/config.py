@@ -80,43 +80,44 @@ _QUICKSTART = {
     "quickstart-dense": ModelConfig(num_layers=2),
 }
 
+_OPENAI: dict[str, Any] = {
+    "o_bias": True,
+    "position": "learned",
+    "norm": "layernorm",
+    "norm_eps": 1e-5,
+    "activation": "gelu_tanh",
+    "ffn_bias": True,
+}
+"""What OpenAI's models have in common."""
+
 _GPT = {
     "gpt-1": ModelConfig(  # Radford et al. 2018
+        **_OPENAI,
         vocab_size=40_478,
         hidden_size=768,
         num_layers=12,
         num_heads=12,
         num_kv_heads=12,
         max_positions=512,
-        o_bias=True,
-        position="learned",
-        norm="layernorm",
         norm_order="post",
-        norm_eps=1e-5,
-        activation="gelu_tanh",
         ffn_size=3072,
-        ffn_bias=True,
         residual_dropout=0.1,
     ),
     "gpt2-xl": ModelConfig(  # Radford et al. 2019
+        **_OPENAI,
         vocab_size=50_257,
         hidden_size=1600,
         num_layers=48,
         num_heads=25,
         num_kv_heads=25,
         max_positions=1024,
-        o_bias=True,
-        position="learned",
-        norm="layernorm",
-        norm_eps=1e-5,
-        activation="gelu_tanh",
         ffn_size=6400,
-        ffn_bias=True,
         residual_dropout=0.1,
     ),
     # arXiv 2005.14165, table 2.1. Every other layer is banded there, by a width that was not published: all are full
     # here. Whether the head is tied was not said either; the usual count of 175 billion has one of its own.
     "gpt-3": ModelConfig(
+        **_OPENAI,
         vocab_size=50_257,
         hidden_size=12_288,
         num_layers=96,
@@ -124,64 +125,47 @@ _GPT = {
         num_kv_heads=96,
         head_dim=128,
         max_positions=2048,
-        o_bias=True,
-        position="learned",
-        norm="layernorm",
-        norm_eps=1e-5,
-        activation="gelu_tanh",
         ffn_size=49_152,
-        ffn_bias=True,
         tie_embeddings=False,
     ),
 }
 
+_LLAMA_7B: dict[str, Any] = {
+    "hidden_size": 4096,
+    "num_layers": 32,
+    "num_heads": 32,
+    "head_dim": 128,
+    "qkv_bias": False,
+    "norm_eps": 1e-5,
+    "tie_embeddings": False,
+}
+"""What Llama of 7 billion parameters and those after its shape have in common."""
+
 _LLAMA = {
     "llama-2-7b": ModelConfig(  # arXiv 2307.09288
-        vocab_size=32_000,
-        hidden_size=4096,
-        num_layers=32,
-        num_heads=32,
-        num_kv_heads=32,
-        head_dim=128,
-        max_positions=4096,
-        qkv_bias=False,
-        norm_eps=1e-5,
-        ffn_size=11_008,
-        tie_embeddings=False,
+        **_LLAMA_7B, vocab_size=32_000, num_kv_heads=32, max_positions=4096, ffn_size=11_008
     ),
     "llama-3.1-8b": ModelConfig(  # arXiv 2407.21783
+        **_LLAMA_7B,
         vocab_size=128_256,
-        hidden_size=4096,
-        num_layers=32,
-        num_heads=32,
         num_kv_heads=8,
-        head_dim=128,
         max_positions=131_072,
-        qkv_bias=False,
         rope=Rope(kind="llama3", theta=500_000.0, factor=8.0, original_max_positions=8192),
-        norm_eps=1e-5,
         ffn_size=14_336,
-        tie_embeddings=False,
     ),
 }
 
 _EXPERTS = {
     "mixtral-8x7b": ModelConfig(  # arXiv 2401.04088
+        **_LLAMA_7B,
         vocab_size=32_000,
-        hidden_size=4096,
-        num_layers=32,
-        num_heads=32,
         num_kv_heads=8,
-        head_dim=128,
         max_positions=32_768,
-        qkv_bias=False,
         rope=Rope(theta=1e6),
-        norm_eps=1e-5,
         num_experts=8,
         experts_per_token=2,
         expert_ffn_size=14_336,
         balance_loss_weight=0.02,
-        tie_embeddings=False,
     ),
     "qwen3-30b-a3b": ModelConfig(  # arXiv 2505.09388
         vocab_size=151_936,

@@ -18,7 +18,7 @@ from longctx.config import ModelConfig
 from longctx.kernels.cross_entropy import PLAIN, losses_
 from longctx.kernels.rms_norm import rms_norm
 from longctx.model.experts.layer import MixtureOfExperts, MoECall
-from longctx.model.layers.activations import gated, gated_backward
+from longctx.model.layers.mlp import gated, gated_backward
 from longctx.model.rotary import apply_rotary
 
 _WIDTH, _HEAD_DIM, _EXPERTS, _CHOSEN = 512, 64, 8, 2

@@ -11,7 +11,7 @@ from launcher.config.resolved import ResolvedConfig
 from launcher.plan.world import World
 from longctx.config import ModelConfig
 from longctx.model.decoder import Decoder
-from longctx.model.experts.dispatch import LocalDispatcher, TokenDispatcher
+from longctx.model.experts.dispatch import TokenDispatcher
 from parallel.experts.dispatcher import AllToAllDispatcher
 from parallel.mesh import Mesh
 
@@ -54,7 +54,7 @@ def _count(module: nn.Module) -> int:
 
 @cache
 def _decoder(model: ModelConfig, expert: int) -> Decoder:
-    dispatcher: TokenDispatcher = LocalDispatcher()
+    dispatcher: TokenDispatcher = TokenDispatcher()
     if expert > 1:
         dispatcher = AllToAllDispatcher(Mesh(rank=0, world_size=expert, context=1, expert=expert), model.num_experts)
     with torch.device("meta"):

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from longctx.model.experts.router import RouterDiagnostics
-from longctx.objectives.loss_sum import LossSum
+from longctx.objectives.task import LossSum
 from parallel.comm.world import sum_over_ranks
 
 

@@ -150,24 +150,16 @@ def _check_layers(config: ModelFields) -> None:
                 f"model.{name} names {count} layers; with model.num_layers={config.num_layers} it must name 1 to "
                 f"{config.num_layers}, which are repeated over the depth."
             )
-    needs_window = is_read(config, "window")
-    if needs_window != (config.window > 0):
-        advice = "Try model.window=0, or name window layers."
-        if needs_window:
-            advice = "Set it, to 4096 say."
-        raise ConfigError(
-            f"model.window={config.window} with model.layers={list(config.layers)}: window and sparse layers need a "
-            f"window of at least 1, and nothing else reads it. {advice}"
-        )
-    needs_stride = is_read(config, "sparse_stride")
-    if needs_stride != (config.sparse_stride > 0):
-        advice = "Try 0, or name sparse layers."
-        if needs_stride:
-            advice = "Set it, to 128 say."
-        raise ConfigError(
-            f"model.sparse_stride={config.sparse_stride} with model.layers={list(config.layers)}: sparse layers need a "
-            f"stride of at least 1, and nothing else reads it. {advice}"
-        )
+    for name, readers, usual in (("window", "window and sparse", 4096), ("sparse_stride", "sparse", 128)):
+        is_needed, value = is_read(config, name), getattr(config, name)
+        if is_needed != (value > 0):
+            advice = f"Try model.{name}=0, or name {readers} layers."
+            if is_needed:
+                advice = f"Set it, to {usual} say."
+            raise ConfigError(
+                f"model.{name}={value} with model.layers={list(config.layers)}: {readers} layers need a {name} of at "
+                f"least 1, and nothing else reads it. {advice}"
+            )
 
 
 def is_read(config: ModelFields, field: str) -> bool:

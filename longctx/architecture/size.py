@@ -94,12 +94,9 @@ def widest_ffn(config: ModelFields) -> int:
     return max(widths)
 
 
-# ---------------------------------------------------------------------------------------------------------- matrices
-
-
 def _block_matrices(config: ModelFields, layer: int) -> dict[str, int]:
     """Weight matrices of one layer."""
-    counts = _ffn_matrices(config, layer)
+    counts, _ = _ffn(config, layer)
     counts["attention"] = layer_specs(config)[layer].mixer.matrices(config)
     if config.position == "relative":
         # Transformer-XL projects the sinusoids of distances for each head.
@@ -107,32 +104,9 @@ def _block_matrices(config: ModelFields, layer: int) -> dict[str, int]:
     return counts
 
 
-def _ffn_matrices(config: ModelFields, layer: int) -> dict[str, int]:
-    """Matrices of a layer's dense FFN, or of its router and experts."""
-    M, E = config.hidden_size, config.num_experts
-    # Down and up; a gated activation has a gate projection beside the latter.
-    projections = 2
-    if config.activation in GATED:
-        projections = 3
-    if not config.has_experts(layer):
-        return {"dense_ffn": projections * M * config.ffn_size}
-    shared = projections * M * config.shared_ffn_size
-    if config.shared_ffn_size and config.shared_gate:
-        shared += M
-    return {
-        "router": E * M,
-        "routed_experts": E * projections * M * config.expert_ffn_size,
-        "shared_expert": shared,
-    }
-
-
-# ----------------------------------------------------------------------------------------------------------- vectors
-
-
 def _block_vectors(config: ModelFields, layer: int) -> dict[str, int]:
     """Biases, sinks, norms and vectors of positions of one layer."""
-    H, D = config.num_heads, config.head_dim
-    counts = _ffn_biases(config, layer)
+    _, counts = _ffn(config, layer)
     # Around attention and FFN, and inside of attention.
     num_norms = 4 if config.norm_order == "sandwich" else 2
     mixer = layer_specs(config)[layer].mixer
@@ -140,23 +114,25 @@ def _block_vectors(config: ModelFields, layer: int) -> dict[str, int]:
     counts["attention"] = mixer.vectors(config)
     if config.position == "relative":
         # Transformer-XL's u and v.
-        counts["positions"] = 2 * H * D
+        counts["positions"] = 2 * config.num_heads * config.head_dim
     return counts
 
 
-def _ffn_biases(config: ModelFields, layer: int) -> dict[str, int]:
-    """Biases of a layer's dense FFN, or of its router and experts; the shared expert has none."""
+def _ffn(config: ModelFields, layer: int) -> tuple[dict[str, int], dict[str, int]]:
+    """Matrices, and biases, of a layer's dense FFN, or of its router and experts; the shared expert has no bias."""
     M, E = config.hidden_size, config.num_experts
-    inner = 1
-    if config.activation in GATED:
-        inner = 2
-    counts: dict[str, int] = {}
+    # Up; a gated activation has a gate projection beside it. Then down.
+    inner = 2 if config.activation in GATED else 1
+    projections = inner + 1
     if not config.has_experts(layer):
-        if config.ffn_bias:
-            counts["dense_ffn"] = inner * config.ffn_size + M
-        return counts
-    if config.router_bias:
-        counts["router"] = E
-    if config.expert_bias:
-        counts["routed_experts"] = E * (inner * config.expert_ffn_size + M)
-    return counts
+        biases = (inner * config.ffn_size + M) * config.ffn_bias
+        return {"dense_ffn": projections * M * config.ffn_size}, {"dense_ffn": biases}
+    shared = projections * M * config.shared_ffn_size
+    if config.shared_ffn_size and config.shared_gate:
+        shared += M
+    routed = E * projections * M * config.expert_ffn_size
+    routed_biases = E * (inner * config.expert_ffn_size + M) * config.expert_bias
+    return (
+        {"router": E * M, "routed_experts": routed, "shared_expert": shared},
+        {"router": E * config.router_bias, "routed_experts": routed_biases},
+    )

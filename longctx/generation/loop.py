@@ -14,7 +14,7 @@ from longctx.generation.reading import CHUNK_TOKENS, check_chunk_tokens, last_lo
 from longctx.generation.sampling import Greedy, Sample
 from longctx.generation.search import search
 from longctx.generation.stop_strings import StopStrings
-from longctx.model.attention.core import KVCache
+from longctx.model.attention.cache import KVCache
 from longctx.model.decoder import Decoder
 
 

@@ -17,8 +17,9 @@ from torch import Tensor
 from longctx.batch import IGNORED_TARGET
 from longctx.errors import ConfigError
 from longctx.kernels.dtypes import int64_tensor
-from longctx.model.attention.core import KVCache, TokenChunk
-from longctx.model.attention.sequences import SequencesCache, join, tokens_of
+from longctx.model.attention.cache import KVCache, TokenChunk
+from longctx.model.attention.core import tokens_of
+from longctx.model.attention.sequences import SequencesCache, join
 from longctx.model.decoder import Decoder
 from longctx.model.experts.replay import RoutingReplay
 from longctx.model.training_pass import TrainingPass

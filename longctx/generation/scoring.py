@@ -15,7 +15,7 @@ from torch import Tensor
 
 from longctx.errors import ConfigError
 from longctx.generation.reading import CHUNK_TOKENS, given_tokens, last_logits, read, read_chunks
-from longctx.model.attention.core import KVCache
+from longctx.model.attention.cache import KVCache
 from longctx.model.decoder import Decoder
 
 HEAD_TOKENS = 256

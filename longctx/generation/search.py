@@ -13,7 +13,7 @@ from torch import Tensor
 from longctx.generation.beams import Beam, Beams, BeamSearch
 from longctx.generation.continuation import Request
 from longctx.generation.reading import last_logits, read, read_each, starts_over
-from longctx.model.attention.core import KVCache
+from longctx.model.attention.cache import KVCache
 from longctx.model.decoder import Decoder
 
 _NONE = -1

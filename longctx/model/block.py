@@ -5,8 +5,8 @@ Axes: B rows, t tokens of this rank, M model width, H heads, D head size, V valu
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 from torch import Tensor, nn
@@ -16,7 +16,8 @@ from longctx.config import ModelConfig
 from longctx.kernels.attention.contract import Scores
 from longctx.kernels.graphs import outside_graphs
 from longctx.kernels.regions import Run, call_function
-from longctx.model.attention.core import PassCache, PassCore, Plan
+from longctx.model.attention.core import PassCore, Plan
+from longctx.model.attention.sequences import PassCache
 from longctx.model.experts.layer import MixtureOfExperts, MoECall
 from longctx.model.kept import HostStore, Keep
 from longctx.model.layers.dropout import Draw, Dropout
@@ -29,14 +30,6 @@ from longctx.model.rotary import RotaryTable
 
 Draws = tuple[Draw | None, Draw | None]
 """What the two residual sums of a layer drop."""
-
-
-class LayerByChunks(Protocol):
-    """Runs a layer on a residual stream that it knows."""
-
-    def __call__(self, block: Block, handle: Tensor, table: RotaryTable | None, call: Call) -> tuple[Tensor, ...]:
-        """What ``Block.forward`` returns, with handles in place of the stream's values."""
-        ...
 
 
 @dataclass(frozen=True, eq=False)
@@ -53,8 +46,8 @@ class Call:
     keep: Keep = "all"
     store: HostStore | None = None
     """Where what is kept lives; None is the device."""
-    by_chunks: LayerByChunks | None = None
-    """Runs the layer a chunk of its tokens at a time; None takes them all at once."""
+    by_chunks: Callable[[Block, Tensor, RotaryTable | None, Call], tuple[Tensor, ...]] | None = None
+    """Runs the layer a chunk of its tokens at a time, on a residual stream of which it is given the handle."""
     only_graph: bool = False
     """Whether this is a second run, of which no backward reads the layer's output."""
     run: Run = call_function

@@ -21,15 +21,15 @@ from longctx.kernels.attention.bias import alibi_slopes
 from longctx.kernels.attention.contract import RelativeBias, Scores
 from longctx.kernels.graphs import outside_graphs
 from longctx.kernels.regions import Run, call_function, run_with
-from longctx.model.attention.core import AttentionCore, KVCache, PassCache, PassCore, Plan, TokenChunk
-from longctx.model.attention.sequences import SequencesCore
+from longctx.model.attention.cache import KVCache, TokenChunk
+from longctx.model.attention.core import AttentionCore, PassCore
+from longctx.model.attention.sequences import PassCache, SequencesCore
 from longctx.model.block import Block, Call
 from longctx.model.chunks.head import chunked_loss_sums
 from longctx.model.chunks.layer import chunked_layer
-from longctx.model.chunks.start import new_stream
-from longctx.model.chunks.stream import ResidualStream
+from longctx.model.chunks.stream import ResidualStream, new_stream
 from longctx.model.copies import Copies
-from longctx.model.experts.dispatch import ExpertRun, LocalDispatcher, TokenDispatcher
+from longctx.model.experts.dispatch import ExpertRun, TokenDispatcher
 from longctx.model.experts.experts import is_expert_weight
 from longctx.model.experts.layer import MoECall
 from longctx.model.experts.router import RouterStats
@@ -40,19 +40,16 @@ from longctx.model.layers.initialize import InitialTensor
 from longctx.model.layers.linear import Embedding, Weight, set_products
 from longctx.model.layers.norms import build_norm
 from longctx.model.mixers.table import with_local_cores
-from longctx.model.plans import plan_layers
-from longctx.model.positions import check_learned, sinusoid_table, sinusoidal_embedding
-from longctx.model.rotary import RotaryTable
+from longctx.model.plans import place, plan_layers
+from longctx.model.rotary import RotaryTable, sinusoid_table, sinusoidal_embedding
 from longctx.model.training_pass import (
     EVALUATION,
     Execution,
+    Random,
     TrainingPass,
-    build_capacity,
-    build_dropout,
-    build_jitter,
+    build_random,
     document_ids_of,
     is_random,
-    token_indices,
 )
 
 
@@ -81,50 +78,24 @@ class Backbone(nn.Module):
         self,
         tokens_Bt: Tensor,
         positions_Bt: Tensor,
+        tables: Sequence[RotaryTable | None],
+        calls: Mapping[Mixer, Call],
         *,
-        cores: dict[Mixer, PassCore],
-        plans: dict[Mixer, Plan],
-        length: int,
-        cache: PassCache | None,
         dropout: Dropout | None,
-        experts: MoECall,
-        execution: Execution,
-        run: Run = call_function,
-        stream: ResidualStream | None = None,
+        stream: ResidualStream | None,
     ) -> tuple[Tensor, list[tuple[Tensor, ...]]]:
         """Hidden states [B, t, M] and the ``RouterStats.tensors`` of every expert layer.
 
-        With ``stream`` its handle, before the final norm, stands for hidden states. ``cores`` and ``plans`` have one
-        entry for each mixer; ``length`` is the longest document's.
+        With ``stream`` its handle, before the final norm, stands for hidden states. ``tables`` are those of ``tables``.
         """
         x_BtM = self._embed(tokens_Bt, positions_Bt, dropout)
-        scores = self._scores(x_BtM)
-        tables = [self._table(rope, positions_Bt, length, x_BtM.dtype) for rope in self._ropes]
-        host, by_chunks = None, None
         if stream is not None:
-            x_BtM, by_chunks = stream.enter(x_BtM), partial(chunked_layer, stream)
-        elif execution.store == "host" and cache is None and torch.is_grad_enabled():
-            host = self._host_store(tokens_Bt, tables)
-        calls: dict[Mixer, Call] = {}
-        for mixer, plan in plans.items():
-            calls[mixer] = Call(
-                core=cores[mixer],
-                plan=plan,
-                scores=scores,
-                cache=cache,
-                dropout=dropout,
-                experts=experts,
-                keep=execution.keep,
-                store=host,
-                by_chunks=by_chunks,
-                run=run,
-            )
+            x_BtM = stream.enter(x_BtM)
         stats: list[tuple[Tensor, ...]] = []
         for spec, rope, block in zip(self._specs, self._rope_of_layer, self.layers, strict=True):
-            results = block(x_BtM, tables[rope], call=calls[spec.mixer])
-            x_BtM = results[0]
+            x_BtM, *of_layer = block(x_BtM, tables[rope], call=calls[spec.mixer])
             if spec.ffn == "experts":
-                stats.append(results[1:])
+                stats.append(tuple(of_layer))
         if stream is None:
             x_BtM = self.last_norm(x_BtM)
         return x_BtM, stats
@@ -151,19 +122,12 @@ class Backbone(nn.Module):
             x_BtM = dropout(x_BtM, -1)
         return x_BtM
 
-    @outside_graphs  # a graph would have to hold the copies
-    def _host_store(self, tokens_Bt: Tensor, tables: list[RotaryTable | None]) -> HostStore:
-        """Where the pass's layers keep what they save for backward."""
-        shared = [x for table in tables if table is not None for x in (table.cos, table.sin)]
-        # What has less than a byte a token does not grow with the row: to move it takes longer than to keep it.
-        return HostStore(Copies(tokens_Bt.device), len(self.layers), least_bytes=tokens_Bt.numel(), shared=shared)
-
-    def _scores(self, x_BtM: Tensor) -> Scores:
+    def scores(self, device: torch.device) -> Scores:
         """How queries and keys become scores: the same in all layers."""
         config = self.config
         slopes, bias = None, None
         if config.position == "alibi":
-            slopes = alibi_slopes(config.num_heads).to(x_BtM.device, non_blocking=True)
+            slopes = alibi_slopes(config.num_heads).to(device, non_blocking=True)
         if config.position == "t5":
             bias = RelativeBias(self.relative_bias(), max_distance=config.relative_max_distance)
         return Scores(
@@ -173,13 +137,18 @@ class Backbone(nn.Module):
             relative_bias=bias,
         )
 
-    def _table(self, rope: Rope | None, positions_Bt: Tensor, length: int, dtype: torch.dtype) -> RotaryTable | None:
+    def tables(self, positions_Bt: Tensor, longest: int) -> list[RotaryTable | None]:
+        """What rotates queries and keys: layers of one rope share a table."""
+        dtype = self.embed_tokens.weight.dtype
+        return [self._table(rope, positions_Bt, longest, dtype) for rope in self._ropes]
+
+    def _table(self, rope: Rope | None, positions_Bt: Tensor, longest: int, dtype: torch.dtype) -> RotaryTable | None:
         config = self.config
         if rope is not None:
             rotated = config.head_dim
             if config.is_latent:
                 rotated = config.rope_head_dim
-            return RotaryTable.build(positions_Bt, rope, config.rotary_size, dtype, length=length, head_dim=rotated)
+            return RotaryTable.build(positions_Bt, rope, config.rotary_size, dtype, length=longest, head_dim=rotated)
         if config.position == "relative":
             return RotaryTable(*sinusoid_table(positions_Bt, config.hidden_size, dtype))
         return None
@@ -204,13 +173,10 @@ class Decoder(nn.Module):
         """
         super().__init__()
         self.config = config
-        execution = execution or Execution()
-        if dispatcher is None:
-            dispatcher = LocalDispatcher()
-        self.execution = execution
+        self.execution = execution = execution or Execution()
         self.cores = with_local_cores(cores or {}, execution.products)
-        self.dispatcher = dispatcher
-        self.model = Backbone(config, dispatcher.local_experts)
+        self.dispatcher = dispatcher or TokenDispatcher()
+        self.model = Backbone(config, self.dispatcher.local_experts)
         self.lm_head = LMHead(config, execution.products, run_with(execution.compiler))
         set_products(self, execution.products)
         if seed is not None:
@@ -250,42 +216,49 @@ class Decoder(nn.Module):
         ``training_pass`` nothing is random. With a ``cache`` the tokens continue its sequences: those of ``chunk``, by
         default one that every process has whole. A ``stream``'s handle stands for the hidden states.
         """
-        if training_pass is None:
-            training_pass = EVALUATION
-        new_tokens = _new_tokens(tokens_Bt, cache, chunk)
-        cores = _cores_of(self, new_tokens)
+        config, training_pass = self.config, training_pass or EVALUATION
+        new_tokens, given = chunk, stream
+        if cache is not None and chunk is None:
+            new_tokens = cache.chunk(tokens_Bt.shape[1])
         if new_tokens is not None:
             placement = new_tokens.placement
-        # Ranks agree on their plans before the first layer computes: a difference fails at once, not in a collective.
-        dtype = self.model.embed_tokens.weight.dtype
-        given = stream
         if stream is None and cache is None:
             stream = new_stream(self.execution, tokens_Bt)
-        groups = _groups_of(stream)
+        head_groups = 1 if stream is None else stream.head_groups
+        cores = _cores_of(self, new_tokens)
+        # Ranks agree on their plans before the first layer computes: a difference fails at once, not in a collective.
+        dtype = self.model.embed_tokens.weight.dtype
         documents, plans = plan_layers(
-            self.config, cores, cu_seqlens, tokens_Bt, dtype, placement=placement, chunk=new_tokens, head_groups=groups
+            config, cores, cu_seqlens, tokens_Bt, dtype, placement=placement, chunk=new_tokens, head_groups=head_groups
         )
-        positions_Bt = _positions_in_table(self.config, positions_Bt, document_ids)
-        length = _longest_document(self.config, documents, positions_Bt, document_ids, cache, chunk)
-        _check_pass(self.config, training_pass, positions_Bt, length)
-        token_Bt, stats_documents_Bt = _tokens_and_documents(
-            is_random(self.config, training_pass), return_stats, documents, tokens_Bt, positions_Bt, document_ids
-        )
-        hidden_BtM, stats = self.model(
-            tokens_Bt,
-            positions_Bt,
-            cores=cores,
-            plans=plans,
-            length=length,
-            cache=cache,
-            dropout=build_dropout(self.config, training_pass, token_Bt, row_tokens=row_tokens),
-            experts=_build_moe_call(
-                self, training_pass, documents, token_Bt, stats_documents_Bt, row_tokens=row_tokens, chunk=new_tokens
-            ),
-            execution=self.execution,
-            run=_run_of(self, cache),
-            stream=stream,
-        )
+        positions_Bt, longest = place(config, documents, positions_Bt, document_ids, cache, chunk)
+        if training_pass.replay is not None:
+            training_pass.replay.check(config, positions_Bt.numel())
+        # Both break a compiled graph, so they are made only for what reads them.
+        if document_ids is None and (return_stats or is_random(config, training_pass)):
+            document_ids = document_ids_of(documents, tokens_Bt)
+        random = build_random(config, training_pass, documents, positions_Bt, document_ids, row_tokens=row_tokens)
+        # Statistics of routers cost a pass over their scores: without documents to count for, none are made.
+        counted_Bt = document_ids if return_stats else None
+        tables, scores = self.model.tables(positions_Bt, longest), self.model.scores(tokens_Bt.device)
+        experts = _build_moe_call(self, training_pass, random, documents.num_documents, counted_Bt, new_tokens)
+        store = _host_store(self, tokens_Bt, tables, cache, stream)
+        by_chunks = None if stream is None else partial(chunked_layer, stream)
+        calls: dict[Mixer, Call] = {}
+        for mixer, plan in plans.items():
+            calls[mixer] = Call(
+                core=cores[mixer],
+                plan=plan,
+                scores=scores,
+                cache=cache,
+                dropout=random.dropout,
+                experts=experts,
+                keep=self.execution.keep,
+                store=store,
+                by_chunks=by_chunks,
+                run=_run_of(self, cache),
+            )
+        hidden_BtM, stats = self.model(tokens_Bt, positions_Bt, tables, calls, dropout=random.dropout, stream=stream)
         if stream is not None and given is None:
             hidden_BtM = self.model.last_norm(stream.leave(hidden_BtM))
         if cache is not None and new_tokens is not None:
@@ -324,50 +297,13 @@ class Decoder(nn.Module):
         With a ``stream`` hidden states are never whole either: its handle, which ``forward`` gave, stands for them.
         The objective of a target is its negative log-likelihood with smoothed labels plus the z-loss (``LossOptions``).
         """
-        by_chunks = None
-        if stream is not None:
-            by_chunks = partial(chunked_loss_sums, stream, self.model.norm)
+        by_chunks = None if stream is None else partial(chunked_loss_sums, stream, self.model.norm)
         options = {"z_loss": z_loss, "label_smoothing": label_smoothing, "by_chunks": by_chunks}
         return self.lm_head(hidden_BtM, table=self.model.embed_tokens, targets_Bt=targets_Bt, **options)
 
     def token_nll(self, hidden_BtM: Tensor, targets_Bt: Tensor) -> Tensor:
         """Each token's negative log-likelihood [B, t], float32, without gradient; 0 where the target is ignored."""
         return self.lm_head(hidden_BtM, table=self.model.embed_tokens, targets_Bt=targets_Bt, per_token=True)
-
-
-def _groups_of(stream: ResidualStream | None) -> int:
-    """Groups in which key heads go through attention."""
-    if stream is None:
-        return 1
-    return stream.head_groups
-
-
-def _new_tokens(tokens_Bt: Tensor, cache: PassCache | None, chunk: TokenChunk | None) -> TokenChunk | None:
-    """The chunk that these tokens are of; None without a cache."""
-    if cache is None or chunk is not None:
-        return chunk
-    return cache.chunk(tokens_Bt.shape[1])
-
-
-def _tokens_and_documents(
-    draws: bool,
-    return_stats: bool,
-    documents: PackedDocuments,
-    tokens_Bt: Tensor,
-    positions_Bt: Tensor,
-    document_ids: Tensor | None,
-) -> tuple[Tensor | None, Tensor | None]:
-    """The indices of the tokens for what is random, and their documents for statistics; None for what nobody reads."""
-    # Both break a compiled graph, so they are made only for what reads them.
-    if document_ids is None and (return_stats or draws):
-        document_ids = document_ids_of(documents, tokens_Bt)
-    token_Bt = None
-    if draws and document_ids is not None:
-        token_Bt = token_indices(documents, positions_Bt, document_ids)
-    # Statistics of routers cost a pass over their scores: without documents to count for, none are made.
-    if not return_stats:
-        return token_Bt, None
-    return token_Bt, document_ids
 
 
 def _cores_of(decoder: Decoder, chunk: TokenChunk | None) -> dict[Mixer, PassCore]:
@@ -386,81 +322,54 @@ def _run_of(decoder: Decoder, cache: PassCache | None) -> Run:
     return decoder.lm_head.run
 
 
+def _host_store(
+    decoder: Decoder,
+    tokens_Bt: Tensor,
+    tables: Sequence[RotaryTable | None],
+    cache: PassCache | None,
+    stream: ResidualStream | None,
+) -> HostStore | None:
+    """Where the pass's layers keep what they save for backward; None is the device, or a stream's own store."""
+    if decoder.execution.store != "host" or stream is not None or cache is not None or not torch.is_grad_enabled():
+        return None
+    return _new_host_store(tokens_Bt, tables, decoder.config.num_layers)
+
+
+@outside_graphs  # a graph would have to hold the copies
+def _new_host_store(tokens_Bt: Tensor, tables: Sequence[RotaryTable | None], num_layers: int) -> HostStore:
+    shared = [x for table in tables if table is not None for x in (table.cos, table.sin)]
+    # What has less than a byte a token does not grow with the row: to move it takes longer than to keep it.
+    return HostStore(Copies(tokens_Bt.device), num_layers, least_bytes=tokens_Bt.numel(), shared=shared)
+
+
 def _build_moe_call(
     decoder: Decoder,
     training_pass: TrainingPass,
-    documents: PackedDocuments,
-    token_Bt: Tensor | None,
-    stats_documents_Bt: Tensor | None,
-    *,
-    row_tokens: int,
+    random: Random,
+    num_documents: int,
+    counted_Bt: Tensor | None,
     chunk: TokenChunk | None,
 ) -> MoECall:
-    """What the pass tells all layers of experts; the two tensors are None where nothing reads them."""
-    config, execution = decoder.config, decoder.execution
-    dispatcher = decoder.dispatcher
+    """What the pass tells all layers of experts; ``counted_Bt`` are the documents that statistics are made for."""
+    execution, dispatcher = decoder.execution, decoder.dispatcher
     if chunk is not None and chunk.is_replicated:
         dispatcher = dispatcher.of_replicated()
     recompute = execution.recompute_experts
     if not torch.is_grad_enabled():
         recompute = "all"  # nothing is saved for a backward pass
-    run = ExpertRun(
-        dispatcher,
-        tile_tokens=execution.expert_tile_tokens,
-        recompute=recompute,
-        products=execution.products,
-    )
-    capacity = build_capacity(config, training_pass, token_Bt, row_tokens=row_tokens, num_tokens=documents.num_tokens)
     return MoECall(
-        run,
-        documents_Bt=stats_documents_Bt,
-        num_documents=documents.num_documents,
-        jitter=build_jitter(config, training_pass, token_Bt, row_tokens=row_tokens),
-        capacity=capacity,
+        ExpertRun(
+            dispatcher,
+            tile_tokens=execution.expert_tile_tokens,
+            recompute=recompute,
+            products=execution.products,
+        ),
+        documents_Bt=counted_Bt,
+        num_documents=num_documents,
+        jitter=random.jitter,
+        capacity=random.capacity,
         replay=training_pass.replay,
     )
-
-
-def _longest_document(
-    config: ModelConfig,
-    documents: PackedDocuments,
-    positions_Bt: Tensor,
-    document_ids: Tensor | None,
-    cache: PassCache | None,
-    chunk: TokenChunk | None,
-) -> int:
-    """Tokens of the longest document that is not padding, on whatever ranks it lies; 0 if nothing depends on it."""
-    stretches = config.position == "rope" and config.rope.depends_on_length
-    if not stretches and config.position != "learned":
-        return 0
-    if cache is None:
-        return _with_padding(documents, document_ids).longest
-    if chunk is None:
-        return int(positions_Bt.max()) + 1  # documents know the newest tokens alone
-    return chunk.sequence_tokens
-
-
-def _positions_in_table(config: ModelConfig, positions_Bt: Tensor, document_ids: Tensor | None) -> Tensor:
-    """Return positions that a learned table has: those of padding are 0, for rows may be longer than documents."""
-    if config.position != "learned" or document_ids is None:
-        return positions_Bt
-    return positions_Bt.masked_fill(document_ids < 0, 0)
-
-
-@outside_graphs  # ids are data: a graph that read them would serve one batch
-def _with_padding(documents: PackedDocuments, document_ids: Tensor | None) -> PackedDocuments:
-    """Return the documents with their padding known, if ``document_ids`` tell it."""
-    if document_ids is None:
-        return documents
-    return documents.with_padding(document_ids)
-
-
-def _check_pass(config: ModelConfig, training_pass: TrainingPass, positions_Bt: Tensor, length: int) -> None:
-    """ConfigError for positions that a learned table lacks, or a replay of other tokens' experts."""
-    if config.position == "learned":
-        check_learned(positions_Bt, length, config.max_positions)
-    if training_pass.replay is not None:
-        training_pass.replay.check(config, positions_Bt.numel())
 
 
 def external_parameters(decoder: Decoder) -> list[tuple[nn.Module, nn.Parameter]]:

@@ -1,4 +1,4 @@
-"""``plan_layers``: what the layers of each mixer see and do in one forward pass."""
+"""What a forward pass plans before its first layer: what the layers of each mixer see and do, and positions."""
 
 from __future__ import annotations
 
@@ -13,9 +13,13 @@ from longctx.architecture.layers import mixers_of
 from longctx.architecture.mixers.mixer import Mixer
 from longctx.batch import PackedDocuments
 from longctx.config import ModelConfig
+from longctx.errors import ConfigError
+from longctx.kernels.devices import on_cpu
 from longctx.kernels.graphs import outside_graphs
-from longctx.model.attention.core import AttentionShapes, PassCore, Plan, TokenChunk
+from longctx.model.attention.cache import TokenChunk
+from longctx.model.attention.core import AttentionShapes, PassCore, Plan
 from longctx.model.attention.mask import AttentionMask
+from longctx.model.attention.sequences import PassCache
 from longctx.model.mixers.table import NETWORKS
 
 
@@ -85,3 +89,57 @@ def _shapes(
         later_tokens=later_tokens,
         values_in_keys=heads.values_in_keys,
     )
+
+
+def place(
+    config: ModelConfig,
+    documents: PackedDocuments,
+    positions_Bt: Tensor,
+    document_ids: Tensor | None,
+    cache: PassCache | None,
+    chunk: TokenChunk | None,
+) -> tuple[Tensor, int]:
+    """Positions as the model reads them, and the length of the longest document; 0 if nothing depends on it.
+
+    That is the longest that is not padding, on whatever ranks it lies. ConfigError if a learned table is too short.
+    """
+    is_learned = config.position == "learned"
+    if not is_learned and not (config.position == "rope" and config.rope.depends_on_length):
+        return positions_Bt, 0
+    if is_learned and document_ids is not None:
+        # Rows of padding may be longer than documents.
+        positions_Bt = positions_Bt.masked_fill(document_ids < 0, 0)
+    if cache is None:
+        longest = _longest(documents, document_ids)
+    elif chunk is None:
+        longest = int(positions_Bt.max()) + 1  # documents know the newest tokens alone
+    else:
+        longest = chunk.sequence_tokens
+    if is_learned:
+        check_learned(positions_Bt, longest, config.max_positions)
+    return positions_Bt, longest
+
+
+@outside_graphs  # ids are data: a graph that read them would serve one batch
+def _longest(documents: PackedDocuments, document_ids: Tensor | None) -> int:
+    if document_ids is not None:
+        documents = documents.with_padding(document_ids)
+    return documents.longest
+
+
+@outside_graphs  # lengths are data: a graph that read them would serve one batch
+def check_learned(positions_Bt: Tensor, longest: int, max_positions: int) -> None:
+    """ConfigError where a learned table of ``max_positions`` rows has none for a token.
+
+    ``longest`` is the length of the longest document, on whatever ranks it lies: every rank fails alike. Positions
+    themselves are looked at on the CPU only: on another device it would wait for what was asked before.
+    """
+    needed = longest
+    if positions_Bt.numel() and on_cpu(positions_Bt):
+        needed = max(needed, int(positions_Bt.max()) + 1)
+    if needed > max_positions:
+        raise ConfigError(
+            f"a document of {needed} tokens is longer than model.max_positions={max_positions}, the rows of the "
+            f"learned position table (model.position='learned'). Cut documents to {max_positions} tokens "
+            f"(data.seq_len={max_positions}), or train a table with model.max_positions={needed}."
+        )

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,15 +20,7 @@ _PARTS = {"attention": ("attention", "routing", "experts"), "inputs": ("routing"
 both runs, however their scores are rounded."""
 
 
-class PutsTensors(Protocol):
-    """Keeps tensors wherever it is, for ``on_device``."""
-
-    def put(self, x: Tensor) -> Any:
-        """What ``on_device`` makes x of."""
-        ...
-
-
-class RecomputeCache:
+class RecomputeCache(AbstractContextManager):
     """What one layer computed or received, from its first run to its second.
 
     That is attention's output and log-sum-exp, tokens' experts and what these gave.
@@ -36,13 +28,16 @@ class RecomputeCache:
     returns what the first run saved, and neither kernel nor communication is needed again.
     """
 
-    def __init__(self, keep: Keep = "attention", store: PutsTensors | None = None, *, by_chunks: bool = False) -> None:
-        """``keep`` says which parts are saved, one of those that recompute; ``store`` where, None on the device.
+    def __init__(
+        self, keep: Keep = "attention", put: Callable[[Tensor], Any] | None = None, *, by_chunks: bool = False
+    ) -> None:
+        """``keep`` says which parts are saved, one of those that recompute; ``put`` where: makes of each what
+        ``on_device`` takes back; None keeps them on the device.
 
         ``by_chunks``: the second run is a graph of its own, and not the first one's that is filled again.
         """
         self._parts = _PARTS[keep]
-        self._store = store
+        self._put = put
         self.by_chunks = by_chunks
         self._saved: dict[str, tuple[Any, ...]] = {}
         self.recomputing = False
@@ -72,26 +67,20 @@ class RecomputeCache:
         if not self.keeps(of) or self.recomputing:
             return
         detached = [x.detach() for x in tensors]
-        if self._store is not None:
-            detached = [self._store.put(x) for x in detached]
+        if self._put is not None:
+            detached = [self._put(x) for x in detached]
         self._saved[of] = tuple(detached)
 
     def contexts(self) -> tuple[AbstractContextManager, AbstractContextManager]:
         """Around the first run, and around the second: what ``checkpoint`` asks its ``context_fn`` for."""
-        return nullcontext(), _Replaying(self)
+        return nullcontext(), self
 
-
-class _Replaying(AbstractContextManager):
-    """Marks a cache's second run. May be entered again, so that a second backward meets ``load``'s own message."""
-
-    def __init__(self, recompute_cache: RecomputeCache) -> None:
-        self._cache = recompute_cache
-
+    # May be entered again, so that a second backward meets ``load``'s own message.
     def __enter__(self) -> None:
-        self._cache.recomputing = True
+        self.recomputing = True
 
     def __exit__(self, *_: object) -> None:
-        self._cache.recomputing = False  # also when checkpoint cuts the run short, which it does by an exception
+        self.recomputing = False  # also when checkpoint cuts the run short, which it does by an exception
 
 
 def saved_values(x: Tensor, recompute_cache: RecomputeCache, *, of: str) -> Tensor:
@@ -124,7 +113,7 @@ def recomputed(
 
     Under ``torch.compile`` this stays outside of the graphs, and what it calls is not compiled.
     """
-    recompute_cache = RecomputeCache(keep, store)
+    recompute_cache = RecomputeCache(keep, store.put if store is not None else None)
     # A layer draws no random numbers, so there is no generator state to carry to the second run.
     return checkpoint(
         function,

@@ -1,4 +1,4 @@
-"""Rotary positions: the table of a batch's angles, and the rotation itself.
+"""Rotary positions: the table of a batch's angles, and the rotation itself. Sinusoids, which are added instead.
 
 Positions are given, never counted here: a rank holds any part of a sequence, and documents restart at 0. Angles are
 formed in float64, for at a million tokens float32 would already be wrong by 0.03 radians.
@@ -108,6 +108,19 @@ def angles_of(positions_Bt: Tensor, frequencies: Sequence[float]) -> tuple[Tenso
     radians = torch.tensor(frequencies, dtype=torch.float64).to(positions_Bt.device, non_blocking=True)
     angles = positions_Bt.double().unsqueeze(-1) * radians
     return angles.cos(), angles.sin()
+
+
+def sinusoid_table(positions_Bt: Tensor, size: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Cosines and sines [B, t, size/2] of wavelengths from 2π to 10,000 · 2π (arXiv 1706.03762 §3.5)."""
+    partial = accumulate_dtype(dtype)
+    cos, sin = angles_of(positions_Bt, [10_000.0 ** (-2 * c / size) for c in range(size // 2)])
+    return cos.to(partial), sin.to(partial)
+
+
+def sinusoidal_embedding(positions_Bt: Tensor, size: int, dtype: torch.dtype) -> Tensor:
+    """[B, t, size]: sines on even channels, cosines on odd ones."""
+    cos, sin = sinusoid_table(positions_Bt, size, dtype)
+    return torch.stack((sin, cos), dim=-1).flatten(-2)
 
 
 class _Rotary(torch.autograd.Function):

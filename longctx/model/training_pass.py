@@ -6,6 +6,7 @@ Axes: B rows, t tokens of this rank, L expert layers, E experts.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -81,23 +82,39 @@ def is_random(config: ModelConfig, training_pass: TrainingPass) -> bool:
     return config.num_experts > 0 and (config.router_jitter > 0 or config.capacity_factor > 0)
 
 
-def build_dropout(
-    config: ModelConfig, training_pass: TrainingPass, token_Bt: Tensor | None, *, row_tokens: int
-) -> Dropout | None:
-    """The residual dropout of the pass, whose tokens have these indices in the micro-batch (``build_capacity``)."""
-    if token_Bt is None or training_pass.seed is None or not config.residual_dropout:
-        return None
+class Random(NamedTuple):
+    """What a pass draws, and what depends on its tokens' order; None for what the model does not have."""
+
+    dropout: Dropout | None = None
+    jitter: Jitter | None = None
+    capacity: Capacity | None = None
+
+
+def build_random(
+    config: ModelConfig,
+    training_pass: TrainingPass,
+    documents: PackedDocuments,
+    positions_Bt: Tensor,
+    document_ids_Bt: Tensor | None,
+    *,
+    row_tokens: int,
+) -> Random:
+    """The dropout, router jitter and capacity of a pass over rows of ``row_tokens`` tokens (0: as they are here)."""
+    seed = training_pass.seed
+    if seed is None or document_ids_Bt is None or not is_random(config, training_pass):
+        return Random()
+    dropout, jitter, capacity = None, None, None
+    token_Bt = token_indices(documents, positions_Bt, document_ids_Bt)
     # Indices among all tokens of the seed: a token's mask is the same however the batch is split over ranks.
-    return Dropout(config.residual_dropout, training_pass.seed, _of_seed(training_pass, token_Bt, row_tokens))
-
-
-def build_jitter(
-    config: ModelConfig, training_pass: TrainingPass, token_Bt: Tensor | None, *, row_tokens: int
-) -> Jitter | None:
-    """The router jitter of the pass."""
-    if token_Bt is None or training_pass.seed is None or not (config.num_experts and config.router_jitter):
-        return None
-    return Jitter(config.router_jitter, training_pass.seed, _of_seed(training_pass, token_Bt, row_tokens))
+    of_seed_Bt = _of_seed(training_pass, token_Bt, row_tokens)
+    if config.residual_dropout:
+        dropout = Dropout(config.residual_dropout, seed, of_seed_Bt)
+    if config.num_experts and config.router_jitter:
+        jitter = Jitter(config.router_jitter, seed, of_seed_Bt)
+    if config.num_experts and config.capacity_factor:
+        rows = row_tokens or documents.num_tokens // len(token_Bt)
+        capacity = Capacity.build(config, token_Bt.flatten(), rows, documents.num_tokens)
+    return Random(dropout, jitter, capacity)
 
 
 def _of_seed(training_pass: TrainingPass, token_Bt: Tensor, row_tokens: int) -> Tensor:
@@ -112,20 +129,6 @@ def _of_seed(training_pass: TrainingPass, token_Bt: Tensor, row_tokens: int) -> 
     # On the CPU, and sent along: a device would be waited for.
     moves_N = torch.tensor(moves).to(token_Bt.device, non_blocking=True)
     return token_Bt + moves_N[(token_Bt // row_tokens).clamp(min=0)]
-
-
-def build_capacity(
-    config: ModelConfig, training_pass: TrainingPass, token_Bt: Tensor | None, *, row_tokens: int, num_tokens: int
-) -> Capacity | None:
-    """What the experts of the pass take of each row of ``row_tokens`` tokens (0: the rows are those of ``token_Bt``).
-
-    ``num_tokens`` counts the whole micro-batch, on whatever ranks it lies.
-    """
-    if token_Bt is None or training_pass.seed is None or not (config.num_experts and config.capacity_factor):
-        return None
-    if row_tokens == 0:
-        row_tokens = num_tokens // len(token_Bt)
-    return Capacity.build(config, token_Bt.flatten(), row_tokens, num_tokens)
 
 
 @outside_graphs  # boundaries are data: a graph that read them would serve one batch

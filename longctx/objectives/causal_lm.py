@@ -13,14 +13,12 @@ from torch import Tensor
 
 from longctx.batch import Batch, Stream, next_tokens
 from longctx.config import ModelConfig
-from longctx.model.chunks.start import new_stream
-from longctx.model.chunks.stream import ResidualStream
+from longctx.model.chunks.stream import ResidualStream, new_stream
 from longctx.model.decoder import Decoder
 from longctx.model.experts.balance import balance_sum
 from longctx.model.experts.router import RouterDiagnostics
 from longctx.model.training_pass import TrainingPass
-from longctx.objectives.loss_sum import LossSum, Term
-from longctx.objectives.task import Countable, Task
+from longctx.objectives.task import Countable, LossSum, Task, Term
 
 
 def causal_terms(config: ModelConfig) -> tuple[Term, ...]:

@@ -7,15 +7,14 @@ from collections.abc import Callable, Iterator
 import torch
 from torch import Tensor
 
-from longctx.model.attention.cache import LayerBuffer
-from longctx.model.attention.core import TokenChunk
+from longctx.model.attention.cache import KVCache, TokenChunk
 from parallel.comm.messages.kinds import Kind
 from parallel.layout.cached import CachedLayout, ChunkPlacement, chunk_sizes
 from parallel.layout.sequence import SequenceLayout
 from parallel.mesh import Mesh
 
 
-class ShardedKVCache:
+class ShardedKVCache(KVCache):
     """This rank's keys and values, layer by layer, and which tokens they are of.
 
     Chunks of a prompt are split over the ranks by a layout, tokens that every rank is given are dealt round-robin: so
@@ -24,43 +23,30 @@ class ShardedKVCache:
 
     def __init__(self, mesh: Mesh, layout: str) -> None:
         """``layout`` is the kind in which chunks are split."""
+        super().__init__()
         self.mesh, self.layout = mesh, layout
         self._tokens = CachedLayout()
-        self._layers: dict[int, LayerBuffer] = {}
-        self._expected = 0
 
     @property
     def num_tokens(self) -> int:
         """Tokens that every layer has seen, on all ranks."""
         return self._tokens.num_tokens
 
-    def layer(self, number: int) -> LayerBuffer:
-        """This rank's part of one layer."""
-        if number not in self._layers:
-            self._layers[number] = LayerBuffer()
-        return self._layers[number]
-
-    def expect(self, num_tokens: int) -> None:
-        """Make space for so many tokens, on all ranks together, behind what is read next."""
-        self._expected = num_tokens
+    def new(self) -> ShardedKVCache:
+        """An empty cache of the same ranks."""
+        return ShardedKVCache(self.mesh, self.layout)
 
     def copy(self) -> ShardedKVCache:
         """The same tokens of this rank, in buffers of their own."""
-        other = ShardedKVCache(self.mesh, self.layout)
+        other = super().copy()
         # A value: what extends it makes another.
         other._tokens = self._tokens
-        other.expect(self._expected)
-        for number, layer in self._layers.items():
-            layer.copy_to(other.layer(number))
         return other
 
     def free(self) -> None:
         """Forget all tokens."""
-        self._tokens, self._layers = CachedLayout(), {}
-
-    def chunk(self, num_tokens: int) -> TokenChunk:
-        """The next tokens as a chunk that every rank is given whole."""
-        return self._chunk(num_tokens, num_tokens, is_split=False)
+        super().free()
+        self._tokens = CachedLayout()
 
     def chunks(self, num_tokens: int, chunk_tokens: int) -> Iterator[TokenChunk]:
         """The next tokens as chunks of about ``chunk_tokens``; the last few go to every rank."""
@@ -94,7 +80,7 @@ class ShardedKVCache:
         self.mesh.comm.broadcast(chosen, self.mesh.context_peer(0), group, doing="waiting for the chosen token")
         return chosen.tolist()
 
-    def _chunk(self, num_tokens: int, left: int, *, is_split: bool) -> TokenChunk:
+    def _chunk(self, num_tokens: int, left: int, *, is_split: bool = False) -> TokenChunk:
         mesh, start, layout = self.mesh, self.num_tokens, None
         if is_split:
             layout = SequenceLayout.build(self.layout, num_tokens, mesh.context, None, mesh.ulysses)

@@ -21,10 +21,16 @@ from longctx.kernels.attention.contract import AttentionKernel, KernelRequest, S
 from longctx.kernels.attention.select import choose_kernel
 from longctx.kernels.attention.sinks import apply_sinks
 from longctx.kernels.dtypes import accumulate_dtype
-from longctx.model.attention.cached import append_rows, check_no_gradient, earlier_seen, later_stored
-from longctx.model.attention.core import AttentionShapes, LayerCache
+from longctx.model.attention.cache import LayerCache
+from longctx.model.attention.core import (
+    AttentionShapes,
+    EachAlone,
+    append_rows,
+    check_no_gradient,
+    earlier_seen,
+    later_stored,
+)
 from longctx.model.attention.mask import AttentionMask
-from longctx.model.attention.sequences import EachAlone
 from longctx.model.attention.work import Work, attend_work
 from parallel.attention.agreement import agree
 from parallel.attention.plan import AttentionOptions, call_signature

@@ -17,8 +17,8 @@ from torch import Tensor
 from longctx.batch import PackedDocuments
 from longctx.errors import ConfigError
 from longctx.kernels.linear_attention import Segments, linear_attention
-from longctx.model.attention.cached import check_no_gradient
-from longctx.model.attention.core import AttentionShapes, LayerCache
+from longctx.model.attention.cache import LayerCache
+from longctx.model.attention.core import AttentionShapes, check_no_gradient
 from longctx.model.attention.mask import AttentionMask
 from parallel.attention.cached import agree_on_chunk, chunk_problem
 from parallel.attention.gather_states import GatherStates

@@ -9,9 +9,9 @@ from torch import Tensor
 
 from longctx.kernels.attention.contract import Scores
 from longctx.kernels.graphs import outside_graphs
-from longctx.model.attention.core import AttentionShapes, LayerCache, TokenChunk
+from longctx.model.attention.cache import LayerCache
+from longctx.model.attention.core import AttentionShapes, EachAlone
 from longctx.model.attention.mask import AttentionMask
-from longctx.model.attention.sequences import EachAlone, attend_alone, plan_alone
 from longctx.model.recompute import RecomputeCache
 from parallel.attention.cached import CachedPlan, attend_cached, attend_cached_each
 from parallel.attention.plan import ContextParallelPlan, CoreOverRanks, build_layout
@@ -58,10 +58,6 @@ class ContextParallelAttention(CoreOverRanks):
             q_BtHD, k_BtKD, v_BtKV, plan, scores=scores, sinks_H=sinks_H, recompute_cache=recompute_cache
         )
 
-    def plan_each(self, mask: AttentionMask, shapes: AttentionShapes, chunks: Sequence[TokenChunk]) -> EachAlone:
-        """This rank's work for each sequence's token."""
-        return plan_alone(self, mask, shapes, chunks)
-
     @outside_graphs  # results travel between ranks
     def attend_each(
         self,
@@ -77,4 +73,4 @@ class ContextParallelAttention(CoreOverRanks):
         """Output [1, t, H, V] of each sequence's tokens over the keys of its own cache, on all ranks. Collective."""
         if all(of_one.is_replicated for of_one in plan.plans):
             return attend_cached_each(q_BtHD, k_BtKD, v_BtKV, plan, caches, scores=scores, sinks_H=sinks_H)
-        return attend_alone(self, q_BtHD, k_BtKD, v_BtKV, plan, caches, scores, sinks_H)
+        return super().attend_each(q_BtHD, k_BtKD, v_BtKV, plan=plan, caches=caches, scores=scores, sinks_H=sinks_H)

@@ -10,7 +10,7 @@ W = V + 1, s states.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,9 +20,9 @@ from longctx.errors import ConfigError
 from longctx.kernels.attention.contract import Scores
 from longctx.kernels.graphs import outside_graphs
 from longctx.kernels.linear_attention import CHUNK, Segments, StateExchange, linear_attention
-from longctx.model.attention.core import AttentionShapes, LayerCache, TokenChunk
+from longctx.model.attention.cache import LayerCache
+from longctx.model.attention.core import AttentionShapes
 from longctx.model.attention.mask import AttentionMask
-from longctx.model.attention.sequences import EachAlone, attend_alone, plan_alone
 from longctx.model.recompute import RecomputeCache
 from parallel.attention.agreement import agree, degree_problem
 from parallel.attention.cached_linear import CachedLinearPlan, linear_attend_cached
@@ -147,24 +147,6 @@ class ContextParallelLinearAttention(CoreOverRanks):
             assert cache is not None, "the plan of a cached chunk came without the layer's cache"
             return linear_attend_cached(q_BtHD, k_BtKD, v_BtKV, plan, cache)
         return linear_attend_planned(q_BtHD, k_BtKD, v_BtKV, plan, recompute_cache=recompute_cache)
-
-    def plan_each(self, mask: AttentionMask, shapes: AttentionShapes, chunks: Sequence[TokenChunk]) -> EachAlone:
-        """A segment for each sequence."""
-        return plan_alone(self, mask, shapes, chunks)
-
-    def attend_each(
-        self,
-        q_BtHD: Tensor,
-        k_BtKD: Tensor,
-        v_BtKV: Tensor,
-        *,
-        plan: EachAlone,
-        caches: Sequence[LayerCache],
-        scores: Scores | None = None,
-        sinks_H: Tensor | None = None,
-    ) -> Tensor:
-        """Output [1, t, H, V] of each token after the state of its own cache. Nothing is sent."""
-        return attend_alone(self, q_BtHD, k_BtKD, v_BtKV, plan, caches)
 
 
 @dataclass(frozen=True)

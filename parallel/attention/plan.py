@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -14,7 +13,7 @@ from longctx.kernels.attention.contract import AttentionKernel, KernelRequest
 from longctx.kernels.attention.select import choose_kernel
 from longctx.kernels.dtypes import accumulate_dtype
 from longctx.kernels.processor import Products
-from longctx.model.attention.core import AttentionShapes
+from longctx.model.attention.core import AttentionCore, AttentionShapes
 from parallel.attention.agreement import agree, degree_problem
 from parallel.attention.cache import ShardedKVCache
 from parallel.layout.sequence import SequenceLayout
@@ -41,7 +40,7 @@ class AttentionOptions:
 
 
 @dataclass(frozen=True)
-class CoreOverRanks:
+class CoreOverRanks(AttentionCore):
     """The core of a layer whose sequence is shared by the mesh's context ranks."""
 
     mesh: Mesh
@@ -56,10 +55,6 @@ class CoreOverRanks:
     def new_cache(self) -> ShardedKVCache:
         """An empty cache for the mesh's context ranks."""
         return ShardedKVCache(self.mesh, self.layout)
-
-    def new_caches(self, most: int) -> Callable[[], ShardedKVCache]:
-        """Makes empty caches for the mesh's context ranks."""
-        return self.new_cache
 
 
 @dataclass(frozen=True, eq=False)

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from longctx.errors import ConfigError
 from longctx.kernels.dtypes import accumulate_dtype
-from longctx.model.experts.dispatch import DispatchHandle, DispatchSizes, LocalDispatcher, Pending, TokenDispatcher
+from longctx.model.experts.dispatch import DispatchHandle, DispatchSizes, Pending, TokenDispatcher
 from longctx.tensor_bytes import rows_as_bytes
 from parallel.comm.communicator import Pending as PendingExchange
 from parallel.comm.groups import ProcessGroup
@@ -40,7 +40,7 @@ _DOING = {
 """What a rank does that waits for such messages."""
 
 
-class ReplicatedExperts(LocalDispatcher):
+class ReplicatedExperts(TokenDispatcher):
     """All experts are on this rank, which holds a shard of the sequence."""
 
     def __init__(self, mesh: Mesh) -> None:
@@ -51,7 +51,7 @@ class ReplicatedExperts(LocalDispatcher):
         return _gather_over_context(self.mesh, values_NX)
 
 
-class AllToAllDispatcher:
+class AllToAllDispatcher(TokenDispatcher):
     """Each rank of the mesh's expert group holds as many consecutive experts of a layer."""
 
     is_distributed = True
@@ -143,19 +143,14 @@ class AllToAllDispatcher:
         )
 
 
-@dataclass
-class _Handle:
+class _Handle(DispatchHandle):
     """One tile's tokens among the ranks of an expert group."""
 
-    dispatcher: AllToAllDispatcher
-    experts_nk: Tensor
-    sizes: DispatchSizes
-    rank_U: Tensor
-    token_U: Tensor
-
-    @property
-    def num_assignments(self) -> int | None:
-        return self.sizes.num_assignments
+    def __init__(
+        self, dispatcher: AllToAllDispatcher, experts_nk: Tensor, sizes: DispatchSizes, rank_U: Tensor, token_U: Tensor
+    ) -> None:
+        super().__init__(experts_nk, sizes.num_assignments)
+        self.dispatcher, self.sizes, self.rank_U, self.token_U = dispatcher, sizes, rank_U, token_U
 
     def dispatch(self, of_tokens_nX: Tensor, communication_dtype: torch.dtype) -> Pending[Tensor]:
         outgoing_UX = of_tokens_nX.to(communication_dtype).index_select(0, self.token_U)
@@ -182,10 +177,6 @@ class _Handle:
         return Arriving(
             exchange, lambda arrived: sum_over_ranks(arrived.view(communication_dtype), token_U, send_counts, choices)
         )
-
-    def bytes_sent(self, bytes_per_token: int) -> int:
-        own = self.dispatcher.mesh.expert_rank
-        return bytes_per_token * (sum(self.sizes.send_counts) - self.sizes.send_counts[own])
 
     def _send_out(self, outgoing_UX: Tensor, kind: Kind) -> PendingExchange:
         sizes = self.sizes

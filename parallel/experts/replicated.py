@@ -5,9 +5,6 @@ Axes: N tokens, n of one tile, k experts a token, M model width.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
-
 import torch
 from torch import Tensor
 
@@ -18,7 +15,7 @@ from parallel.comm.messages.kinds import Kind
 from parallel.mesh import Mesh
 
 
-class ReplicatedTokens:
+class ReplicatedTokens(TokenDispatcher):
     """The tokens are with their experts already; what ranks made of them is gathered and added in their order."""
 
     is_distributed = True
@@ -33,34 +30,17 @@ class ReplicatedTokens:
             )
         self.mesh, self.experts_per_rank, self.local_experts = mesh, experts_per_rank, local_experts
 
-    def plan(self, experts_Nk: Tensor, tiles: Sequence[slice]) -> list[DispatchSizes]:
-        """Sizes that say nothing, for tokens stay where they are."""
-        return [DispatchSizes() for _ in tiles]
-
     def handle(self, experts_nk: Tensor, sizes: DispatchSizes) -> DispatchHandle:
         """The handle of one tile."""
         return _Handle(self, experts_nk)
 
-    def of_replicated(self) -> TokenDispatcher:
-        """This one."""
-        return self
 
-    def gather(self, values_NX: Tensor) -> Tensor:
-        """The values themselves: every rank has them."""
-        return values_NX
-
-
-@dataclass(frozen=True)
-class _Handle:
+class _Handle(DispatchHandle):
     """One tile's tokens, the same on every rank."""
 
-    dispatcher: ReplicatedTokens
-    experts_nk: Tensor
-    num_assignments: int | None = None
-
-    def dispatch(self, of_tokens_nX: Tensor, communication_dtype: torch.dtype) -> Pending[Tensor]:
-        """Return the tokens as they are."""
-        return Ready(of_tokens_nX)
+    def __init__(self, dispatcher: ReplicatedTokens, experts_nk: Tensor) -> None:
+        super().__init__(experts_nk)
+        self.dispatcher = dispatcher
 
     def dispatch_routing(self, gates_nk: Tensor) -> Pending[tuple[Tensor, Tensor]]:
         """Return gates, and ids among this rank's experts, −1 for those of others."""
@@ -83,7 +63,3 @@ class _Handle:
         for part in gathered[1:]:
             total = total + part
         return Ready(total)
-
-    def bytes_sent(self, bytes_per_token: int) -> int:
-        """None."""
-        return 0

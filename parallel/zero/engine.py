@@ -18,8 +18,7 @@ from torch import Tensor, nn
 from longctx.batch import Batch
 from longctx.errors import GradientError
 from longctx.model.training_pass import TrainingPass
-from longctx.objectives.loss_sum import LossSum
-from longctx.objectives.task import Task
+from longctx.objectives.task import LossSum, Task
 from parallel.comm.world import num_ranks
 from parallel.runtime.spans import begin, enter_layer
 from parallel.zero.deepspeed_config import quiet_deepspeed

@@ -7,7 +7,7 @@ from typing import Any
 from torch import Tensor
 
 from longctx.kernels.attention.contract import Scores
-from longctx.model.attention.cache import LocalKVCache
+from longctx.model.attention.cache import KVCache
 from longctx.model.attention.core import AttentionCore, AttentionShapes
 from longctx.model.attention.mask import AttentionMask
 
@@ -19,7 +19,7 @@ def attend_once(
     v: Tensor,
     mask: AttentionMask,
     *,
-    cache: LocalKVCache | None = None,
+    cache: KVCache | None = None,
     scores: Scores | None = None,
     **asked: Any,
 ) -> Tensor:
@@ -30,7 +30,7 @@ def attend_once(
     return core(q, k, v, plan=core.plan(mask, shapes), cache=layer, scores=scores, **asked)
 
 
-class MaskIsPlan:
+class MaskIsPlan(AttentionCore):
     """A core without plans of its own: layers are given the mask."""
 
     def plan(self, mask: AttentionMask, shapes: AttentionShapes, placement: Any = None) -> Any:

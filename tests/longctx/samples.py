@@ -11,8 +11,7 @@ from longctx.batch import IGNORED_TARGET, PADDING_DOCUMENT, Batch, PackedDocumen
 from longctx.config import ModelConfig
 from longctx.model.decoder import Decoder
 from longctx.objectives.causal_lm import causal_terms
-from longctx.objectives.loss_sum import LossSum
-from longctx.objectives.task import weighed
+from longctx.objectives.task import LossSum, weighed
 
 
 def tiny_config(**changes) -> ModelConfig:

@@ -39,6 +39,7 @@ class Linear(Softmax):
                 f"model.position={config.position!r} is a bias of scores, which linear layers do not have. "
                 "Try rope, learned, sinusoidal or none."
             )
+        super().check(config)
 
     def flops(self, config: ModelFields, lengths: Sequence[int]) -> int:
         """``2·(K + H)·D·V`` a token: its key times value, and a product of each query head with the state."""
@@ -51,20 +52,7 @@ class Linear(Softmax):
 
 
 @dataclass(frozen=True)
-class LatentLinear(Linear):
+class LatentLinear(Linear, Latent):
     """Linear attention of heads that unfold from latents; its state is of unfolded keys."""
 
     name: ClassVar[str] = "latent_linear"
-
-    def check(self, config: ModelFields) -> None:
-        super().check(config)
-        Latent().check(config)
-
-    def matrices(self, config: ModelFields) -> int:
-        return Latent().matrices(config)
-
-    def vectors(self, config: ModelFields) -> int:
-        return Latent().vectors(config)
-
-    def norms(self, config: ModelFields) -> int:
-        return Latent().norms(config)

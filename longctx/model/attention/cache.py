@@ -1,17 +1,65 @@
-"""LocalKVCache: what one process stores of a sequence that it continues."""
+"""KVCache: what one process stores of a sequence that it continues."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from itertools import chain
+from typing import Any, Self
 
 import torch
 from torch import Tensor
 
-from longctx.model.attention.core import TokenChunk
+from longctx.kernels.dtypes import int64_tensor
 from longctx.model.attention.slots import SLOT_TOKENS, SlotLayer, SlotPool
 
+_FEW_TOKENS = 32
 
-class LayerBuffer:
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class TokenChunk:
+    """New tokens that one forward pass adds to a cached sequence: a part of a prompt, or the token generated last."""
+
+    start: int
+    """Index of the chunk's first token in the sequence: as many tokens are cached before it."""
+    num_tokens: int
+    """Tokens of the chunk, on however many processes."""
+    sequence_tokens: int
+    """Tokens of the sequence once all that is known of it is read: it may go on behind the chunk."""
+    given: tuple[range, ...]
+    """Indices in the sequence of the tokens that this process is given, in their order."""
+    is_replicated: bool = True
+    """Whether every process is given all tokens of the chunk."""
+    expected_tokens: int = 0
+    """Tokens that are expected behind those that are known."""
+    placement: Any = None
+    """Where the chunk's tokens and all cached keys are, for the core that made the cache."""
+    sequences: tuple[TokenChunk, ...] = ()
+    """The chunks that these tokens are, of sequences with caches of their own; none for one sequence.
+
+    ``start`` then says nothing, and ``sequence_tokens`` is that of the longest.
+    """
+
+    @property
+    def num_given(self) -> int:
+        """Tokens that this process is given."""
+        return sum(map(len, self.given))
+
+    @property
+    def indices(self) -> Tensor:
+        """Indices in the sequence of the tokens that this process is given, int64 on the CPU."""
+        # As numbers where they are few, as in decoding: an operator for each range would take longer.
+        if self.num_given <= _FEW_TOKENS:
+            return int64_tensor(list(chain.from_iterable(self.given)))
+        return torch.cat([torch.arange(part.start, part.stop, part.step) for part in self.given])
+
+    @property
+    def later_tokens(self) -> int:
+        """Tokens that are known or expected to follow the chunk, on however many processes."""
+        return self.sequence_tokens - self.start - self.num_tokens + self.expected_tokens
+
+
+class LayerCache:
     """One layer's rows of keys and values, in buffers that are laid anew when they are full, or its state.
 
     The first buffers may be a slot's: rows leave it when they no longer fit.
@@ -77,7 +125,7 @@ class LayerBuffer:
             self.state = self.state + state_sBKDW
         self.num_tokens += num_tokens
 
-    def copy_to(self, other: LayerBuffer) -> None:
+    def copy_to(self, other: LayerCache) -> None:
         """Store the same rows, or the same state, in an empty buffer."""
         if self._keys is not None:
             values = None
@@ -109,15 +157,18 @@ class LayerBuffer:
         return new
 
 
-class LocalKVCache:
-    """All keys and values in this process's memory, layer by layer."""
+class KVCache:
+    """Keys, values and states of the tokens already seen of a sequence, in this process's memory, layer by layer.
+
+    A cache that several processes share is a subclass; they call each of its methods alike.
+    """
 
     def __init__(self, pool: SlotPool | None = None) -> None:
         """The sequence is given a slot of the ``pool``, where there is one, for as long as it is short."""
         self._pool, self._slot = pool, None
         if pool is not None:
             self._slot = pool.take()
-        self._layers: dict[int, LayerBuffer] = {}
+        self._layers: dict[int, LayerCache] = {}
         self._expected = 0
 
     @property
@@ -125,49 +176,56 @@ class LocalKVCache:
         """Tokens that every layer has seen: between two forward passes all have seen as many."""
         return self.layer(0).num_tokens
 
-    def layer(self, number: int) -> LayerBuffer:
+    def layer(self, number: int) -> LayerCache:
         """The cache of one layer."""
         if number not in self._layers:
             self._layers[number] = self._new_layer(number)
         return self._layers[number]
 
     def expect(self, num_tokens: int) -> None:
-        """Make space for so many tokens behind what is read next."""
+        """Make space for so many tokens behind what is read next, so that storing them copies nothing."""
         self._expected = num_tokens
 
-    def copy(self) -> LocalKVCache:
-        """The same tokens, in buffers of their own."""
-        other = LocalKVCache(self._pool)
+    def new(self) -> Self:
+        """An empty cache of the same kind."""
+        return type(self)(self._pool)
+
+    def copy(self) -> Self:
+        """A cache of the same tokens, with memory of its own: both may go on, in different ways."""
+        other = self.new()
         other.expect(self._expected)
         for number, layer in self._layers.items():
             layer.copy_to(other.layer(number))
         return other
 
     def free(self) -> None:
-        """Forget all tokens, and let another sequence have the slot."""
+        """Forget all tokens, and let another sequence have the slot: what is read next begins a sequence."""
         if self._slot is not None:
             self._slot.pool.give_back(self._slot)
         self._slot, self._layers = None, {}
 
     def chunk(self, num_tokens: int) -> TokenChunk:
-        """The next tokens."""
+        """The next tokens as a chunk that every process is given whole."""
         return self._chunk(num_tokens, num_tokens)
 
     def chunks(self, num_tokens: int, chunk_tokens: int) -> Iterator[TokenChunk]:
-        """The next tokens, ``chunk_tokens`` at a time."""
+        """The next tokens as chunks of about ``chunk_tokens``, each to be read before the next is asked for.
+
+        Every process is given the last token.
+        """
         for start in range(0, num_tokens, chunk_tokens):
             left = num_tokens - start
             yield self._chunk(min(left, chunk_tokens), left)
 
     def extend(self, chunk: TokenChunk) -> None:
-        """Do nothing: layers count their tokens."""
+        """Note that every layer has seen the chunk: here layers count their tokens."""
 
     def collect(self, values_Bt: Tensor, chunk: TokenChunk) -> Tensor:
-        """The values themselves."""
+        """Values of all tokens of the chunk, [B, T] in order, from those of the tokens that each process was given."""
         return values_Bt
 
     def once(self, choose: Callable[[], list[int]], count: int) -> list[int]:
-        """What ``choose`` returns."""
+        """The ``count`` integers that one of the processes chooses, told to all."""
         return choose()
 
     def _chunk(self, num_tokens: int, left: int) -> TokenChunk:
@@ -181,7 +239,7 @@ class LocalKVCache:
             placement=self._slot,
         )
 
-    def _new_layer(self, number: int) -> LayerBuffer:
+    def _new_layer(self, number: int) -> LayerCache:
         if self._slot is None:
-            return LayerBuffer()
-        return LayerBuffer(self._slot.pool.layer(number), self._slot.number)
+            return LayerCache()
+        return LayerCache(self._slot.pool.layer(number), self._slot.number)

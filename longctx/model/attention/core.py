@@ -1,10 +1,12 @@
-"""AttentionCore: plan once a forward pass and kind of layer, then attend in every layer; the caches of decoding."""
+"""AttentionCore: plan once a forward pass and kind of layer, then attend in every layer.
+
+Axes: B rows, t tokens of this process, H query heads, K key/value heads, D query/key head size, V value head size.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
-from itertools import chain
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import torch
@@ -13,11 +15,9 @@ from torch import Tensor
 from longctx.batch import PackedDocuments
 from longctx.errors import ConfigError
 from longctx.kernels.attention.contract import Scores
-from longctx.kernels.dtypes import int64_tensor
+from longctx.model.attention.cache import KVCache, LayerCache, TokenChunk
 from longctx.model.attention.mask import AttentionMask
 from longctx.model.recompute import RecomputeCache
-
-_FEW_TOKENS = 32
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,131 +90,6 @@ class AttentionShapes:
             )
 
 
-@dataclass(frozen=True, eq=False, kw_only=True)
-class TokenChunk:
-    """New tokens that one forward pass adds to a cached sequence: a part of a prompt, or the token generated last."""
-
-    start: int
-    """Index of the chunk's first token in the sequence: as many tokens are cached before it."""
-    num_tokens: int
-    """Tokens of the chunk, on however many processes."""
-    sequence_tokens: int
-    """Tokens of the sequence once all that is known of it is read: it may go on behind the chunk."""
-    given: tuple[range, ...]
-    """Indices in the sequence of the tokens that this process is given, in their order."""
-    is_replicated: bool = True
-    """Whether every process is given all tokens of the chunk."""
-    expected_tokens: int = 0
-    """Tokens that are expected behind those that are known."""
-    placement: Any = None
-    """Where the chunk's tokens and all cached keys are, for the core that made the cache."""
-    sequences: tuple[TokenChunk, ...] = ()
-    """The chunks that these tokens are, of sequences with caches of their own; none for one sequence.
-
-    ``start`` then says nothing, and ``sequence_tokens`` is that of the longest.
-    """
-
-    @property
-    def num_given(self) -> int:
-        """Tokens that this process is given."""
-        return sum(map(len, self.given))
-
-    @property
-    def indices(self) -> Tensor:
-        """Indices in the sequence of the tokens that this process is given, int64 on the CPU."""
-        # As numbers where they are few, as in decoding: an operator for each range would take longer.
-        if self.num_given <= _FEW_TOKENS:
-            return int64_tensor(list(chain.from_iterable(self.given)))
-        return torch.cat([torch.arange(part.start, part.stop, part.step) for part in self.given])
-
-    @property
-    def later_tokens(self) -> int:
-        """Tokens that are known or expected to follow the chunk, on however many processes."""
-        return self.sequence_tokens - self.start - self.num_tokens + self.expected_tokens
-
-
-class LayerCache(Protocol):
-    """What one layer stores of the tokens already seen, for one sequence that grows."""
-
-    def append(
-        self, k_BtKD: Tensor, v_BtKV: Tensor | None, *, earlier_rows: int | None = None, later_rows: int = 0
-    ) -> tuple[Tensor, Tensor | None]:
-        """Store new keys and values; return all that are stored, [B, s, K, D] and [B, s, K, V].
-
-        Of those stored before, only the newest ``earlier_rows`` are still seen, and the others are freed; None for all.
-        ``later_rows`` are to follow. Values are None where they are channels of the keys.
-        """
-        ...
-
-    def add_state(self, state_sBKDW: Tensor, num_tokens: int) -> None:
-        """Add the state of new tokens to what a linear layer knows."""
-        ...
-
-    @property
-    def state(self) -> Tensor | None:
-        """The sum of what was added, None before anything was."""
-        ...
-
-
-class PassCache(Protocol):
-    """What a forward pass reads of the tokens already seen, and adds its own to: of one sequence or of several."""
-
-    def layer(self, number: int) -> Any:
-        """The cache of one layer: a ``LayerCache``, or one for each sequence."""
-        ...
-
-    def chunk(self, num_tokens: int) -> TokenChunk:
-        """The next tokens as a chunk that every process is given whole."""
-        ...
-
-    def extend(self, chunk: TokenChunk) -> None:
-        """Note that every layer has seen the chunk."""
-        ...
-
-
-class KVCache(PassCache, Protocol):
-    """Keys, values and states of the tokens already seen of a sequence, on one process or shared by several.
-
-    Processes that share a cache call each of its methods alike.
-    """
-
-    @property
-    def num_tokens(self) -> int:
-        """Tokens that every layer has seen."""
-        ...
-
-    def layer(self, number: int) -> LayerCache:
-        """The cache of one layer."""
-        ...
-
-    def expect(self, num_tokens: int) -> None:
-        """Make space for so many tokens behind what is read next, so that storing them copies nothing."""
-        ...
-
-    def copy(self) -> KVCache:
-        """A cache of the same tokens, with memory of its own: both may go on, in different ways."""
-        ...
-
-    def free(self) -> None:
-        """Forget all tokens and give their memory back: what is read next begins a sequence."""
-        ...
-
-    def chunks(self, num_tokens: int, chunk_tokens: int) -> Iterator[TokenChunk]:
-        """The next tokens as chunks of about ``chunk_tokens``, each to be read before the next is asked for.
-
-        Every process is given the last token.
-        """
-        ...
-
-    def collect(self, values_Bt: Tensor, chunk: TokenChunk) -> Tensor:
-        """Values of all tokens of the chunk, [B, T] in order, from those of the tokens that each process was given."""
-        ...
-
-    def once(self, choose: Callable[[], list[int]], count: int) -> list[int]:
-        """The ``count`` integers that one of the processes chooses, told to all."""
-        ...
-
-
 class Plan(Protocol):
     """What a core does in every layer of one kind, for one forward pass; what is in it is the core's own."""
 
@@ -256,20 +131,20 @@ class PassCore(Protocol):
         ...
 
 
-class AttentionCore(PassCore, Protocol):
+class AttentionCore(PassCore):
     """Exact attention of this process's queries over every key of the sequence that the mask lets them see."""
 
     def new_cache(self) -> KVCache:
         """An empty cache for a sequence that this core's processes continue."""
-        ...
+        return KVCache()
 
     def new_caches(self, most: int) -> Callable[[], KVCache]:
         """What makes an empty cache, of which at most so many are in use together: their rows may lie side by side."""
-        ...
+        return self.new_cache
 
     def plan_each(self, mask: AttentionMask, shapes: AttentionShapes, chunks: Sequence[TokenChunk]) -> Plan:
         """``plan`` for chunks of several sequences. ``mask`` and ``shapes`` are those of all tokens as one row."""
-        ...
+        return plan_alone(self, mask, shapes, chunks)
 
     def attend_each(
         self,
@@ -278,7 +153,7 @@ class AttentionCore(PassCore, Protocol):
         v_BtKV: Tensor,
         *,
         plan: Any,
-        caches: Sequence[Any],
+        caches: Sequence[LayerCache],
         scores: Scores | None = None,
         sinks_H: Tensor | None = None,
     ) -> Tensor:
@@ -286,4 +161,130 @@ class AttentionCore(PassCore, Protocol):
 
         Each sequence's is that of a call for it alone, but for rounding. There is no backward.
         """
-        ...
+        return attend_alone(self, q_BtHD, k_BtKD, v_BtKV, plan, caches, scores, sinks_H)
+
+
+@dataclass(frozen=True, eq=False)
+class EachAlone:
+    """A plan for some sequences, each by itself."""
+
+    sequences: tuple[int, ...]
+    """Which of the pass's sequences they are."""
+    tokens: tuple[slice, ...]
+    """Where their tokens are in the pass's row."""
+    plans: tuple[Any, ...]
+    in_graph: bool = False
+
+
+def plan_alone(
+    core: PassCore,
+    mask: AttentionMask,
+    shapes: AttentionShapes,
+    chunks: Sequence[TokenChunk],
+    sequences: Sequence[int] | None = None,
+    *,
+    has_placement: bool = True,
+) -> EachAlone:
+    """The core's own plan for each of these sequences, by default all; those that are alike share one.
+
+    Without ``has_placement`` the core plans by numbers of tokens alone.
+    """
+    if sequences is None:
+        sequences = range(len(chunks))
+    tokens = tokens_of(chunks)
+    plans = []
+    known: dict[Any, Plan] = {}
+    for sequence in sequences:
+        chunk, placement = chunks[sequence], None
+        if has_placement:
+            placement = chunk.placement
+        place = chunk.start, chunk.num_given, chunk.later_tokens, placement
+        if place not in known:
+            of_one = replace(shapes, tokens=chunk.num_given, cached_tokens=chunk.start, later_tokens=chunk.later_tokens)
+            known[place] = core.plan(mask, of_one, placement)
+        plans.append(known[place])
+    return EachAlone(tuple(sequences), tuple(tokens[sequence] for sequence in sequences), tuple(plans))
+
+
+def tokens_of(chunks: Sequence[TokenChunk]) -> list[slice]:
+    """Where the tokens of each sequence are in a pass's row on this process."""
+    found, start = [], 0
+    for chunk in chunks:
+        found.append(slice(start, start + chunk.num_given))
+        start += chunk.num_given
+    return found
+
+
+def attend_alone(
+    core: PassCore,
+    q_BtHD: Tensor,
+    k_BtKD: Tensor,
+    v_BtKV: Tensor,
+    plan: EachAlone,
+    caches: Sequence[LayerCache],
+    scores: Scores | None = None,
+    sinks_H: Tensor | None = None,
+) -> Tensor:
+    """Output [1, n, H, V] of a core that is called for one of the plan's sequences after another."""
+    outs = []
+    for sequence, tokens, of_one in zip(plan.sequences, plan.tokens, plan.plans, strict=True):
+        out = core(
+            q_BtHD[:, tokens],
+            k_BtKD[:, tokens],
+            v_BtKV[:, tokens],
+            plan=of_one,
+            cache=caches[sequence],
+            scores=scores,
+            sinks_H=sinks_H,
+        )
+        outs.append(out)
+    return torch.cat(outs, dim=1)
+
+
+# ------------------------------------------------------------------------------------ new tokens and a layer's cache
+
+
+def check_no_gradient(q_BtHD: Tensor) -> None:
+    """ConfigError where a backward pass would be wanted of attention over caches that has none."""
+    if torch.is_grad_enabled() and q_BtHD.requires_grad:
+        raise ConfigError("attention over these caches has no backward pass. Use torch.no_grad().")
+
+
+def append_rows(
+    cache: LayerCache,
+    k_BtKD: Tensor,
+    v_BtKV: Tensor,
+    shapes: AttentionShapes,
+    *,
+    earlier_rows: int | None,
+    later_rows: int,
+) -> tuple[Tensor, Tensor]:
+    """Store new keys and values; returns all that are stored and seen (``LayerCache.append``)."""
+    rows = {"earlier_rows": earlier_rows, "later_rows": later_rows}
+    if not shapes.values_in_keys:
+        keys, values = cache.append(k_BtKD, v_BtKV, **rows)
+        assert values is not None
+        return keys, values
+    keys, _ = cache.append(k_BtKD, None, **rows)
+    return keys, keys[..., : shapes.value_dim]
+
+
+def later_stored(mask: AttentionMask, shapes: AttentionShapes) -> int:
+    """Later tokens whose keys will be stored beside all that are: none where old keys make space for new."""
+    if not sees_all(mask):
+        return 0
+    return shapes.later_tokens
+
+
+def earlier_seen(mask: AttentionMask, shapes: AttentionShapes) -> int:
+    """Cached tokens, the newest, that some query of a chunk sees."""
+    assert shapes.cached_tokens is not None, "no cache"
+    if mask.window is None or sees_all(mask):
+        return shapes.cached_tokens
+    return min(shapes.cached_tokens, mask.window - 1)
+
+
+def sees_all(mask: AttentionMask) -> bool:
+    """Whether every cached token may be seen by some later query."""
+    # Sink tokens and those of a stride are seen from anywhere.
+    return mask.window is None or bool(mask.sink_tokens or mask.stride)

@@ -24,11 +24,17 @@ from longctx.kernels.attention.slices import AttentionSlice, slice_table
 from longctx.kernels.devices import on_cpu
 from longctx.kernels.dtypes import as_dtype
 from longctx.kernels.processor import Products
-from longctx.model.attention.cache import LocalKVCache
-from longctx.model.attention.cached import append_rows, check_no_gradient, earlier_seen, later_stored
-from longctx.model.attention.core import AttentionShapes, LayerCache, TokenChunk
+from longctx.model.attention.cache import KVCache, LayerCache, TokenChunk
+from longctx.model.attention.core import (
+    AttentionCore,
+    AttentionShapes,
+    append_rows,
+    attend_alone,
+    check_no_gradient,
+    earlier_seen,
+    later_stored,
+)
 from longctx.model.attention.mask import AttentionMask
-from longctx.model.attention.sequences import attend_alone
 from longctx.model.attention.slots import SlotPool
 from longctx.model.attention.strided import Piece, continuation, strided_work, whole_documents
 from longctx.model.attention.together import Alike, SequencesPlan, Together
@@ -54,7 +60,7 @@ class LocalPlan:
     in_graph: bool = True
 
 
-class LocalAttention:
+class LocalAttention(AttentionCore):
     """The core of one process, which holds every key: its documents are the kernel's slices."""
 
     def __init__(self, kernel: str = "auto", *, products: Products | None = None) -> None:
@@ -62,15 +68,11 @@ class LocalAttention:
         self.kernel = kernel
         self.products: Products | None = products
 
-    def new_cache(self) -> LocalKVCache:
-        """An empty cache of this process."""
-        return LocalKVCache()
-
-    def new_caches(self, most: int) -> Callable[[], LocalKVCache]:
+    def new_caches(self, most: int) -> Callable[[], KVCache]:
         """Makes empty caches of this process; short sequences are in slots of one pool."""
         if most == 1:
             return self.new_cache
-        return partial(LocalKVCache, SlotPool(most))
+        return partial(KVCache, SlotPool(most))
 
     def plan(self, mask: AttentionMask, shapes: AttentionShapes, placement: Any = None) -> LocalPlan:
         """Slices of the documents, or with a cache those of its newest tokens. ``placement`` says nothing new here.

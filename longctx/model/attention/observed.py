@@ -5,7 +5,6 @@ Axes: T tokens of the row, G groups of keys, H query heads, K key/value heads, D
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NoReturn
 
@@ -14,7 +13,8 @@ from torch import Tensor
 from torch.nn import functional
 
 from longctx.kernels.attention.contract import Scores
-from longctx.model.attention.core import AttentionShapes, LayerCache, TokenChunk
+from longctx.model.attention.cache import LayerCache
+from longctx.model.attention.core import AttentionCore, AttentionShapes
 from longctx.model.attention.local import LocalAttention, LocalPlan
 from longctx.model.attention.mask import AttentionMask
 from longctx.model.recompute import RecomputeCache
@@ -30,7 +30,7 @@ class ObservedPlan:
     in_graph: bool = False
 
 
-class ObservedAttention:
+class ObservedAttention(AttentionCore):
     """A core of one process. Of one layer's head it sums the softmax weights of each query over groups of keys.
 
     Weights times values that name the group of a key are those sums. So masks, biases and sinks are the kernel's own,
@@ -52,28 +52,6 @@ class ObservedAttention:
     def new_cache(self) -> NoReturn:
         """Raise: a cache's forward passes are several."""
         raise NotImplementedError("attention is observed in one forward pass, without a cache")
-
-    def new_caches(self, most: int) -> NoReturn:
-        """Raise, as ``new_cache``."""
-        self.new_cache()
-
-    def plan_each(self, mask: AttentionMask, shapes: AttentionShapes, chunks: Sequence[TokenChunk]) -> NoReturn:
-        """Raise, as ``new_cache``."""
-        self.new_cache()
-
-    def attend_each(
-        self,
-        q_BtHD: Tensor,
-        k_BtKD: Tensor,
-        v_BtKV: Tensor,
-        *,
-        plan: Any,
-        caches: Sequence[Any],
-        scores: Scores | None = None,
-        sinks_H: Tensor | None = None,
-    ) -> NoReturn:
-        """Raise, as ``new_cache``."""
-        self.new_cache()
 
     def plan(self, mask: AttentionMask, shapes: AttentionShapes, placement: Any = None) -> ObservedPlan:
         """The plan of a core of one process, with its mask."""

@@ -10,14 +10,13 @@ V value head size.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from longctx.kernels.attention.contract import Scores
-from longctx.model.attention.core import AttentionCore, AttentionShapes, KVCache, LayerCache, PassCore, Plan, TokenChunk
+from longctx.model.attention.cache import KVCache, LayerCache, TokenChunk
+from longctx.model.attention.core import AttentionCore, AttentionShapes, Plan
 from longctx.model.attention.mask import AttentionMask
 from longctx.model.recompute import RecomputeCache
 
@@ -84,78 +83,5 @@ class SequencesCore:
         return self._core.attend_each(q_BtHD, k_BtKD, v_BtKV, plan=plan, caches=cache, scores=scores, sinks_H=sinks_H)
 
 
-@dataclass(frozen=True, eq=False)
-class EachAlone:
-    """A plan for some sequences, each by itself."""
-
-    sequences: tuple[int, ...]
-    """Which of the pass's sequences they are."""
-    tokens: tuple[slice, ...]
-    """Where their tokens are in the pass's row."""
-    plans: tuple[Any, ...]
-    in_graph: bool = False
-
-
-def plan_alone(
-    core: PassCore,
-    mask: AttentionMask,
-    shapes: AttentionShapes,
-    chunks: Sequence[TokenChunk],
-    sequences: Sequence[int] | None = None,
-    *,
-    has_placement: bool = True,
-) -> EachAlone:
-    """The core's own plan for each of these sequences, by default all; those that are alike share one.
-
-    Without ``has_placement`` the core plans by numbers of tokens alone.
-    """
-    if sequences is None:
-        sequences = range(len(chunks))
-    tokens = tokens_of(chunks)
-    plans = []
-    known: dict[Any, Plan] = {}
-    for sequence in sequences:
-        chunk, placement = chunks[sequence], None
-        if has_placement:
-            placement = chunk.placement
-        place = chunk.start, chunk.num_given, chunk.later_tokens, placement
-        if place not in known:
-            of_one = replace(shapes, tokens=chunk.num_given, cached_tokens=chunk.start, later_tokens=chunk.later_tokens)
-            known[place] = core.plan(mask, of_one, placement)
-        plans.append(known[place])
-    return EachAlone(tuple(sequences), tuple(tokens[sequence] for sequence in sequences), tuple(plans))
-
-
-def tokens_of(chunks: Sequence[TokenChunk]) -> list[slice]:
-    """Where the tokens of each sequence are in a pass's row on this process."""
-    found, start = [], 0
-    for chunk in chunks:
-        found.append(slice(start, start + chunk.num_given))
-        start += chunk.num_given
-    return found
-
-
-def attend_alone(
-    core: PassCore,
-    q_BtHD: Tensor,
-    k_BtKD: Tensor,
-    v_BtKV: Tensor,
-    plan: EachAlone,
-    caches: Sequence[LayerCache],
-    scores: Scores | None = None,
-    sinks_H: Tensor | None = None,
-) -> Tensor:
-    """Output [1, n, H, V] of a core that is called for one of the plan's sequences after another."""
-    outs = []
-    for sequence, tokens, of_one in zip(plan.sequences, plan.tokens, plan.plans, strict=True):
-        out = core(
-            q_BtHD[:, tokens],
-            k_BtKD[:, tokens],
-            v_BtKV[:, tokens],
-            plan=of_one,
-            cache=caches[sequence],
-            scores=scores,
-            sinks_H=sinks_H,
-        )
-        outs.append(out)
-    return torch.cat(outs, dim=1)
+PassCache = KVCache | SequencesCache
+"""What a forward pass reads of the tokens already seen, and adds its own to: of one sequence or of several."""

@@ -15,10 +15,9 @@ from torch import Tensor
 
 from longctx.kernels.attention.contract import NewestTokensKernel, Scores
 from longctx.kernels.dtypes import as_dtype, int64_tensor
-from longctx.model.attention.cache import LayerBuffer
-from longctx.model.attention.core import AttentionShapes, PassCore, TokenChunk
+from longctx.model.attention.cache import LayerCache, TokenChunk
+from longctx.model.attention.core import AttentionShapes, EachAlone, PassCore, plan_alone
 from longctx.model.attention.mask import AttentionMask
-from longctx.model.attention.sequences import EachAlone, plan_alone
 from longctx.model.attention.slots import SLOT_TOKENS, Slot, SlotLayer, as_range
 
 
@@ -85,7 +84,7 @@ class Together:
         q_BtHD: Tensor,
         k_BtKD: Tensor,
         v_BtKV: Tensor,
-        caches: Sequence[LayerBuffer],
+        caches: Sequence[LayerCache],
         scores: Scores,
         sinks_H: Tensor | None,
     ) -> Tensor:
@@ -110,7 +109,7 @@ class Together:
         return x_BtHX[0].index_select(0, self.tokens_n)
 
 
-def pool_of(buffers: Sequence[LayerBuffer]) -> SlotLayer:
+def pool_of(buffers: Sequence[LayerCache]) -> SlotLayer:
     """The memory of which all of these buffers are slots; each counts a row that is put there."""
     pool = buffers[0].slots
     assert pool is not None, "rows that are in no slot"

@@ -13,9 +13,9 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from longctx.kernels.cross_entropy import SumsAndGradients, as_scalars, scaled
+from longctx.model.chunks.parts import WeightSums
 from longctx.model.chunks.store import in_turn
 from longctx.model.chunks.stream import ResidualStream
-from longctx.model.chunks.weight_sums import WeightSums
 
 ComputeLoss = Callable[..., SumsAndGradients]
 """``sums_and_gradients`` of (hidden_NM, targets_N=, wanted=, dweight_VM=)."""

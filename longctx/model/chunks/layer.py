@@ -168,7 +168,7 @@ class ChunkedLayer:
         for group, qkv in enumerate(groups_in_turn(projected, frees=frees)):
             store, cache = PutOnce(self.store), None
             if self.trains:
-                cache = RecomputeCache("attention", store, by_chunks=True)
+                cache = RecomputeCache("attention", store.put, by_chunks=True)
                 caches.append(cache)
             outs.append(store.put(self.parts.attend(group, qkv, self.parts.call.scores, cache)))
             store.forget()
@@ -199,7 +199,7 @@ class ChunkedLayer:
         dout: ByGroups | None = None
         arriving = in_turn(self.chunks, [dx, x, out])
         for cache, (tokens, (dy_BcM, x_BcM, heads_BcHV)) in zip(self.routing, arriving, strict=True):
-            with torch.enable_grad(), cache.contexts()[1]:
+            with torch.enable_grad(), cache:
                 inputs = leaves([x_BcM, heads_BcHV])
                 # The cache has the tokens' experts.
                 outputs = self.parts.finish(inputs[0], inputs[1], tokens, self.parts.call.experts, cache)
@@ -226,7 +226,7 @@ class ChunkedLayer:
             dout_BtHV = values.pop()
             # The cache has it.
             attended.out.free(group)
-            with torch.enable_grad(), cache.contexts()[1]:
+            with torch.enable_grad(), cache:
                 inputs = leaves(values)
                 out_BtHV = self.parts.attend(group, inputs, scores, cache)
                 found = differentiate([out_BtHV], inputs, [dout_BtHV])
@@ -255,7 +255,7 @@ class ChunkedLayer:
         """What the next chunk keeps of its experts."""
         if not self.trains:
             return None
-        self.routing.append(RecomputeCache(_KEPT_OF_EXPERTS[self.keep], self.store, by_chunks=True))
+        self.routing.append(RecomputeCache(_KEPT_OF_EXPERTS[self.keep], self.store.put, by_chunks=True))
         return self.routing[-1]
 
 

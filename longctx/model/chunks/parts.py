@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from longctx.kernels.attention.contract import Scores
+from longctx.kernels.dtypes import accumulate_dtype
 from longctx.model.block import Block, Call, Draws
-from longctx.model.chunks.weight_sums import WeightSums
 from longctx.model.experts.layer import MixtureOfExperts, MoECall
 from longctx.model.recompute import RecomputeCache
 from longctx.model.rotary import RotaryTable
@@ -75,6 +75,35 @@ class LayerParts:
         if attention is not None and ffn is not None:
             return attention.of_tokens(tokens), ffn.of_tokens(tokens)
         return attention, ffn
+
+
+class WeightSums:
+    """The gradients of some weights, summed in float32 (float64 for float64) and rounded once."""
+
+    def __init__(self, weights: Sequence[Tensor]) -> None:
+        self._weights = weights
+        self._sums: list[Tensor | None] = [None] * len(weights)
+
+    def add(self, gradients: Sequence[Tensor | None]) -> None:
+        """Add what one chunk gives to each weight; None for those that it does not meet. The tensors are taken over."""
+        for n, gradient in enumerate(gradients):
+            if gradient is None:
+                continue
+            total = self._sums[n]
+            if total is None:
+                self._sums[n] = gradient.to(accumulate_dtype(gradient.dtype))
+            else:
+                total += gradient
+
+    def results(self) -> list[Tensor | None]:
+        """The gradients in the dtypes of the weights; None for a weight to which nothing was added."""
+        results = []
+        for weight, total in zip(self._weights, self._sums, strict=True):
+            if total is not None:
+                total = total.to(weight.dtype)
+            results.append(total)
+        self._sums.clear()
+        return results
 
 
 class Differentiate:

@@ -14,14 +14,10 @@ import torch
 from torch import Tensor
 
 from longctx.model.copies import Copies, FromHost, HostTensor, Leaving, of_tokens
+from longctx.model.experts.dispatch import Pending, Ready
 
-
-class Arriving(Protocol):
-    """Values on their way to the device."""
-
-    def wait(self) -> Tensor:
-        """The values [B, c, …], on the device; they are read and not written to."""
-        ...
+Arriving = Pending[Tensor]
+"""Values [B, c, …] on their way to the device; they are read and not written to."""
 
 
 class Stored(Protocol):
@@ -124,14 +120,14 @@ class OnDevice:
         if self._whole is not None and sum(chunk.shape[1] for chunk in self._chunks.values()) == self._whole.shape[1]:
             self._whole = None
 
-    def fetch(self, tokens: slice) -> Here:
+    def fetch(self, tokens: slice) -> Ready[Tensor]:
         if tokens.start in self._chunks:
-            return Here(self._chunks[tokens.start])
+            return Ready(self._chunks[tokens.start])
         assert self._whole is not None, "nothing was written there"
-        return Here(self._whole[:, tokens])
+        return Ready(self._whole[:, tokens])
 
-    def whole(self) -> Here:
-        return Here(self.on_device())
+    def whole(self) -> Ready[Tensor]:
+        return Ready(self.on_device())
 
     def on_device(self) -> Tensor:
         if not self._chunks:
@@ -153,21 +149,11 @@ class InOnePlace:
     def write(self, tokens: slice, x: Tensor) -> None:
         self._values[:, tokens] = x
 
-    def fetch(self, tokens: slice) -> Here:
-        return Here(self._values[:, tokens])
+    def fetch(self, tokens: slice) -> Ready[Tensor]:
+        return Ready(self._values[:, tokens])
 
-    def whole(self) -> Here:
-        return Here(self._values)
-
-
-class Here:
-    """Values that have arrived."""
-
-    def __init__(self, values: Tensor) -> None:
-        self._values = values
-
-    def wait(self) -> Tensor:
-        return self._values
+    def whole(self) -> Ready[Tensor]:
+        return Ready(self._values)
 
 
 class HostMemory:

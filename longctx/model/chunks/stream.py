@@ -17,7 +17,10 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from longctx.errors import ConfigError
-from longctx.model.chunks.store import ChunkStore, Stored
+from longctx.model.chunks.disk import DiskStore, disk_in
+from longctx.model.chunks.store import ChunkStore, DeviceStore, HostMemory, Stored
+from longctx.model.copies import Copies
+from longctx.model.training_pass import Execution
 
 
 @dataclass(eq=False)
@@ -58,6 +61,20 @@ class ResidualStream:
     def leave(self, handle: Tensor) -> Tensor:
         """The residual stream [B, t, M] behind the last layer."""
         return _Leave.apply(handle, self)
+
+
+def new_stream(execution: Execution, tokens_Bt: Tensor) -> ResidualStream | None:
+    """The residual stream of these tokens; None where layers take them whole (``Execution.chunk_tokens``)."""
+    if not execution.chunk_tokens:
+        return None
+    num_tokens = tokens_Bt.shape[1]
+    store: ChunkStore = DeviceStore()
+    chunks = split_tokens(num_tokens, execution.chunk_tokens)
+    if execution.store == "host":
+        store = HostMemory(Copies(tokens_Bt.device))
+    if execution.store == "disk":
+        store = DiskStore(disk_in(execution.store_path), Copies(tokens_Bt.device), chunks)
+    return ResidualStream(store, chunks, num_tokens, execution.head_groups)
 
 
 def split_tokens(num_tokens: int, chunk_tokens: int) -> list[slice]:

@@ -20,7 +20,7 @@ from longctx.kernels.grouped import grouped_rows
 from longctx.model.experts.blocks import Blocks, SavedChunks
 from longctx.model.experts.call import ExpertsCall, Needs, Tokens, Weights, saved_widths
 from longctx.model.experts.gradient_sum import WeightGradients
-from longctx.model.layers.activations import gated, gated_backward
+from longctx.model.layers.mlp import gated, gated_backward
 
 
 def forward_blocks(tokens: Tokens, weights: Weights, call: ExpertsCall) -> tuple[Tensor, list[Tensor]]:

@@ -14,7 +14,7 @@ from longctx.kernels.grouped import grouped_outer, grouped_rows, sort_by_expert,
 from longctx.kernels.processor import Products
 from longctx.model.experts.call import ExpertsCall, Needs, Tokens, Weights, saved_widths
 from longctx.model.experts.gradient_sum import WeightGradients
-from longctx.model.layers.activations import gated, gated_backward
+from longctx.model.layers.mlp import gated, gated_backward
 
 
 def forward_grouped(tokens: Tokens, weights: Weights, call: ExpertsCall) -> tuple[Tensor, list[Tensor]]:

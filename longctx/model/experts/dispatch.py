@@ -6,8 +6,8 @@
     gates_Sk, local_experts_Sk = handle.dispatch_routing(gates_Nk[tile]).wait()
     out_nM = handle.combine(out_SM, dtype).wait()
 
-``LocalDispatcher`` belongs to a process that holds all experts. A dispatcher that spreads experts over processes has
-the same protocol and lives outside this package; experts cannot tell which one they were given. It owns no parameters.
+``TokenDispatcher`` itself belongs to a process that holds all experts. Those that spread experts over processes derive
+from it and live outside this package; experts cannot tell which one they were given. It owns no parameters.
 A token is sent once to each process that holds any of its experts, however many, and one sum comes back from each.
 
 Axes: N tokens of this process, n of one tile, S tokens that arrive for a tile, k experts a token.
@@ -16,7 +16,7 @@ Axes: N tokens of this process, n of one tile, S tokens that arrive for a tile, 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Generic, NamedTuple, Protocol, TypeVar
 
 import torch
@@ -60,43 +60,38 @@ class DispatchSizes(NamedTuple):
     """The layer that the tile is of, where the dispatcher knows it: for messages about what is sent."""
 
 
-class DispatchHandle(Protocol):
-    """One tile's tokens on their way to their experts and back."""
+class DispatchHandle:
+    """One tile's tokens on their way to their experts and back; here they are with their experts already."""
 
-    @property
-    def num_assignments(self) -> int | None:
-        """Assignments of the received tokens that have their expert here; None where only the device knows."""
-        ...
+    def __init__(self, experts_nk: Tensor, num_assignments: int | None = None) -> None:
+        """``num_assignments`` of the received tokens have their expert here; None where only the device knows."""
+        self.experts_nk, self.num_assignments = experts_nk, num_assignments
 
     def dispatch(self, of_tokens_nX: Tensor, communication_dtype: torch.dtype) -> Pending[Tensor]:
         """Send something of every token to its experts, as ``communication_dtype``; [S, …] arrive. Collective."""
-        ...
+        return Ready(of_tokens_nX)
 
     def dispatch_routing(self, gates_nk: Tensor) -> Pending[tuple[Tensor, Tensor]]:
         """Send every token's gates and expert ids to its experts. Collective.
 
         [S, k] each arrive: gates, and ids that count from this process's first expert, −1 for an expert elsewhere.
         """
-        ...
+        return Ready((gates_nk, self.experts_nk))
 
     def combine(self, of_tokens_SX: Tensor, communication_dtype: torch.dtype) -> Pending[Tensor]:
         """Send what was made of every token back to its owner, as ``communication_dtype``. Collective.
 
         Its sums over processes arrive, [n, …], added in a fixed order in float32 (float64 for float64).
         """
-        ...
-
-    def bytes_sent(self, bytes_per_token: int) -> int:
-        """Bytes that ``dispatch`` of so many for a token sends to other processes."""
-        ...
+        return Ready(of_tokens_SX)
 
 
-class TokenDispatcher(Protocol):
-    """Where the experts of a layer live."""
+class TokenDispatcher:
+    """Where the experts of a layer live: here all on this process, so that nothing is sent or waited for."""
 
-    local_experts: slice
+    local_experts = slice(None)
     """The experts whose weights this process holds."""
-    is_distributed: bool
+    is_distributed = False
     """Whether tokens leave this process."""
 
     def plan(self, experts_Nk: Tensor, tiles: Sequence[slice]) -> list[DispatchSizes]:
@@ -104,19 +99,19 @@ class TokenDispatcher(Protocol):
 
         Every process that shares the experts has as many tiles; any number of tokens, also none.
         """
-        ...
+        return [DispatchSizes() for _ in tiles]
 
     def handle(self, experts_nk: Tensor, sizes: DispatchSizes) -> DispatchHandle:
         """The handle of one tile. Nothing is sent yet."""
-        ...
+        return DispatchHandle(experts_nk)
 
     def of_replicated(self) -> TokenDispatcher:
         """The dispatcher of tokens that every process of the sequence has alike: each goes to its experts once."""
-        ...
+        return self
 
     def gather(self, values_NX: Tensor) -> Tensor:
         """[P, …]: these [N, …] of every process that shares the sequence, this process's among them. Collective."""
-        ...
+        return values_NX
 
 
 RECOMPUTE = ("none", "activation", "all")
@@ -127,60 +122,13 @@ RECOMPUTE = ("none", "activation", "all")
 class ExpertRun:
     """How a forward pass runs its experts."""
 
-    dispatcher: TokenDispatcher
+    dispatcher: TokenDispatcher = field(default_factory=TokenDispatcher)
     tile_tokens: int = 0
     """Tokens of this process that are dispatched at a time, while the tile before computes; 0 is all at once."""
     recompute: str = "activation"
     """One of ``RECOMPUTE``. With all, tiles bound the memory of backward too, and it dispatches tokens once more."""
     products: Products = "native"
     """How a CPU multiplies bfloat16."""
-
-
-@dataclass(frozen=True)
-class LocalHandle:
-    """A tile whose tokens are with their experts already."""
-
-    experts_nk: Tensor
-    num_assignments: int | None = None
-
-    def dispatch(self, of_tokens_nX: Tensor, communication_dtype: torch.dtype) -> Pending[Tensor]:
-        """Return the tokens in the dtype that they have."""
-        return Ready(of_tokens_nX)
-
-    def dispatch_routing(self, gates_nk: Tensor) -> Pending[tuple[Tensor, Tensor]]:
-        """Return gates and ids."""
-        return Ready((gates_nk, self.experts_nk))
-
-    def combine(self, of_tokens_SX: Tensor, communication_dtype: torch.dtype) -> Pending[Tensor]:
-        """Return the results in the dtype that they have."""
-        return Ready(of_tokens_SX)
-
-    def bytes_sent(self, bytes_per_token: int) -> int:
-        """None."""
-        return 0
-
-
-class LocalDispatcher:
-    """All experts are on this process. Nothing is sent, and nothing waits for the device."""
-
-    local_experts = slice(None)
-    is_distributed = False
-
-    def plan(self, experts_Nk: Tensor, tiles: Sequence[slice]) -> list[DispatchSizes]:
-        """Sizes that say nothing, for nothing is sent."""
-        return [DispatchSizes() for _ in tiles]
-
-    def handle(self, experts_nk: Tensor, sizes: DispatchSizes) -> DispatchHandle:
-        """A handle that leaves tokens where they are."""
-        return LocalHandle(experts_nk)
-
-    def of_replicated(self) -> TokenDispatcher:
-        """This one: all experts are here."""
-        return self
-
-    def gather(self, values_NX: Tensor) -> Tensor:
-        """The values themselves."""
-        return values_NX
 
 
 def tiles_of(num_tokens: int, tile_tokens: int) -> list[slice]:

@@ -19,7 +19,7 @@ from longctx.kernels.dtypes import accumulate_dtype
 from longctx.kernels.graphs import outside_graphs
 from longctx.model.experts.call import ExpertsCall, Needs, Tokens, Weights
 from longctx.model.experts.compute_cpu import forward_few
-from longctx.model.experts.dispatch import ExpertRun, LocalDispatcher, tiles_of
+from longctx.model.experts.dispatch import ExpertRun, tiles_of
 from longctx.model.experts.operators import backward_in_graph, forward_in_graph
 from longctx.model.experts.tiles import Routed, backward_tiles, computes_in_blocks, forward_tiles, is_decoding
 from longctx.model.recompute import RecomputeCache
@@ -61,7 +61,7 @@ class Experts(nn.Module):
         computes and sends nothing, and its result is NaN, unless ``values_again`` says that its values are read.
         Collective where experts are distributed.
         """
-        run = run or ExpertRun(LocalDispatcher())
+        run = run or ExpertRun()
         assert run.dispatcher.local_experts == self.local_experts
         if run.recompute != "all" and (recompute_cache is not None or not self._is_trained(x_NM, gates_Nk)):
             run = replace(run, recompute="all")  # nothing is saved but what was given

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from longctx.config import ModelConfig
 from longctx.kernels.dtypes import as_dtype
 from longctx.model.experts.capacity import Capacity
-from longctx.model.experts.dispatch import ExpertRun, LocalDispatcher
+from longctx.model.experts.dispatch import ExpertRun
 from longctx.model.experts.experts import Experts
 from longctx.model.experts.replay import RoutingOfTokens, RoutingReplay
 from longctx.model.experts.router import Router, Routing, route, router_stats
@@ -40,7 +40,7 @@ class Admitted(NamedTuple):
 class MoECall:
     """What a forward pass tells all layers of experts."""
 
-    run: ExpertRun = field(default_factory=lambda: ExpertRun(LocalDispatcher()))
+    run: ExpertRun = field(default_factory=ExpertRun)
     documents_Bt: Tensor | None = None
     """Which document each token belongs to, negative for padding; None leaves statistics out."""
     num_documents: int = 0

@@ -6,6 +6,7 @@ Axes as in ``tiles``.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -13,7 +14,7 @@ from torch import Tensor
 from longctx.kernels.dtypes import accumulate_dtype
 from longctx.kernels.processor import Products
 from longctx.model.experts.call import ExpertsCall, Needs, Weights, saved_widths
-from longctx.model.experts.dispatch import ExpertRun, LocalDispatcher, tiles_of
+from longctx.model.experts.dispatch import ExpertRun, TokenDispatcher, tiles_of
 from longctx.model.experts.tiles import Routed, backward_tiles, computes_in_blocks, forward_tiles
 
 _TENSORS = (
@@ -27,19 +28,8 @@ _library.define(f"experts_backward(Tensor dout, {_TENSORS}, Tensor[] saved, {_OP
 
 def forward_in_graph(routed: Routed, weights: Weights, call: ExpertsCall) -> tuple[Tensor, list[Tensor]]:
     """``forward_tiles`` as one operator; returns the output, and what all tiles save."""
-    out_NM, *saved = torch.ops.longctx.experts_forward.default(
-        routed.x_NM,
-        routed.gates_Nk,
-        routed.experts_Nk,
-        weights.gate_up_eFM,
-        weights.down_eMF,
-        weights.gate_up_bias_eF,
-        weights.down_bias_eM,
-        call.activation,
-        call.run.tile_tokens,
-        call.run.recompute,
-        call.run.products,
-    )
+    given = routed + weights + _options_of(call)
+    out_NM, *saved = torch.ops.longctx.experts_forward.default(*given)
     return out_NM, saved
 
 
@@ -47,122 +37,55 @@ def backward_in_graph(
     dout_NM: Tensor, routed: Routed, weights: Weights, saved: Sequence[Tensor], call: ExpertsCall, needs: Needs
 ) -> list[Tensor]:
     """``backward_tiles`` as one operator; an empty tensor where no gradient is needed."""
-    return torch.ops.longctx.experts_backward.default(
-        dout_NM,
-        routed.x_NM,
-        routed.gates_Nk,
-        routed.experts_Nk,
-        weights.gate_up_eFM,
-        weights.down_eMF,
-        weights.gate_up_bias_eF,
-        weights.down_bias_eM,
-        saved,
-        call.activation,
-        call.run.tile_tokens,
-        call.run.recompute,
-        call.run.products,
-        list(needs),
-    )
+    given = (dout_NM,) + routed + weights + (saved,) + _options_of(call) + (list(needs),)  # noqa: RUF005
+    return torch.ops.longctx.experts_backward.default(*given)
 
 
-def _call(activation: str, tile_tokens: int, recompute: str, products: Products) -> ExpertsCall:
+def _options_of(call: ExpertsCall) -> tuple[str, int, str, Products]:
+    return call.activation, call.run.tile_tokens, call.run.recompute, call.run.products
+
+
+def _call(options: Sequence[Any]) -> ExpertsCall:
     """The call that these options describe."""
+    activation, tile_tokens, recompute, products = options
     # sizes that do not depend on the routing, so that the fake implementations know them
-    return ExpertsCall(activation, ExpertRun(LocalDispatcher(), tile_tokens, recompute, products), fixed_sizes=True)
+    return ExpertsCall(activation, ExpertRun(TokenDispatcher(), tile_tokens, recompute, products), fixed_sizes=True)
 
 
-def _forward(
-    x: Tensor,
-    gates: Tensor,
-    experts: Tensor,
-    gate_up: Tensor,
-    down: Tensor,
-    gate_up_bias: Tensor | None,
-    down_bias: Tensor | None,
-    activation: str,
-    tile_tokens: int,
-    recompute: str,
-    products: Products,
-) -> list[Tensor]:
-    weights = Weights(gate_up, down, gate_up_bias, down_bias)
-    call = _call(activation, tile_tokens, recompute, products)
-    out, saved, _ = forward_tiles(Routed(x, gates, experts), weights, call)
+# What an operator is given stands in its schema above: three tensors of ``Routed``, four of ``Weights``, four options.
+
+
+def _forward(*given: Any) -> list[Tensor]:
+    out, saved, _ = forward_tiles(Routed._make(given[:3]), Weights._make(given[3:7]), _call(given[7:]))
     return [out] + [tensor for of_tile in saved for tensor in of_tile]
 
 
-def _backward(
-    dout: Tensor,
-    x: Tensor,
-    gates: Tensor,
-    experts: Tensor,
-    gate_up: Tensor,
-    down: Tensor,
-    gate_up_bias: Tensor | None,
-    down_bias: Tensor | None,
-    saved: Sequence[Tensor],
-    activation: str,
-    tile_tokens: int,
-    recompute: str,
-    products: Products,
-    needs: Sequence[bool],
-) -> list[Tensor]:
-    weights = Weights(gate_up, down, gate_up_bias, down_bias)
-    call = _call(activation, tile_tokens, recompute, products)
+def _backward(dout: Tensor, *given: Any) -> list[Tensor]:
+    routed, weights, saved, needs = Routed._make(given[:3]), Weights._make(given[3:7]), given[7], given[12]
+    call = _call(given[8:12])
     # the list of all tiles' tensors back to one list a tile
-    num_saved = len(saved_widths(recompute, weights, in_blocks=computes_in_blocks(x)))
-    num_tiles = len(tiles_of(len(x), tile_tokens))
+    num_saved = len(saved_widths(call.run.recompute, weights, in_blocks=computes_in_blocks(routed.x_NM)))
+    num_tiles = len(tiles_of(len(routed.x_NM), call.run.tile_tokens))
     of_tiles = [list(saved[n * num_saved : (n + 1) * num_saved]) for n in range(num_tiles)]
-    grads = backward_tiles(dout, Routed(x, gates, experts), weights, of_tiles, None, call, Needs._make(needs))
+    grads = backward_tiles(dout, routed, weights, of_tiles, None, call, Needs._make(needs))
     # an operator returns tensors only: an empty one stands for none
-    made = []
-    for grad in grads:
-        if grad is None:
-            made.append(x.new_empty(0))
-        else:
-            made.append(grad)
-    return made
+    return [dout.new_empty(0) if grad is None else grad for grad in grads]
 
 
-def _fake_forward(
-    x: Tensor,
-    gates: Tensor,
-    experts: Tensor,
-    gate_up: Tensor,
-    down: Tensor,
-    gate_up_bias: Tensor | None,
-    down_bias: Tensor | None,
-    activation: str,
-    tile_tokens: int,
-    recompute: str,
-    products: Products,
-) -> list[Tensor]:
-    weights = Weights(gate_up, down, gate_up_bias, down_bias)
-    widths = saved_widths(recompute, weights, in_blocks=computes_in_blocks(x))
+def _fake_forward(*given: Any) -> list[Tensor]:
+    (x, _, experts), weights, call = given[:3], Weights._make(given[3:7]), _call(given[7:])
+    widths = saved_widths(call.run.recompute, weights, in_blocks=computes_in_blocks(x))
     made = [x.new_empty(x.shape, dtype=accumulate_dtype(x.dtype))]
-    for tile in tiles_of(len(x), tile_tokens):
+    for tile in tiles_of(len(x), call.run.tile_tokens):
         made += [x.new_empty(experts[tile].numel(), width) for width in widths]
     return made
 
 
-def _fake_backward(
-    dout: Tensor,
-    x: Tensor,
-    gates: Tensor,
-    experts: Tensor,
-    gate_up: Tensor,
-    down: Tensor,
-    gate_up_bias: Tensor | None,
-    down_bias: Tensor | None,
-    saved: Sequence[Tensor],
-    activation: str,
-    tile_tokens: int,
-    recompute: str,
-    products: Products,
-    needs: Sequence[bool],
-) -> list[Tensor]:
-    wanted = Needs._make(needs)._replace(gates=True)  # gates' gradients are made in any case
+def _fake_backward(dout: Tensor, *given: Any) -> list[Tensor]:
+    x = given[0]
+    wanted = Needs._make(given[12])._replace(gates=True)  # gates' gradients are made in any case
     made = []
-    for tensor, is_needed in zip((x, gates, gate_up, down, gate_up_bias, down_bias), wanted, strict=True):
+    for tensor, is_needed in zip(given[:2] + given[3:7], wanted, strict=True):
         if tensor is None or not is_needed:
             made.append(x.new_empty(0))
         else:

@@ -1,16 +1,46 @@
-"""The FFN of one width: of a dense layer, and of the expert that all tokens share.
+"""The FFN of one width, and its activations, which keep their inputs for backward and nothing else.
 
 Axes: N tokens (any leading shape), M model width, F FFN width.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 
 from longctx.architecture.rules import GATED
 from longctx.config import ModelConfig
-from longctx.model.layers.activations import PLAIN, gated_linear
+from longctx.kernels.dtypes import accumulate_dtype
+from longctx.kernels.matmul import linear, linear_graph, multiply, multiply_backward, no_values, sum_rows
+from longctx.kernels.processor import Products
 from longctx.model.layers.linear import Linear
+
+_gelu_tanh = partial(nn.functional.gelu, approximate="tanh")
+
+PLAIN: dict[str, Callable[[Tensor], Tensor]] = {
+    "gelu": nn.functional.gelu,
+    "gelu_tanh": _gelu_tanh,
+    "relu": nn.functional.relu,
+    "relu2": lambda x: nn.functional.relu(x).square(),
+}
+
+_ACTIVATION: dict[str, Callable[[Tensor], Tensor]] = {
+    "swiglu": nn.functional.silu,
+    "geglu": nn.functional.gelu,
+    "geglu_tanh": _gelu_tanh,
+}
+"""Of kinds that multiply up by a function of gate alone."""
+
+_ACTIVATION_GRADIENT: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "swiglu": torch.ops.aten.silu_backward,
+    "geglu": torch.ops.aten.gelu_backward,
+    "geglu_tanh": partial(torch.ops.aten.gelu_backward, approximate="tanh"),
+}
 
 
 class GatedLinear(Linear):
@@ -44,3 +74,125 @@ class FeedForward(nn.Module):
             gate_NF, up_NF = self.gate_proj(x_NM), self.up_proj(x_NM)
             return self.down_proj(gate_NF, up_NF, self.activation, only_graph=only_graph)
         return self.down_proj(PLAIN[self.activation](self.up_proj(x_NM)), only_graph=only_graph)
+
+
+_OAI_ALPHA, _OAI_LIMIT = 1.702, 7.0
+"""GPT-OSS's steepness of the sigmoid and bound on both inputs."""
+
+
+def gated(kind: str, gate_NF: Tensor, up_NF: Tensor, scale_N: Tensor | None = None) -> Tensor:
+    """activation(gate) · up, each row times ``scale`` where one is given. Autograd sees nothing of it."""
+    product = _product(kind, gate_NF, up_NF)
+    if scale_N is None:
+        return product
+    # Float32 scales: multiplied in float32 and rounded once, and never there as a whole in float32.
+    return product.mul_(scale_N.unsqueeze(-1))
+
+
+def gated_backward(
+    kind: str, dout_NF: Tensor, gate_NF: Tensor, up_NF: Tensor, scale_N: Tensor | None = None
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Gradients of ``gated`` for gate, up and scale; ``dout`` is overwritten."""
+    dscale = None
+    if scale_N is not None:
+        # one number from F channels: summed in float32
+        product = _product(kind, gate_NF, up_NF)
+        dscale = product.mul_(dout_NF).sum(-1, dtype=accumulate_dtype(up_NF.dtype)).to(scale_N.dtype)
+        del product
+        dout_NF.mul_(scale_N.unsqueeze(-1))
+    dgate_NF, dup_NF = _product_gradient(kind, dout_NF, gate_NF, up_NF)
+    return dgate_NF, dup_NF, dscale
+
+
+def gated_linear(
+    kind: str,
+    gate_NF: Tensor,
+    up_NF: Tensor,
+    weight_MF: Tensor,
+    bias_M: Tensor | None = None,
+    *,
+    products: Products,
+    only_graph: bool = False,
+) -> Tensor:
+    """(activation(gate) · up) · weightᵀ + bias, [N, M]; backward forms the inner product again and keeps none of it.
+
+    With ``only_graph`` nothing is computed, and the result is NaN (``linear_graph``).
+    """
+    if not torch.is_grad_enabled():
+        return multiply(gated(kind, gate_NF, up_NF), weight_MF, bias_M, products=products)
+    # Its gradient asks autograd, which a graph cannot hold; what a graph keeps, its partitioner decides as well.
+    if kind == "swiglu_oai" and torch.compiler.is_compiling():
+        multiplied = linear
+        if only_graph:
+            multiplied = linear_graph
+        return multiplied(gated(kind, gate_NF, up_NF), weight_MF, bias_M, products=products)
+    return _GatedLinear.apply(gate_NF, up_NF, weight_MF, bias_M, kind, products, only_graph)
+
+
+class _GatedLinear(torch.autograd.Function):
+    """Saves the parameter itself: ZeRO-3 frees a gathered weight by emptying the parameter."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        gate: Tensor,
+        up: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        kind: str,
+        products: Products,
+        only_graph: bool,
+    ) -> Tensor:
+        ctx.save_for_backward(gate, up, weight)
+        ctx.kind, ctx.products = kind, products
+        if only_graph:
+            return no_values(gate, weight)
+        return multiply(gated(kind, gate, up), weight, bias, products=products)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dout: Tensor):  # type: ignore[override]
+        gate, up, weight = ctx.saved_tensors
+        # the function of gate serves the product and up's gradient: it costs as much as three products
+        activated: Tensor | None = None
+        if ctx.kind in _ACTIVATION:
+            activated = _ACTIVATION[ctx.kind](gate)
+            inner = activated * up
+        else:
+            inner = gated(ctx.kind, gate, up)
+        dinner, dweight = multiply_backward(
+            dout, inner, weight, needs_x=True, needs_weight=ctx.needs_input_grad[2], products=ctx.products
+        )
+        assert dinner is not None
+        # Where backward is largest: of five tensors of this size that are then alive two are results.
+        del inner
+        dgate, dup = _product_gradient(ctx.kind, dinner, gate, up, activated)
+        dbias: Tensor | None = None
+        if ctx.needs_input_grad[3]:
+            dbias = sum_rows(dout)
+        return dgate, dup, dweight, dbias, None, None, None
+
+
+def _product(kind: str, gate: Tensor, up: Tensor) -> Tensor:
+    """activation(gate) · up, in new memory."""
+    if kind == "swiglu_oai":
+        gate, up = gate.clamp(max=_OAI_LIMIT), up.clamp(-_OAI_LIMIT, _OAI_LIMIT)
+        return (gate * torch.sigmoid(_OAI_ALPHA * gate)).mul_(up + 1)
+    return _ACTIVATION[kind](gate).mul_(up)
+
+
+def _product_gradient(
+    kind: str, dout: Tensor, gate: Tensor, up: Tensor, activated: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """Gradients of gate and up; ``dout`` is overwritten, and ``activated``, the function of gate, where it is given."""
+    if kind == "swiglu_oai":
+        # no operator of PyTorch's has this gradient: its pieces' are put together by autograd, on this product alone
+        with torch.enable_grad():
+            inputs = gate.detach().requires_grad_(), up.detach().requires_grad_()
+            bounded, other = inputs[0].clamp(max=_OAI_LIMIT), inputs[1].clamp(-_OAI_LIMIT, _OAI_LIMIT)
+            product = bounded * torch.sigmoid(_OAI_ALPHA * bounded) * (other + 1)
+        return torch.autograd.grad(product, inputs, dout)  # type: ignore[return-value]
+    if activated is None:
+        activated = _ACTIVATION[kind](gate)
+    dup = activated.mul_(dout)
+    return _ACTIVATION_GRADIENT[kind](dout.mul_(up), gate), dup

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,10 +10,9 @@ from torch import Tensor
 from longctx.batch import PackedDocuments
 from longctx.kernels.attention.contract import Scores
 from longctx.kernels.linear_attention import Segments, linear_attention
-from longctx.model.attention.cache import LocalKVCache
-from longctx.model.attention.core import AttentionShapes, LayerCache, TokenChunk
+from longctx.model.attention.cache import LayerCache
+from longctx.model.attention.core import AttentionCore, AttentionShapes
 from longctx.model.attention.mask import AttentionMask
-from longctx.model.attention.sequences import EachAlone, attend_alone, plan_alone
 from longctx.model.recompute import RecomputeCache
 
 
@@ -27,15 +25,11 @@ class LocalLinearPlan:
     in_graph: bool = False
 
 
-class LocalLinearAttention:
+class LocalLinearAttention(AttentionCore):
     """Linear attention (feature map elu + 1) of one process, which holds every key: its documents are segments.
 
     A cache holds one state a layer, [1, B, K, D, V + 1], however many tokens it has seen.
     """
-
-    def new_cache(self) -> LocalKVCache:
-        """An empty cache of this process."""
-        return LocalKVCache()
 
     def plan(self, mask: AttentionMask, shapes: AttentionShapes, placement: Any = None) -> LocalLinearPlan:
         """The documents as segments; with a cache one segment, which continues what the cache has seen."""
@@ -72,25 +66,3 @@ class LocalLinearAttention:
         q, k, v = (x.reshape(1, B * T, x.shape[2], x.shape[3]) for x in (q_BtHD, k_BtKD, v_BtKV))
         out, _ = linear_attention(q, k, v, segments=plan.segments, causal=plan.causal)
         return out.view(B, T, H, v_BtKV.shape[3])
-
-    def new_caches(self, most: int) -> Callable[[], LocalKVCache]:
-        """Makes empty caches of this process."""
-        return self.new_cache
-
-    def plan_each(self, mask: AttentionMask, shapes: AttentionShapes, chunks: Sequence[TokenChunk]) -> EachAlone:
-        """A segment for each sequence."""
-        return plan_alone(self, mask, shapes, chunks)
-
-    def attend_each(
-        self,
-        q_BtHD: Tensor,
-        k_BtKD: Tensor,
-        v_BtKV: Tensor,
-        *,
-        plan: EachAlone,
-        caches: Sequence[LayerCache],
-        scores: Scores | None = None,
-        sinks_H: Tensor | None = None,
-    ) -> Tensor:
-        """Output [1, t, H, V] of each token after the state of its own cache."""
-        return attend_alone(self, q_BtHD, k_BtKD, v_BtKV, plan, caches)

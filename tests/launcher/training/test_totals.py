@@ -16,7 +16,7 @@ from launcher.training.hooks.dead_experts import DeadExperts
 from launcher.training.totals import StepSums, StepTotals
 from longctx.config import ModelConfig
 from longctx.model.experts.router import RouterDiagnostics
-from longctx.objectives.loss_sum import LossSum
+from longctx.objectives.task import LossSum
 from tests.helpers import run_distributed
 
 MODEL = ModelConfig(num_layers=4, num_experts=4, experts_per_token=2, dense_layers=(0, 2))

@@ -48,7 +48,7 @@ REFUSED = {
     "no window": ({"layers": ("window",)}, "window=0 with .*at least 1.*Set it"),
     "idle window": ({"window": 8}, "window=8 with .*nothing else reads it. Try model.window=0"),
     "no stride": ({"layers": ("sparse",), "window": 3}, "sparse_stride=0 with .*Set it"),
-    "idle stride": ({"sparse_stride": 8}, "sparse_stride=8 with .*Try 0"),
+    "idle stride": ({"sparse_stride": 8}, "sparse_stride=8 with .*Try model.sparse_stride=0"),
     "cap of linear layers": ({"layers": ("linear",), "attention_softcap": 2.0}, "attention_softcap=2.0 means nothing"),
     "bias of linear layers": ({"layers": ("linear",), "position": "alibi"}, "position='alibi' .*Try rope"),
     "half latent": ({"rope_head_dim": 4}, "rope_head_dim=4 belongs to latent attention; set model.kv_lora_rank"),

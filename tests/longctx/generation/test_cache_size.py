@@ -7,7 +7,7 @@ import torch
 
 from longctx.generation.cache_size import cache_bytes
 from longctx.generation.reading import read
-from longctx.model.attention.cache import LayerBuffer
+from longctx.model.attention.cache import LayerCache
 from longctx.model.attention.local import LocalAttention
 from longctx.model.decoder import Decoder
 from tests.longctx.cached_models import MODELS, config_of, ids_of
@@ -15,7 +15,7 @@ from tests.longctx.cached_models import MODELS, config_of, ids_of
 CHUNK_TOKENS = 16
 
 
-def buffer_bytes(layer: LayerBuffer) -> int:
+def buffer_bytes(layer: LayerCache) -> int:
     tensors = [x for x in vars(layer).values() if isinstance(x, torch.Tensor)]
     return sum(x.numel() * x.element_size() for x in tensors)
 

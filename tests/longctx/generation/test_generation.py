@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from longctx.errors import ConfigError
 from longctx.generation.loop import generate
 from longctx.generation.sampling import Greedy, Sample
-from longctx.model.attention.cache import LocalKVCache
+from longctx.model.attention.cache import KVCache
 from longctx.model.decoder import Decoder
 from tests.longctx.generation.models import CONFIGS, PROMPT, in_transformers, random_model, theirs
 
@@ -57,7 +57,7 @@ def test_sampling_is_transformers_sampling_token_for_token(model, reference, opt
 
 def test_what_generation_leaves_behind_serves_other_modes(model):
     """Generation runs in inference mode: its cache goes on outside of it, and training trains."""
-    cache = LocalKVCache()
+    cache = KVCache()
     new_ids = generate(model, PROMPT, 9, cache=cache)
     with torch.no_grad():
         cached = model(torch.tensor([new_ids[-1:]]), torch.tensor([[cache.num_tokens]]), cache=cache)
@@ -71,7 +71,7 @@ def test_what_generation_leaves_behind_serves_other_modes(model):
 @pytest.mark.parametrize("strategy", [Greedy(), Sample(seed=3, temperature=0.9, top_p=0.95)])
 def test_the_cache_changes_nothing(model, strategy):
     assert generate(model, PROMPT, 40, strategy) == generate(model, PROMPT, 40, strategy, use_cache=False)
-    assert generate(model, PROMPT, 40, strategy, cache=LocalKVCache()) == generate(model, PROMPT, 40, strategy)
+    assert generate(model, PROMPT, 40, strategy, cache=KVCache()) == generate(model, PROMPT, 40, strategy)
 
 
 def test_each_step_sees_the_logits_of_a_whole_forward(model):

@@ -17,7 +17,7 @@ from longctx.generation.beams import Beams
 from longctx.generation.loop import generate
 from longctx.generation.reading import read, read_each, token_nll
 from longctx.generation.scoring import score_behind
-from longctx.model.attention.cache import LayerBuffer, LocalKVCache
+from longctx.model.attention.cache import KVCache, LayerCache
 from longctx.model.attention.local import LocalAttention
 from longctx.model.decoder import Decoder
 from tests.longctx.cached_models import MODELS, config_of, ids_of, whole_nll
@@ -46,10 +46,10 @@ def test_chunks_change_no_token(name):
             assert generate(decoder, ids_of(length), 7, use_cache=False) == wanted
 
 
-def new_cache(decoder: Decoder) -> LocalKVCache:
+def new_cache(decoder: Decoder) -> KVCache:
     """The cache of a model on one process."""
     cache = decoder.new_cache()
-    assert isinstance(cache, LocalKVCache)
+    assert isinstance(cache, KVCache)
     return cache
 
 
@@ -79,7 +79,7 @@ def test_latent_attention_stores_latents():
 def test_the_first_new_tokens_copy_no_key_of_the_prompt():
     """Buffers have space for them from the start, and so have the copies that continuations are read behind."""
     decoder, ids = build("grouped"), ids_of(200)
-    with patch.object(LayerBuffer, "_relay", autospec=True, side_effect=LayerBuffer._relay) as laid:
+    with patch.object(LayerCache, "_relay", autospec=True, side_effect=LayerCache._relay) as laid:
         assert len(generate(decoder, ids, 80, chunk_tokens=64)) == 80
         assert laid.call_count == 2, "one buffer a layer"
         score_behind(decoder, ids, [[1, 2, 3], [4] * 30], chunk_tokens=64)
@@ -114,7 +114,7 @@ def test_a_new_token_costs_no_more_than_its_keys(name):
         assert grown == [0, 0]
 
 
-def elements_written(decoder: Decoder, cache: LocalKVCache) -> int:
+def elements_written(decoder: Decoder, cache: KVCache) -> int:
     """Elements that operators lay anew when one token is read; views are none."""
     counted = Written()
     with counted:
@@ -140,7 +140,7 @@ class Written(TorchDispatchMode):
         return found
 
 
-def num_elements(layer: LayerBuffer) -> int:
+def num_elements(layer: LayerCache) -> int:
     """Numbers that a layer's buffers have space for."""
     buffers = [x for x in vars(layer).values() if isinstance(x, torch.Tensor)]
     return sum(x.numel() for x in buffers)

@@ -7,7 +7,7 @@ import torch
 
 from longctx.generation.loop import generate
 from longctx.kernels.attention.contract import Scores
-from longctx.model.attention.cache import LocalKVCache
+from longctx.model.attention.cache import KVCache
 from longctx.model.attention.mask import AttentionMask
 from longctx.model.decoder import Decoder
 from longctx.model.mixers.linear import LocalLinearAttention
@@ -66,7 +66,7 @@ def test_packed_documents_are_documents_alone():
 
 def test_a_state_continues_what_rows_began():
     """Whatever the steps; two rows at once."""
-    decoder, batch, cache = exact_decoder(), one_document(2, 83), LocalKVCache()
+    decoder, batch, cache = exact_decoder(), one_document(2, 83), KVCache()
     with torch.no_grad():
         whole = decoder(batch.tokens, batch.positions)
         steps = [(0, 1), (1, 2), (2, 71), (71, 72), (72, 83)]

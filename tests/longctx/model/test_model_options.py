@@ -10,7 +10,7 @@ import torch
 from longctx.config import ModelConfig
 from longctx.model.decoder import Decoder
 from longctx.model.layers.norms import LayerNorm, RMSNorm, build_norm
-from longctx.model.positions import sinusoidal_embedding
+from longctx.model.rotary import sinusoidal_embedding
 from longctx.model.training_pass import Execution
 from longctx.objectives.causal_lm import CausalLM
 from tests.longctx.model.plain_decoder import PlainDecoder

@@ -7,7 +7,7 @@ from collections import Counter
 import pytest
 import torch
 
-from longctx.model.attention.cache import LocalKVCache
+from longctx.model.attention.cache import KVCache
 from longctx.model.attention.core import AttentionShapes
 from longctx.model.attention.local import LocalAttention
 from longctx.model.attention.mask import AttentionMask
@@ -99,7 +99,7 @@ def test_a_plan_is_for_its_own_tensors_alone():
 
 @pytest.mark.parametrize("layers", [("full",), ("linear",)])
 def test_a_cache_knows_how_many_tokens_came(layers):
-    decoder, batch, cache = Decoder(dense_config(layers=layers)), one_document(1, 9), LocalKVCache()
+    decoder, batch, cache = Decoder(dense_config(layers=layers)), one_document(1, 9), KVCache()
     for start, stop in ((0, 4), (4, 5), (5, 9)):
         assert cache.num_tokens == start
         decoder(batch.tokens[:, start:stop], batch.positions[:, start:stop], cache=cache)

@@ -15,11 +15,12 @@ from longctx.config import ModelConfig
 from longctx.errors import ConfigError
 from longctx.kernels.attention.bias import alibi_slopes, buckets
 from longctx.kernels.attention.contract import RelativeBias
-from longctx.model.attention.cache import LocalKVCache
+from longctx.model.attention.cache import KVCache
 from longctx.model.attention.core import AttentionCore
 from longctx.model.decoder import Decoder
 from longctx.model.mixers.softmax import RelativePositions
-from longctx.model.positions import check_learned, sinusoidal_embedding
+from longctx.model.plans import check_learned
+from longctx.model.rotary import sinusoidal_embedding
 from tests.longctx.attention_cores import MaskIsPlan
 from tests.longctx.model import plain_decoder
 from tests.longctx.model.plain_decoder import PlainDecoder
@@ -120,7 +121,7 @@ def test_packed_documents_equal_documents_alone(name):
     decoder, batch = build(name), packed_batch([[5, 11, 1], [16, 1]], vocab_size=31)
     whole = decoder(batch.tokens, batch.positions, batch.cu_seqlens).flatten(0, 1)
     if decoder.config.rope.depends_on_length:  # documents of a batch are stretched by the longest of them
-        with patch("longctx.model.decoder._longest_document", lambda *_: 16):
+        with patch("longctx.model.plans._longest", lambda *_: 16):
             alone = [decoder(part.tokens, part.positions) for part in documents_of(batch)]
     else:
         alone = [decoder(part.tokens, part.positions) for part in documents_of(batch)]
@@ -197,7 +198,7 @@ def test_decoding_stretches_by_what_there_is_so_far(name):
     decoder = build(name, core)
     decoder(tokens[:, :12], torch.arange(12)[None])
     prefix = core.seen[0]
-    decoder(tokens[:, 11:12], torch.tensor([[11]]), cache=LocalKVCache())
+    decoder(tokens[:, 11:12], torch.tensor([[11]]), cache=KVCache())
     torch.testing.assert_close(core.seen[0], prefix[:, 11:], **EXACT)
 
 
@@ -205,7 +206,7 @@ def test_decoding_stretches_by_what_there_is_so_far(name):
 def test_decoding_token_by_token_equals_the_whole(name):
     decoder, tokens = build(name), one_document(1, 13).tokens % 31
     whole = decoder(tokens, torch.arange(13)[None])
-    cache = LocalKVCache()
+    cache = KVCache()
     parts = [decoder(tokens[:, a:b], torch.arange(a, b)[None], cache=cache) for a, b in ((0, 5), (5, 6), (6, 13))]
     torch.testing.assert_close(torch.cat(parts, 1), whole, **EXACT)
 
@@ -286,7 +287,7 @@ def test_documents_beyond_a_learned_table_are_refused():
     with pytest.raises(ConfigError, match="a document of 24 tokens"):
         decoder(fits.tokens % 31, fits.positions + 5)
     with pytest.raises(ConfigError, match="a document of 20 tokens"):
-        decoder(fits.tokens[:, :1] % 31, torch.full((2, 1), 19), cache=LocalKVCache())
+        decoder(fits.tokens[:, :1] % 31, torch.full((2, 1), 19), cache=KVCache())
     packed = packed_batch([[19, 19]], vocab_size=31)
     decoder(packed.tokens, packed.positions, packed.cu_seqlens)  # rows may be longer than documents
 

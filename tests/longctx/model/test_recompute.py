@@ -19,11 +19,11 @@ from longctx.kernels.attention.contract import Scores
 from longctx.kernels.attention.cpu_flash import CpuFlashKernel
 from longctx.kernels.attention.select import KERNELS
 from longctx.kernels.processor import PRODUCTS
-from longctx.model.attention.cache import LocalKVCache
+from longctx.model.attention.cache import KVCache
 from longctx.model.attention.local import LocalAttention
 from longctx.model.attention.mask import AttentionMask
 from longctx.model.decoder import Decoder
-from longctx.model.experts.dispatch import LocalDispatcher
+from longctx.model.experts.dispatch import TokenDispatcher
 from longctx.model.experts.experts import Experts
 from longctx.model.experts.layer import MixtureOfExperts
 from longctx.model.kept import Keep
@@ -160,7 +160,7 @@ def test_without_gradients_nothing_is_kept(kernel, monkeypatch):
     decoder, batch = Decoder(dense_config(), execution=RECOMPUTE), one_document(1, 16)
     with torch.no_grad():
         decoder(batch.tokens, batch.positions)
-    cache = LocalKVCache()  # a cache grows with every run: it cannot be part of a recomputed layer
+    cache = KVCache()  # a cache grows with every run: it cannot be part of a recomputed layer
     decoder(batch.tokens, batch.positions, cache=cache).sum().backward()
     assert cache.num_tokens == 16
 
@@ -206,7 +206,7 @@ def test_what_is_kept_has_no_history():
     recompute_cache, x = RecomputeCache(), torch.ones(2, requires_grad=True)
     assert recompute_cache.load() is None
     recompute_cache.save(x * 2)
-    with recompute_cache.contexts()[1]:
+    with recompute_cache:
         known = recompute_cache.load()
     assert known is not None
     assert not known[0].requires_grad
@@ -240,7 +240,7 @@ def of_experts(*, keep: Keep, dispatcher=None, **changes) -> CausalLM:
 EXPERT_BATCH = packed_batch([[9, 14], [20, 3]], padding=1)
 
 
-class Watched(LocalDispatcher):
+class Watched(TokenDispatcher):
     """Notes what it is asked for, and whether a layer was being recomputed."""
 
     def __init__(self) -> None:

@@ -17,7 +17,7 @@ from longctx.generation.loop import generate
 from longctx.generation.reading import read, read_each, token_nll
 from longctx.generation.sampling import Sample
 from longctx.generation.scoring import score_behind
-from longctx.model.attention.cache import LocalKVCache
+from longctx.model.attention.cache import KVCache
 from longctx.model.attention.local import LocalAttention
 from longctx.model.decoder import Decoder
 from parallel.attention.cache import ShardedKVCache
@@ -249,7 +249,7 @@ def bytes_sent(action) -> int:
 def test_refusals():
     decoder = parallel_decoder("all kinds")
     with pytest.raises(ConfigError, match=r"Take Decoder.new_cache\(\)"):
-        generate(decoder, ids_of(5), 2, cache=LocalKVCache())
+        generate(decoder, ids_of(5), 2, cache=KVCache())
     with pytest.raises(ConfigError, match="no backward"):
         decoder(torch.tensor([[1, 2]]), torch.arange(2)[None], cache=decoder.new_cache())
     cache = decoder.new_cache()

@@ -15,7 +15,7 @@ from launcher.config.check import check_run
 from launcher.config.load import from_values
 from longctx.config import ModelConfig
 from longctx.errors import ConfigError
-from longctx.model.attention.cache import LocalKVCache
+from longctx.model.attention.cache import KVCache
 from longctx.model.attention.local import LocalAttention
 from longctx.model.attention.mask import AttentionMask
 from longctx.model.decoder import Decoder
@@ -155,4 +155,4 @@ def test_another_cache_is_refused():
     q = torch.zeros(1, 2, 2, 4)
     for core in decoder.cores.values():
         with pytest.raises(ConfigError, match="none of these 2 ranks' own"):
-            attend_once(core, q, q, q, AttentionMask((0, 4)), cache=LocalKVCache())
+            attend_once(core, q, q, q, AttentionMask((0, 4)), cache=KVCache())

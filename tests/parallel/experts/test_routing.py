@@ -15,7 +15,7 @@ from longctx.model.experts.experts import is_expert_weight
 from longctx.model.kept import Keep
 from longctx.model.training_pass import Execution, TrainingPass
 from longctx.objectives.causal_lm import CausalLM
-from longctx.objectives.loss_sum import LossSum
+from longctx.objectives.task import LossSum
 from parallel.layout.sequence import SequenceLayout
 from parallel.mesh import Mesh
 from parallel.parallelize import build_parallel_model

@@ -18,7 +18,7 @@ from torch._dynamo.utils import counters
 from longctx.errors import ConfigError
 from longctx.kernels.attention.contract import RelativeBias, Scores
 from longctx.kernels.attention.sinks import apply_sinks, sinks_gradient
-from longctx.model.attention.cache import LocalKVCache
+from longctx.model.attention.cache import KVCache
 from longctx.model.attention.core import AttentionShapes
 from longctx.model.attention.local import LocalAttention, continuation_slices, document_slices
 from longctx.model.attention.mask import AttentionMask
@@ -187,7 +187,7 @@ def test_a_cache_continues_under_windows_sinks_and_scores(changes):
     asked = rules(x, rich=True)
     with torch.no_grad():
         whole = attend_once(core, x["q"], x["k"], x["v"], AttentionMask((0, 17, 34), **changes), **asked)
-        cache, parts = LocalKVCache(), []
+        cache, parts = KVCache(), []
         for a, b in [(0, 1), (1, 2), (2, 9), (9, 10), (10, 17)]:
             mask = AttentionMask((0, b - a, 2 * (b - a)), **changes)
             step = [x[n][:, a:b] for n in "qkv"]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from longctx.model.attention.cache import LocalKVCache
+from longctx.model.attention.cache import KVCache
 from longctx.model.attention.slots import SLOT_TOKENS, SlotPool
 
 
@@ -14,24 +14,24 @@ def rows(num_tokens: int, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
     return torch.randn(1, num_tokens, 2, 4, generator=g), torch.randn(1, num_tokens, 2, 3, generator=g)
 
 
-def slot_of(cache: LocalKVCache) -> int | None:
+def slot_of(cache: KVCache) -> int | None:
     placement = cache.chunk(1).placement
     return None if placement is None else placement.number
 
 
 def test_the_first_free_slot_is_taken_and_none_is_taken_twice():
     pool = SlotPool(2)
-    first, second, third = (LocalKVCache(pool) for _ in range(3))
+    first, second, third = (KVCache(pool) for _ in range(3))
     assert [slot_of(cache) for cache in (first, second, third)] == [0, 1, None]
     first.free()
-    assert slot_of(LocalKVCache(pool)) == 0
+    assert slot_of(KVCache(pool)) == 0
     third.free()
     assert pool.take() is None
 
 
 def test_rows_of_one_slot_are_not_those_of_another():
     pool = SlotPool(3)
-    caches = [LocalKVCache(pool) for _ in range(3)]
+    caches = [KVCache(pool) for _ in range(3)]
     given = [rows(length, seed) for seed, length in enumerate((5, 70, 1))]
     for cache, (keys, values) in zip(caches, given, strict=True):
         cache.layer(0).append(keys, values)
@@ -49,7 +49,7 @@ def test_rows_of_one_slot_are_not_those_of_another():
 
 def test_a_sequence_that_no_longer_fits_keeps_its_rows():
     pool = SlotPool(1)
-    layer = LocalKVCache(pool).layer(0)
+    layer = KVCache(pool).layer(0)
     keys, values = rows(SLOT_TOKENS + 30)
     for start in range(0, SLOT_TOKENS + 30, 30):
         part = slice(start, start + 30)
@@ -62,7 +62,7 @@ def test_a_sequence_that_no_longer_fits_keeps_its_rows():
 
 def test_copies_go_on_in_different_ways():
     for pool in (None, SlotPool(1), SlotPool(2)):
-        cache = LocalKVCache(pool)
+        cache = KVCache(pool)
         keys, values = rows(9)
         cache.layer(0).append(keys, values)
         other = cache.copy()

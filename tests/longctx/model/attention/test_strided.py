@@ -15,7 +15,7 @@ from longctx.generation.loop import generate
 from longctx.kernels.attention import cpu_flash
 from longctx.kernels.attention.contract import Scores
 from longctx.kernels.attention.slices import slice_table, table_slices
-from longctx.model.attention.cache import LocalKVCache
+from longctx.model.attention.cache import KVCache
 from longctx.model.attention.local import LocalAttention, document_slices
 from longctx.model.attention.mask import AttentionMask
 from longctx.model.attention.strided import continuation, strided_work, whole_documents
@@ -143,7 +143,7 @@ def test_a_cache_continues(window, stride, rich):
     with torch.no_grad():
         mask = AttentionMask((0, 23, 46), window=window, stride=stride)
         whole = attend_once(core, x["q"], x["k"], x["v"], mask, **asked)
-        cache, parts = LocalKVCache(), []
+        cache, parts = KVCache(), []
         for a, b in [(0, 1), (1, 2), (2, 9), (9, 10), (10, 11), (11, 23)]:
             mask = AttentionMask((0, b - a, 2 * (b - a)), window=window, stride=stride)
             parts.append(attend_once(core, *(x[n][:, a:b] for n in "qkv"), mask, cache=cache, **asked))

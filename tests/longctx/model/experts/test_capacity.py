@@ -15,7 +15,7 @@ from torch import Tensor
 from longctx.batch import Batch
 from longctx.model.decoder import Decoder
 from longctx.model.experts.capacity import Capacity, capacity_of
-from longctx.model.experts.dispatch import LocalDispatcher
+from longctx.model.experts.dispatch import TokenDispatcher
 from longctx.model.experts.router import RouterDiagnostics, RouterStats
 from longctx.model.training_pass import Execution, TrainingPass
 from longctx.objectives.causal_lm import CausalLM
@@ -59,7 +59,7 @@ def test_experts_take_the_first_of_each_row(tokens, rows, row_tokens):
     N = rows * row_tokens
     ids, token_index_N = choices(N, seed=tokens), shuffled_indices(rows, row_tokens, seed=rows)
     capacity = Capacity(tokens, E, row_tokens, rows, token_index_N)
-    found = capacity.admit(ids, LocalDispatcher().gather)
+    found = capacity.admit(ids, TokenDispatcher().gather)
     assert found.tolist() == admitted(ids, token_index_N.tolist(), row_tokens, tokens)
     loads = torch.bincount(found[found >= 0], minlength=E)
     assert loads.max() <= tokens * rows
@@ -70,7 +70,7 @@ def test_any_shard_of_the_tokens_is_decided_alike(owners):
     """Five ranks, some of which hold nothing, gathered in an order that is not theirs."""
     rows, row_tokens, tokens = 2, 18, 4
     ids, token_index_N = choices(36, seed=0), shuffled_indices(rows, row_tokens, seed=1)
-    whole = Capacity(tokens, E, row_tokens, rows, token_index_N).admit(ids, LocalDispatcher().gather)
+    whole = Capacity(tokens, E, row_tokens, rows, token_index_N).admit(ids, TokenDispatcher().gather)
     owner = torch.tensor(owners * 6)
     sent = {}
     for r in range(5):
@@ -95,7 +95,7 @@ def test_capacity_is_the_mean_load_times_a_factor_rounded_up(factor):
 # In the decoder
 
 
-class Recording(LocalDispatcher):
+class Recording(TokenDispatcher):
     """One process that notes what each layer gathers."""
 
     def __init__(self) -> None:
@@ -106,7 +106,7 @@ class Recording(LocalDispatcher):
         return values_NX
 
 
-class Together(LocalDispatcher):
+class Together(TokenDispatcher):
     """One of several ranks, given what all of them would have sent."""
 
     def __init__(self, everyone: list[Tensor]) -> None:

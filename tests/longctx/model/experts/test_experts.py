@@ -16,11 +16,11 @@ from longctx.model.experts import blocks as expert_blocks
 from longctx.model.experts import experts, tiles
 from longctx.model.experts.dispatch import (
     RECOMPUTE,
+    DispatchHandle,
     DispatchSizes,
     ExpertRun,
-    LocalDispatcher,
-    LocalHandle,
     Ready,
+    TokenDispatcher,
     tiles_of,
 )
 from longctx.model.experts.experts import Experts
@@ -92,7 +92,7 @@ def compare(module, given, tolerance, **run):
     exact.load_state_dict(module.state_dict())
     doubles = [of.detach().double().requires_grad_() for of in (x, gates)]
     want = outcome(lambda x, gates: by_definition(exact, x, gates, choices), exact, *doubles)
-    how = ExpertRun(LocalDispatcher(), **run)
+    how = ExpertRun(TokenDispatcher(), **run)
     got = outcome(lambda x, gates: module(x, gates, choices, how), module, x, gates)
     for number, (value, right) in enumerate(zip(got, want, strict=True)):
         assert value.shape == right.shape
@@ -176,14 +176,14 @@ def all_rows_at_once(monkeypatch):
 @pytest.mark.parametrize("case", CASES)
 def test_all_rows_at_once(case, recompute, known, all_rows_at_once, monkeypatch):
     if known:
-        monkeypatch.setattr(LocalDispatcher, "handle", _handle_that_counts)
+        monkeypatch.setattr(TokenDispatcher, "handle", _handle_that_counts)
     for tile_tokens in (0, 12):
         given = routed(**CASES[case])
         compare(build(expert_bias=known), given, EXACT, tile_tokens=tile_tokens, recompute=recompute)
 
 
 def _handle_that_counts(_, experts_nk, sizes):
-    return LocalHandle(experts_nk, num_assignments=int((experts_nk >= 0).sum()))
+    return DispatchHandle(experts_nk, num_assignments=int((experts_nk >= 0).sum()))
 
 
 @both_ways
@@ -202,7 +202,7 @@ def test_ways_to_recompute_and_repetition_give_equal_bits(dtype, products):
     ways = [("activation", False), ("activation", False), ("all", False), ("none", False), ("activation", True)]
     results = []
     for recompute, has_cache in ways:
-        run = ExpertRun(LocalDispatcher(), 12, recompute, products)
+        run = ExpertRun(TokenDispatcher(), 12, recompute, products)
 
         def forward(x, gates, run=run, has_cache=has_cache):
             if not has_cache:
@@ -284,7 +284,7 @@ def test_evaluation_keeps_nothing():
 def test_compiled_experts_are_one_graph(options, dtype, products):
     """And the same bits: the operator runs the same code on the same rows."""
     module, (x, gates, choices) = build(dtype, expert_bias=True), routed(dtype, nowhere=0.2)
-    run = ExpertRun(LocalDispatcher(), products=products, **options)
+    run = ExpertRun(TokenDispatcher(), products=products, **options)
 
     def layer(x, gates):
         return module(x * 1, gates, choices, run) + 1
@@ -356,7 +356,7 @@ def test_tiles_bound_memory_whatever_the_number_of_tokens():
     for tokens in (4 * tile, 32 * tile):
         module, (x, gates, choices) = build(torch.float32), routed(torch.float32, tokens=tokens)
         choices = choices[:tile].repeat(tokens // tile, 1)  # no tile has a fuller expert than the others
-        run = ExpertRun(LocalDispatcher(), tile, "all")
+        run = ExpertRun(TokenDispatcher(), tile, "all")
         saved = 0
 
         def count(tensor):
@@ -386,7 +386,7 @@ def test_backward_frees_what_was_saved_unless_the_graph_is_kept(recompute, keeps
     module, given = build(), routed()
     x, gates = (of.detach().requires_grad_() for of in given[:2])
     _record_chunks(monkeypatch, kept)
-    out = module(x, gates, given[2], ExpertRun(LocalDispatcher(), 12, recompute))
+    out = module(x, gates, given[2], ExpertRun(TokenDispatcher(), 12, recompute))
     each = {"none": 2, "activation": 1}[recompute]  # gate and up, and x
     assert len(kept) == E * 3 * each  # every expert has rows in each of three tiles
     outer = GradientSum.add_outer
@@ -419,7 +419,7 @@ def _record_chunks(monkeypatch, made):
     monkeypatch.setattr(expert_blocks.SavedChunks, "allocate", recording)
 
 
-class LoggingDispatcher(LocalDispatcher):
+class LoggingDispatcher(TokenDispatcher):
     """Experts that are here, as if they were not: what is sent and what is waited for, in order."""
 
     is_distributed = True

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from longctx.model.experts.dispatch import ExpertRun, LocalDispatcher
+from longctx.model.experts.dispatch import ExpertRun, TokenDispatcher
 from tests.longctx.model.experts.test_experts import EXACT, build, by_definition, routed, tolerance
 from tests.rounding import both_ways
 
@@ -19,7 +19,7 @@ def test_tokens_of_several_sequences(dtype, products):
     for tokens in (0, 1, 2, 8, 32, 33):
         x, gates, choices = routed(dtype, tokens=tokens, nowhere=0.1)
         with torch.no_grad():
-            found = module(x, gates, choices, ExpertRun(LocalDispatcher(), products=products))
+            found = module(x, gates, choices, ExpertRun(TokenDispatcher(), products=products))
             wanted = by_definition(exact, x.double(), gates.double(), choices)
         bound = tolerance(dtype, "native")
         if dtype == torch.float64:

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import silu
 
-from longctx.model.experts.dispatch import ExpertRun, LocalDispatcher
+from longctx.model.experts.dispatch import ExpertRun, TokenDispatcher
 from longctx.model.experts.layer import MixtureOfExperts, MoECall
 from longctx.model.experts.router import route
 from longctx.model.layers.linear import set_products
@@ -99,7 +99,7 @@ def test_odd_widths_are_served(dtype, products):
     set_products(module, products)
     randomize(module)
     x = torch.randn(2, 5, 33, dtype=dtype, requires_grad=True)
-    out = module(x, MoECall(run=ExpertRun(LocalDispatcher(), products=products)))[0]
+    out = module(x, MoECall(run=ExpertRun(TokenDispatcher(), products=products)))[0]
     assert out.dtype == dtype
     out.float().square().sum().backward()
     assert all(g.isfinite().all() for g in gradients(module).values())

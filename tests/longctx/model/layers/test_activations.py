@@ -7,7 +7,7 @@ import torch
 from torch.nn.functional import gelu, silu
 
 from longctx.architecture.rules import CHOICES, GATED
-from longctx.model.layers.activations import PLAIN, gated, gated_backward, gated_linear
+from longctx.model.layers.mlp import PLAIN, gated, gated_backward, gated_linear
 
 
 def oai(gate, up):
