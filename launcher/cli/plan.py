@@ -97,17 +97,13 @@ def _estimate(run_config: RunConfig, world: World, document_tokens: int, device:
 
 def _longest(run: RunEstimate, asked: RunConfig) -> int:
     from launcher.config.chunks import chunk_choices
-    from launcher.plan.estimate import fits_rows
-    from launcher.plan.longest import longest_row
+    from launcher.plan.estimate import longest_row
 
     config = run.config
     if asked.train.chunk_tokens == "auto":
         # What a longer row's would be.
         config = chunk_choices(config)[-1]
-    return longest_row(
-        lambda seq_len: fits_rows(config, run.world, run.hardware, seq_len),
-        unit=128 * run.config.parallel.context,
-    )
+    return longest_row(config, run.world, run.hardware)
 
 
 def _longer(run: RunEstimate, longest: int) -> Candidate | None:
@@ -148,9 +144,8 @@ def _search(
 ) -> None:
     from launcher.plan.estimate import estimate_run
     from launcher.plan.hardware import load_hardware
+    from launcher.plan.screen import count_line, flags, front_rows, nearest_lines
     from launcher.plan.search import nearest, search
-    from launcher.plan.search_screen import count_line, front_rows, nearest_lines
-    from launcher.plan.settings import flags
 
     hardware = load_hardware(device)
     with progress("trying settings", rate=lambda rate: f"{rate:,.0f} a second") as update:

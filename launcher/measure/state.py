@@ -18,8 +18,8 @@ from launcher.config.sections import DataSection, ModelSection
 from launcher.measure.clock import Clock
 from launcher.measure.figures import Figure
 from launcher.measure.sizes import Sizes
+from launcher.plan.documents import synthetic_batch
 from launcher.plan.parameters import num_parameters
-from launcher.trace.batch import synthetic_batch
 from launcher.training.model import shard_batch
 from launcher.training.weights import build_engine
 from longctx.kernels.processor import fastest_products

@@ -15,9 +15,8 @@ from typing import Any
 from launcher.config.sections import RunConfig
 from launcher.config.side_by_side import padded_documents
 from launcher.plan.documents import documents_of
-from launcher.plan.estimate import HEADROOM, estimate_ranks, fits_rows, planned, with_rows
+from launcher.plan.estimate import HEADROOM, estimate_ranks, longest_row, planned, with_rows
 from launcher.plan.hardware import Hardware
-from launcher.plan.longest import longest_row
 from launcher.plan.seconds import slowest
 from launcher.plan.world import RANKS_IN_A_NODE, World
 from longctx.errors import ConfigError
@@ -160,10 +159,7 @@ def nearest(
     """What would fit, seen from the leanest settings that do not."""
     hardware = leanest.hardware
     config = planned(leanest.config, world, hardware, document_tokens=document_tokens)
-    longest = longest_row(
-        lambda seq_len: fits_rows(config, world, hardware, seq_len, share=1 - HEADROOM),
-        unit=128 * config.parallel.context,
-    )
+    longest = longest_row(config, world, hardware, share=1 - HEADROOM)
     ranks = 2 * world.ranks
     while ranks <= most_ranks:
         larger = World(ranks=ranks, ranks_per_node=max(world.ranks_per_node, min(ranks, RANKS_IN_A_NODE)))

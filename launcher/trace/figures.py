@@ -6,8 +6,18 @@ import dataclasses
 from dataclasses import dataclass
 from typing import Any
 
-from launcher.plan.figures import StepBytes
-from launcher.trace.host_waits import HostWait
+from launcher.plan.zero import StepBytes
+
+
+@dataclass(frozen=True)
+class HostWait:
+    """A line of code at which the host waits."""
+
+    place: str
+    """``file:line``."""
+    operator: str
+    why: str
+    times: int = 1
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -19,7 +19,7 @@ from launcher.plan.estimate import planned
 from launcher.plan.hardware import Hardware, load_hardware
 from launcher.plan.world import RankKind, World, rank_kinds
 from launcher.trace.figures import RankTrace
-from launcher.trace.places import ROOT
+from launcher.trace.live_bytes import ROOT
 from launcher.trace.stand_in import torch_cuda_version
 from longctx import errors
 from longctx.errors import ConfigError, LongCtxError

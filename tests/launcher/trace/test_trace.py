@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from launcher.config.load import load_run_config
-from launcher.trace.batch import synthetic_batch
+from launcher.plan.documents import synthetic_batch
 from launcher.trace.links import BETWEEN, WITHIN
 from longctx.architecture.size import count_parameters
 from parallel.layout.sequence import SequenceLayout
