@@ -51,7 +51,6 @@ def plan(
     from data_pipeline.shards.reader import ShardSet
     from launcher.config.check import check_run
     from launcher.config.load import load_run_config
-    from launcher.config.lockstep import in_lockstep
     from launcher.config.resolve import settle
     from launcher.metrics.throughput import training_flops
     from launcher.plan.world import World
@@ -69,7 +68,7 @@ def plan(
     order_of = {"seed": run_config.run.seed, "packing": run_config.packing}
     _, order = open_order(data.train, data.seq_len, open_folder=open_folder, **order_of)
     cost = partial(training_flops, run_config.model.config())
-    lockstep = in_lockstep(run_config)
+    lockstep = run_config.in_lockstep
     with progress(f"planning {data.train}"):
         found = survey(order, data.seq_len, micro_batches, cost, documents=PLANNED_DOCUMENTS, lockstep=lockstep)
     if json:

@@ -96,7 +96,7 @@ def _estimate(run_config: RunConfig, world: World, document_tokens: int, device:
 
 
 def _longest(run: RunEstimate, asked: RunConfig) -> int:
-    from launcher.config.chunks import chunk_choices
+    from launcher.config.kept import chunk_choices
     from launcher.plan.estimate import longest_row
 
     config = run.config

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from launcher.config.chunks import chunk_choices
+from launcher.config.kept import chunk_choices
 from launcher.config.resolved import AUTO, ResolvedConfig
 from launcher.config.sections import RunConfig
 from launcher.config.side_by_side import with_context

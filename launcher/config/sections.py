@@ -387,6 +387,17 @@ class RunConfig:
         )
 
     @property
+    def in_lockstep(self) -> bool:
+        """Whether data ranks wait for one another in each micro-batch, and not at the end of a step alone.
+
+        Who deals out rows then puts rows of like work into one micro-batch.
+        """
+        # Stages 2 and 3 reduce gradients as backward goes on, and stage 3 gathers weights; 0 and 1 reduce once a step.
+        # Experts that a context group does not hold by itself are asked in every layer.
+        assert self.zero.stage != AUTO, "``settle`` comes first"
+        return self.zero.stage >= 2 or self.parallel.context % self.parallel.expert != 0
+
+    @property
     def packing(self) -> Packing:
         """How documents become rows; ConfigError for what does not go together."""
         data, fim = self.data, None
