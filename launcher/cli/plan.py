@@ -14,6 +14,7 @@ from longctx.errors import ConfigError
 if TYPE_CHECKING:
     from launcher.config.sections import RunConfig
     from launcher.plan.estimate import RunEstimate
+    from launcher.plan.hardware import Hardware
     from launcher.plan.search import Candidate
     from launcher.plan.world import World
 
@@ -64,7 +65,9 @@ def plan(
         raise ConfigError("--search estimates many settings, --trace runs one. Trace what the search found.")
     if output is not None and output.exists() and not overwrite:
         raise ConfigError(f"--output {output} exists. Name another file, or replace it with --overwrite.")
+    from launcher.config.flags import key_of_flag
     from launcher.config.load import load_run_config
+    from launcher.plan.hardware import load_hardware
 
     if trace:
         from launcher.trace.trace import check_cuda_build
@@ -74,20 +77,20 @@ def plan(
     if config is not None:
         argv[:0] = ["--config", config]
     run_config = load_run_config(argv)
-    world = _world(run_config, ranks, ranks_per_node)
+    world, hardware = _world(run_config, ranks, ranks_per_node), load_hardware(device)
     if trace:
-        _trace(run_config, world, document_tokens, capability, device, json=json)
+        _trace(run_config, world, document_tokens, capability, hardware, json=json)
     elif search:
-        _search(run_config, world, document_tokens, device, _held(settings), output, json=json)
+        held = {key_of_flag(argument) for argument in settings if argument.startswith("--")}
+        _search(run_config, world, document_tokens, hardware, held, output, json=json)
     else:
-        _estimate(run_config, world, document_tokens, device, json=json)
+        _estimate(run_config, world, document_tokens, hardware, json=json)
 
 
-def _estimate(run_config: RunConfig, world: World, document_tokens: int, device: str, *, json: bool) -> None:
+def _estimate(run_config: RunConfig, world: World, document_tokens: int, hardware: Hardware, *, json: bool) -> None:
     from launcher.plan.estimate import estimate_run
-    from launcher.plan.hardware import load_hardware
 
-    run = estimate_run(run_config, world, load_hardware(device), document_tokens=document_tokens)
+    run = estimate_run(run_config, world, hardware, document_tokens=document_tokens)
     longest = _longest(run, run_config)
     if json:
         say_json(run.to_json() | {"longest_row_tokens": longest})
@@ -125,29 +128,20 @@ def _say_estimate(run: RunEstimate, longest: int) -> None:
     say("\n" + "\n".join(summary(run, longest, _longer(run, longest))))
 
 
-def _held(settings: tuple[str, ...]) -> set[str]:
-    """The keys that flags give."""
-    from launcher.config.flags import key_of_flag
-
-    return {key_of_flag(argument) for argument in settings if argument.startswith("--")}
-
-
 def _search(
     run_config: RunConfig,
     world: World,
     document_tokens: int,
-    device: str,
+    hardware: Hardware,
     held: set[str],
     output: Path | None,
     *,
     json: bool,
 ) -> None:
     from launcher.plan.estimate import estimate_run
-    from launcher.plan.hardware import load_hardware
     from launcher.plan.screen import count_line, flags, front_rows, nearest_lines
     from launcher.plan.search import nearest, search
 
-    hardware = load_hardware(device)
     with progress("trying settings", rate=lambda rate: f"{rate:,.0f} a second") as update:
         found = search(run_config, world, hardware, document_tokens=document_tokens, held=held, progress=update)
     if found.fastest is None:
@@ -170,14 +164,12 @@ def _search(
 
 
 def _trace(
-    run_config: RunConfig, world: World, document_tokens: int, capability: str, device: str, *, json: bool
+    run_config: RunConfig, world: World, document_tokens: int, capability: str, hardware: Hardware, *, json: bool
 ) -> None:
     from launcher.plan.estimate import estimate_run
-    from launcher.plan.hardware import load_hardware
     from launcher.trace.report import heading, link_rows, memory_rows, remarks
     from launcher.trace.trace import trace_run
 
-    hardware = load_hardware(device)
     planned = estimate_run(run_config, world, hardware, document_tokens=document_tokens)
     traced = trace_run(
         run_config,

@@ -24,7 +24,6 @@ from launcher.cli import (
     checkpoint,
     convert,
     data,
-    data_pack,
     data_rows,
     doctor,
     evaluate,
@@ -37,7 +36,6 @@ from launcher.cli import (
     tokenizer,
 )
 from launcher.cli.console import (
-    flush_results,
     has_abandoned_work,
     note,
     program,
@@ -45,6 +43,7 @@ from launcher.cli.console import (
     table,
     unframed,
     warnings_on_stderr,
+    write,
 )
 from launcher.cluster.exit import DONE, INTERRUPTED, WRONG_USAGE, run_to_exit_code
 from launcher.cluster.scheduler import check_tasks
@@ -74,7 +73,7 @@ VERBS = {
     ),
     "data inspect": Verb(data.inspect, ("runs/data --seq-len 4096 --row 0",)),
     "data verify": Verb(data.verify, ("runs/data",)),
-    "data pack": Verb(data_pack.pack, ("runs/data --output s3://bucket/data",)),
+    "data pack": Verb(data.pack, ("runs/data --output s3://bucket/data",)),
     "data plan": Verb(data_rows.plan, ("--config quickstart", "--config run.toml --ranks 64"), takes_settings=True),
     "data sample": Verb(data_rows.sample, ("runs/data --seq-len 4096 --rows 8 --output rows.txt",)),
     "data practice": Verb(
@@ -174,13 +173,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         verb = parse(list(argv))
     except SystemExit as end:
-        flush_results()
+        # What tyro has put on standard output goes out.
+        write("")
         if isinstance(end.code, int):
             return end.code
         return DONE
     except BrokenPipeError:
         # `… --help | head`: the reader has what it wanted.
-        flush_results()
+        write("")
         return DONE
     with warnings_on_stderr():
         code = run_to_exit_code(lambda: explained(verb), interrupted="Interrupted. Nothing half-written is left.")

@@ -12,9 +12,8 @@ from pathlib import Path
 import pytest
 
 from launcher.cli.console import program
-from launcher.cli.duplicates import Duplicates
+from launcher.cli.corpus import Duplicates, Workers
 from launcher.cli.verbs import ELSEWHERE, VERBS, Verb, parse
-from launcher.cli.workers import Workers
 from longctx import __version__
 from tests.helpers import REPOSITORY
 from tests.launcher.cli.calls import call, start
