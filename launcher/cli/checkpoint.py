@@ -288,7 +288,6 @@ def _checkpoints_of(run: Path) -> list[Path]:
 
 
 def _described(row: Summary, stay: dict[int, str] | None) -> dict[str, Any]:
-    """A checkpoint as JSON."""
     kept = None
     if stay is not None:
         kept = stay.get(row.step, "")

@@ -304,7 +304,5 @@ def warnings_on_stderr() -> Iterator[None]:
 
 
 class _NoteHandler(logging.Handler):
-    """Writes records as notes."""
-
     def emit(self, record: logging.LogRecord) -> None:
         note(f"{record.levelname.lower()}: {record.getMessage()}")

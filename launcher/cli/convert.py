@@ -97,7 +97,6 @@ def convert(
 
 
 def _upcycle(source: Path, output: Path, wanted: str) -> None:
-    """Make an expert model of a dense one."""
     from longctx.conversion.upcycle import Upcycling, upcycle_checkpoint
 
     with progress(f"upcycling {source}") as update:

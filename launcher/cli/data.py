@@ -174,7 +174,6 @@ def inspect(
 
 
 def _inspect_mixture(path: Path, *, json: bool) -> None:
-    """Print the sources of a mixture, and their shares from each stage on."""
     from data_pipeline.inspect import describe_mixture
 
     found = describe_mixture(path)
@@ -290,8 +289,6 @@ def _leave_out(folder: str, shards: tuple[str, ...], *, is_alone: bool, json: bo
 
 
 def _build_json(report: BuildReport) -> dict[str, Any]:
-    """The report with the ratios that its dataclasses compute."""
-
     def split(found: SplitReport | None) -> dict[str, Any] | None:
         if found is None:
             return None
@@ -301,7 +298,6 @@ def _build_json(report: BuildReport) -> dict[str, Any]:
 
 
 def _say_build(report: BuildReport) -> None:
-    """The report as a table, and what to do next."""
     splits = [("training", report.training), ("validation", report.validation)]
     rows = [
         [name, f"{s.documents:,}", f"{s.tokens:,}", f"{s.bytes_per_token:.2f}", f"{s.shards:,}", str(s.folder)]
@@ -325,7 +321,6 @@ def _say_build(report: BuildReport) -> None:
 
 
 def _description_table(found: list[Description]) -> str:
-    """One column a split."""
     # Every split is described at the same row length and gets the same rows: one power of two that only one split has
     # documents of is a 0 in the other.
     exponents = sorted({int(key.removeprefix("2^")) for d in found for key in d.length_histogram})

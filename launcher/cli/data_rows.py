@@ -173,7 +173,6 @@ def _lines(found: Survey, steps: int, *, lockstep: bool) -> list[list[str]]:
 
 
 def _sources(found: Forecast) -> list[list[str]]:
-    """How much a run takes of each source of a mixture."""
     rows = [[source.name, f"{source.tokens:,.0f}", f"{source.epochs:.2f}"] for source in found.sources]
     if found.missing_tokens >= 1:
         rows.append(["(used up: missing)", f"{found.missing_tokens:,.0f}", ""])

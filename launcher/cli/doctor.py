@@ -73,7 +73,6 @@ def doctor(
 
 
 def _hosts(slots: dict[str, int], here: Machine, options: Options) -> list[Host]:
-    """The hosts of the hostfile, examined."""
     if not slots:
         return []
     from launcher.doctor.hosts import check_start, examine_hosts

@@ -137,7 +137,6 @@ def _say_what_is_missing(options: Options) -> None:
 
 
 def _progress(label: str, total: int | None = None) -> AbstractContextManager[Update]:
-    """Progress; of so many tokens with the time left."""
     from launcher.metrics.console import short_number
 
     if total is None:

@@ -93,7 +93,6 @@ def _given(**options: float | None) -> dict:
 
 
 def _refuse(options: Mapping[str, float], why: str) -> None:
-    """ConfigError where options are given that would do nothing."""
     if options:
         names = ", ".join(f"--{name.replace('_', '-')}" for name in options)
         raise ConfigError(f"{why}, so {names} would do nothing. Leave one out.")
@@ -134,6 +133,8 @@ def generate(
     """
     from launcher.generation.options import Options
     from launcher.generation.prompts import PromptSource
+    from launcher.generation.run import session
+    from parallel.runtime.launched import environment_rank
 
     options = Options(
         checkpoint=checkpoint,
@@ -148,14 +149,7 @@ def generate(
         beyond_positions=beyond_positions,
         **ranks.values(),
     )
-    _generate(options)
-
-
-def _generate(options: Options) -> None:
-    """Continue; rank 0 writes."""
-    from launcher.generation.run import session
-    from parallel.runtime.launched import environment_rank
-
+    # Every rank computes; rank 0 writes.
     is_rank_0 = environment_rank()[0] == 0
     with session(options) as opened:
         if not is_rank_0:
@@ -170,7 +164,6 @@ def _generate(options: Options) -> None:
 
 
 def _follow(session: Session, options: Options) -> None:
-    """Do the part of a rank that writes nothing."""
     session.load()
     work = session.each() if options.has_many else session.stream()
     for _ in work:
@@ -178,7 +171,6 @@ def _follow(session: Session, options: Options) -> None:
 
 
 def _continue_one(session: Session, options: Options) -> None:
-    """Write one continuation as it comes."""
     started = time.monotonic()
     (prompt_ids,) = session.prompt_ids
     tokens = session.stream()

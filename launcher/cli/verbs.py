@@ -240,7 +240,7 @@ def parse(arguments: Sequence[str]) -> Callable[[], int | None]:
 
 def overview(group: str = "") -> str:
     """The help of the whole command, or of the verbs that begin with the word ``group``."""
-    rows = [[f"  {name}", _summary(VERBS[name])] for name in _verbs_of(group)]
+    rows = [[f"  {name}", (VERBS[name].run.__doc__ or "").splitlines()[0]] for name in _verbs_of(group)]
     verbs = "\n".join(table(["", ""], rows).splitlines()[1:])
     if group:
         return f"usage: {program()} {group} VERB [OPTIONS]\n\nverbs:\n{verbs}"
@@ -250,11 +250,6 @@ def overview(group: str = "") -> str:
 def _verbs_of(group: str) -> list[str]:
     """The verbs of two words of which ``group`` is the first; all verbs where it is empty."""
     return [name for name in VERBS if not group or name.startswith(f"{group} ")]
-
-
-def _summary(verb: Verb) -> str:
-    """The first line of the function's docstring."""
-    return (verb.run.__doc__ or "").splitlines()[0]
 
 
 def _bind(name: str, arguments: Sequence[str]) -> Callable[[], int | None]:

@@ -61,7 +61,6 @@ def _check_finite(config: RunConfig) -> None:
 
 
 def _check_built(config: RunConfig) -> None:
-    """The options whose values are names."""
     kernels = ["auto"]
     kernels.extend(KERNELS)
     if config.parallel.kernel not in kernels:
@@ -100,7 +99,6 @@ def _check_routing(config: RunConfig) -> None:
 
 
 def _refuse_expert_options(config: RunConfig) -> None:
-    """ConfigError for an option of experts that is not at its default: it would have no effect."""
     defaults = RunConfig(model=ModelSection())
     for name in _EXPERT_OPTIONS:
         section, key = name.split(".")
@@ -143,7 +141,6 @@ def _number(value: int | Literal["auto"], least: int) -> int:
 
 
 def _check_ranges(config: RunConfig) -> None:
-    """ConfigError for the first number outside of its range."""
     at_least = {
         "data.seq_len": (config.data.seq_len, 1),
         "train.steps": (config.train.steps, 1),

@@ -50,7 +50,6 @@ def _check_either(config: RunConfig) -> None:
 
 
 def _check_chunks(config: RunConfig) -> None:
-    """Chunks of tokens and groups of heads go with the rest."""
     train, model = config.train, config.model
     if train.chunk_tokens != "auto" and train.chunk_tokens < 0:
         raise ConfigError(

@@ -102,7 +102,6 @@ def _file_and_early_flags(argv: list[str], path: str | None) -> tuple[list[str],
 
 
 def _named_keys(values: dict[str, dict[str, Any]]) -> set[str]:
-    """The keys that a file gives, each with its section."""
     return {f"{section}.{key}" for section, entries in values.items() for key in entries}
 
 
@@ -171,7 +170,6 @@ _ABSENT = {
 
 
 def _refuse_absent(names: Collection[str]) -> None:
-    """ConfigError for a key that people look for and that is not here."""
     for name in sorted(names):
         if name in _ABSENT:
             raise ConfigError(f"there is no key {name}: {_ABSENT[name]}")

@@ -76,24 +76,18 @@ def _stage(zero: ZeroSection) -> int:
 
 
 def _check_stage_reads(config: RunConfig) -> None:
-    """ConfigError for a key that is not at its default and that the stage does not read: it would have no effect."""
     defaults = ZeroSection()
     for key, stages in _READ_BY.items():
         value, default = getattr(config.zero, key), getattr(defaults, key)
         # "auto" is stage 1 or 2: no key tells these apart.
         if value != default and _stage(config.zero) not in stages:
+            read_by = f"stages {', '.join(map(str, stages))} read it"
+            if len(stages) == 1:
+                read_by = f"only stage {stages[0]} reads it"
             raise ConfigError(
-                f"zero.{key}={value} means nothing in zero.stage={config.zero.stage}: {_stages(stages)}.\n"
+                f"zero.{key}={value} means nothing in zero.stage={config.zero.stage}: {read_by}.\n"
                 f"Leave it out (zero.{key}={default}), or set zero.stage={stages[-1]}."
             )
-
-
-def _stages(stages: Sequence[int]) -> str:
-    """Stages in words."""
-    if len(stages) == 1:
-        return f"only stage {stages[0]} reads it"
-    listed = ", ".join(str(stage) for stage in stages)
-    return f"stages {listed} read it"
 
 
 def _check_offload(config: RunConfig) -> None:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from launcher.measure.clock import Clock
-from launcher.measure.figures import Figure, dtypes_of
+from launcher.measure.figures import DTYPES, Figure
 from launcher.measure.sizes import Sizes
 from launcher.plan.attention import BACKWARD_FLOPS
 from longctx.kernels.attention.contract import KernelRequest, Scores
@@ -52,7 +52,7 @@ def _table(clock: Clock, sizes: Sizes, kind: str, axis: str, points: Sequence[in
         note = f"; float32 at {points[0]} and heads of {sizes.head_dims[0]} alone"
     forward = Figure(f"{kind}attention_flops", axes, f"{what}, forward{note}")
     backward = Figure(f"{kind}attention_backward_flops", axes, f"{what}, backward{note}")
-    for dtype, (size, D) in product(dtypes_of(clock.device), product(points, sizes.head_dims)):
+    for dtype, (size, D) in product(DTYPES, product(points, sizes.head_dims)):
         if clock.device.type == "cuda" and dtype == torch.float32 and forward.values.get("float32"):
             # FlexAttention, compiled anew for every size: a few minutes for a dtype that few train in.
             forward.add(dtype, forward.values["float32"][0])
@@ -75,7 +75,6 @@ def _table(clock: Clock, sizes: Sizes, kind: str, axis: str, points: Sequence[in
 def _seconds(
     clock: Clock, H: int, D: int, T: int, dtype: torch.dtype, slices: Tensor, *, window: bool
 ) -> tuple[float, float]:
-    """(forward, backward) of one call."""
     request = KernelRequest(
         device_type=clock.device.type,
         dtype=dtype,

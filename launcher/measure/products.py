@@ -11,7 +11,7 @@ from itertools import product
 import torch
 
 from launcher.measure.clock import Clock
-from launcher.measure.figures import Figure, dtypes_of
+from launcher.measure.figures import DTYPES, Figure
 from launcher.measure.sizes import Sizes
 from longctx.kernels.matmul import multiply, multiply_backward
 from longctx.kernels.processor import Products, fastest_products
@@ -22,7 +22,7 @@ def measure_products(clock: Clock, sizes: Sizes) -> Iterator[Figure]:
     axes = {"tokens": sizes.tokens, "width": sizes.widths}
     forward = Figure("product_flops", axes, "products of a linear layer, forward")
     backward = Figure("product_backward_flops", axes, "its two products of backward")
-    for dtype, (N, M) in product(dtypes_of(clock.device), product(sizes.tokens, sizes.widths)):
+    for dtype, (N, M) in product(DTYPES, product(sizes.tokens, sizes.widths)):
         x_NM, weight_MM, dy_NM = (torch.randn(rows, M, device=clock.device, dtype=dtype) / M**0.5 for rows in (N, M, N))
         products: Products = fastest_products()
         flops = 2 * N * M * M

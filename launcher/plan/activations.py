@@ -249,7 +249,6 @@ class _Layers(_TokenBytes):
         return of_group + stored + self._weight_sums(layer)
 
     def _weight_sums(self, layer: int) -> int:
-        """Gradients of a layer's weights, summed over chunks."""
         return num_layer_parameters(self.config, layer) * _FLOAT32
 
     def _stored(self, per_token: int) -> int:

@@ -209,7 +209,6 @@ def _of_kernel(kernel: str, sections: Any, given: str, sources: dict[str, str]) 
 
 
 def _figure(name: str, section: Any, given: str) -> tuple[Any, str]:
-    """A figure's value and its source."""
     problem = "it is no section with a source"
     if isinstance(section, dict) and isinstance(section.get("source"), str) and section["source"]:
         if name in SIZES:

@@ -296,7 +296,6 @@ def _headline(num_bytes: int, has: str, parameters: int) -> str:
 
 
 def _parts(config: ResolvedConfig, need: Memory) -> list[str]:
-    """The sum, a line for each part."""
     how = {
         "weights": f"{config.train.dtype}",
         "gradients": "float32",
@@ -318,7 +317,9 @@ def _parts(config: ResolvedConfig, need: Memory) -> list[str]:
 def _advice(config: ResolvedConfig, model: ModelConfig, need: Memory, world_size: int, *, on_gpu: bool) -> str:
     """What would make it smaller, with the figure."""
     zero = dataclasses.replace(config.zero, stage=3)
-    train = dataclasses.replace(config.train, keep=_less(config.train.keep), recompute_experts="all")
+    # The way to keep less that costs least.
+    keep = "attention" if config.train.keep == "all" else "inputs"
+    train = dataclasses.replace(config.train, keep=keep, recompute_experts="all")
     changed = dataclasses.replace(config, zero=zero, train=train)
     smaller = memory_of_rank(changed, model, world_size)
     lines = []
@@ -336,15 +337,7 @@ def _advice(config: ResolvedConfig, model: ModelConfig, need: Memory, world_size
     return "\n".join(lines)
 
 
-def _less(keep: str) -> str:
-    """The way to keep less for backward that costs least."""
-    if keep == "all":
-        return "attention"
-    return "inputs"
-
-
 def _advice_of_host(changed: ResolvedConfig, model: ModelConfig, world_size: int) -> list[str]:
-    """What the machine's memory could take besides."""
     flags, zero, train = [], changed.zero, changed.train
     if zero.offload == "none":
         flags.append("--zero.offload cpu")

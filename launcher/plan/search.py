@@ -208,7 +208,6 @@ def _free(
 
 
 def _places(config: RunConfig, world: World) -> Iterator[tuple[int, int, int, int]]:
-    """Degrees of context, Ulysses and experts, and rows of a micro-batch."""
     experts = [1]
     if config.model.num_experts:
         experts = [n for n in _divisors(world.ranks) if config.model.num_experts % n == 0]

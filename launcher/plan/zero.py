@@ -229,7 +229,6 @@ def _kept_share(sizes: Mapping[str, int], bucket: int) -> float:
 
 
 def _layer_of(name: str) -> int | None:
-    """The number of the layer that a parameter is in."""
     _, layers, behind = name.partition(".layers.")
     if not layers:
         return None

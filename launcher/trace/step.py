@@ -101,8 +101,6 @@ def _convert(module: Task, dtype: torch.dtype) -> None:
 
 
 class _Step:
-    """One step under way, and what it has been seen to take."""
-
     def __init__(self, config: ResolvedConfig, mesh: Mesh, module: Task, recorder: Recorder) -> None:
         self.config, self.mesh, self.module, self.recorder = config, mesh, module, recorder
         self.is_whole = True
