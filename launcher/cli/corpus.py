@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
@@ -80,32 +80,16 @@ class Corpus:
     def arguments(self) -> list[str]:
         """The options as the user gave them, for a command line that we suggest."""
         arguments = ["--source", self.source]
-        patterns = {
-            "include": self.include,
-            "exclude": self.exclude,
-            "as-text": self.as_text,
-            "as-json": self.as_json,
-        }
-        for option, globs in patterns.items():
-            if globs:
-                arguments.append(f"--{option}")
-                arguments += _flat(globs)
-        if self.text_field != "text":
-            arguments += ["--text-field", self.text_field]
-        if self.strict:
-            arguments.append("--strict")
-        if self.join != "file":
-            arguments += ["--join", self.join]
-        others = {
-            "min-bytes": self.min_bytes or None,
-            "max-bytes": self.max_bytes,
-            "join-depth": self.join_depth,
-            "join-bytes": self.join_bytes,
-            "join-header": self.join_header or None,
-        }
-        for option, value in others.items():
-            if value is not None:
-                arguments += [f"--{option}", str(value)]
+        defaults = Corpus(source=self.source)
+        for f in fields(self):
+            value = getattr(self, f.name)
+            if value == getattr(defaults, f.name):
+                continue
+            arguments.append(f"--{f.name.replace('_', '-')}")
+            if isinstance(value, list):
+                arguments += _flat(value)
+            elif value is not True:
+                arguments.append(str(value))
         return arguments
 
     def _joining(self) -> Join | None:

@@ -6,6 +6,8 @@ import dataclasses
 from dataclasses import dataclass
 from typing import Any
 
+from pydantic import TypeAdapter
+
 from launcher.plan.zero import StepBytes
 
 
@@ -59,11 +61,4 @@ class RankTrace:
     @classmethod
     def from_json(cls, values: dict[str, Any]) -> RankTrace:
         """The inverse of ``to_json``."""
-        of_bytes = {f.name: values["bytes"][f.name] for f in dataclasses.fields(StepBytes)}
-        rest = {name: value for name, value in values.items() if name not in ("bytes", "host_waits", "links")}
-        return cls(
-            bytes=StepBytes(**of_bytes),
-            host_waits=[HostWait(**wait) for wait in values["host_waits"]],
-            links=[LinkBytes(**link) for link in values["links"]],
-            **rest,
-        )
+        return TypeAdapter(cls).validate_python(values)
