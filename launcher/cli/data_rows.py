@@ -59,7 +59,7 @@ def plan(
     if config is not None:
         argv[:0] = ["--config", config]
     run_config = load_run_config(argv)
-    world = World.of(run_config, ranks, 0)
+    world = World.of(run_config, ranks)
     check_run(run_config, world.ranks)
     # How many rows go through the model at once may follow from the ranks.
     run_config = settle(run_config, _machine(run_config, world.ranks))

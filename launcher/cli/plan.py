@@ -68,6 +68,7 @@ def plan(
     from launcher.config.flags import key_of_flag
     from launcher.config.load import load_run_config
     from launcher.plan.hardware import load_hardware
+    from launcher.plan.world import World
 
     if trace:
         from launcher.trace.trace import check_cuda_build
@@ -77,7 +78,7 @@ def plan(
     if config is not None:
         argv[:0] = ["--config", config]
     run_config = load_run_config(argv)
-    world, hardware = _world(run_config, ranks, ranks_per_node), load_hardware(device)
+    world, hardware = World.of(run_config, ranks, ranks_per_node), load_hardware(device)
     if trace:
         _trace(run_config, world, document_tokens, capability, hardware, json=json)
     elif search:
@@ -187,17 +188,6 @@ def _trace(
         if rows:
             say(f"\n{table(headings, rows)}")
     say("\n" + "\n".join(remarks(traced)))
-
-
-def _world(config: RunConfig, ranks: int, ranks_per_node: int) -> World:
-    """The ranks that the flags, else the hostfile, else the degrees say."""
-    from launcher.cluster.hostfile import read_hostfile
-    from launcher.plan.world import World
-
-    if config.run.hostfile not in ("launcher", "none"):
-        slots = list(read_hostfile(Path(config.run.hostfile)).values())
-        ranks, ranks_per_node = ranks or sum(slots), ranks_per_node or slots[0]
-    return World.of(config, ranks, ranks_per_node)
 
 
 def _capability(text: str) -> tuple[int, int]:

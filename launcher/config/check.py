@@ -101,9 +101,7 @@ def _check_routing(config: RunConfig) -> None:
 def _refuse_expert_options(config: RunConfig) -> None:
     defaults = RunConfig(model=ModelSection())
     for name in _EXPERT_OPTIONS:
-        section, key = name.split(".")
-        value = getattr(getattr(config, section), key)
-        default = getattr(getattr(defaults, section), key)
+        value, default = config.value(name), defaults.value(name)
         # 0 is what "auto" comes to: a dense run's own config.toml may say so.
         if name == "parallel.expert_tile_tokens" and not value:
             continue

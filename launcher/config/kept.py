@@ -44,9 +44,9 @@ def check_kept(config: RunConfig) -> None:
 def _check_either(config: RunConfig) -> None:
     """Whole rows or chunks go with the rest: a plan takes one of those that do."""
     try:
-        check_kept(config.with_chunks(0))
+        check_kept(config.changed({"train.chunk_tokens": 0}))
     except ConfigError:
-        check_kept(config.with_chunks(LEAST_CHUNK))
+        check_kept(config.changed({"train.chunk_tokens": LEAST_CHUNK}))
 
 
 def _check_chunks(config: RunConfig) -> None:
@@ -96,8 +96,12 @@ def chunk_choices(config: C) -> list[C]:
     tokens = padded_tokens(config, config.data.seq_len * config.train.micro_batch_rows) // config.parallel.context
     chunks = [n for n in _CHUNKS if n < tokens] or [LEAST_CHUNK]
     groups = [n * config.train.head_groups for n in _MORE_GROUPS]
-    by_chunks = [config.with_chunks(n, num_groups) for n in chunks for num_groups in groups]
-    found = [choice for choice in (config.with_chunks(0), *by_chunks) if _goes(choice)]
+    by_chunks = [
+        config.changed({"train.chunk_tokens": n, "train.head_groups": num_groups})
+        for n in chunks
+        for num_groups in groups
+    ]
+    found = [choice for choice in (config.changed({"train.chunk_tokens": 0}), *by_chunks) if _goes(choice)]
     if not found:
         check_kept(by_chunks[0])
     return found

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cache
-from typing import Literal, Self
+from typing import Any, Literal, Self
 
 import tomli_w
 
@@ -347,12 +348,19 @@ class RunConfig:
     checkpoint: CheckpointSection = field(default_factory=CheckpointSection)
     validation: ValidationSection = field(default_factory=ValidationSection)
 
-    def with_chunks(self, chunk_tokens: int, head_groups: int | None = None) -> Self:
-        """The config with ``train.chunk_tokens`` settled, and with its own or another number of groups of heads."""
-        groups = head_groups or self.train.head_groups
-        return dataclasses.replace(
-            self, train=dataclasses.replace(self.train, chunk_tokens=chunk_tokens, head_groups=groups)
-        )
+    def value(self, key: str) -> Any:
+        """The value of a dotted key."""
+        section, name = key.split(".")
+        return getattr(getattr(self, section), name)
+
+    def changed(self, values: Mapping[str, Any]) -> Self:
+        """The config with other values of dotted keys."""
+        sections: dict[str, dict[str, Any]] = {}
+        for key, value in values.items():
+            section, name = key.split(".")
+            sections.setdefault(section, {})[name] = value
+        parts = {name: dataclasses.replace(getattr(self, name), **of) for name, of in sections.items()}
+        return dataclasses.replace(self, **parts)
 
     @property
     def rows_per_step(self) -> int:

@@ -235,11 +235,11 @@ def peak_bytes(config: ResolvedConfig, world: World, hardware: Hardware) -> int:
 
 def with_rows(config: C, seq_len: int) -> C:
     """The config with rows of another length, as many a step."""
-    train = dataclasses.replace(config.train, tokens_per_step=config.rows_per_step * seq_len)
+    longer = config.changed({"data.seq_len": seq_len, "train.tokens_per_step": config.rows_per_step * seq_len})
     if config.parallel.tokens_per_rank:
         # How many go through the model at once depends on their length.
-        train = dataclasses.replace(train, micro_batch_rows=1)
-    return dataclasses.replace(config, data=dataclasses.replace(config.data, seq_len=seq_len), train=train)
+        return longer.changed({"train.micro_batch_rows": 1})
+    return longer
 
 
 def _host_bytes(config: ResolvedConfig, world: World, passing: Activations, device_type: str) -> int:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import logging
 from dataclasses import dataclass
 
@@ -89,8 +88,7 @@ def memory_by_stage(config: ResolvedConfig, model: ModelConfig, world_size: int)
         stages = [3]
     found = {}
     for stage in stages:
-        changed = dataclasses.replace(config, zero=dataclasses.replace(config.zero, stage=stage))
-        found[stage] = memory_of_rank(changed, model, world_size)
+        found[stage] = memory_of_rank(config.changed({"zero.stage": stage}), model, world_size)
     return found
 
 
@@ -316,16 +314,14 @@ def _parts(config: ResolvedConfig, need: Memory) -> list[str]:
 
 def _advice(config: ResolvedConfig, model: ModelConfig, need: Memory, world_size: int, *, on_gpu: bool) -> str:
     """What would make it smaller, with the figure."""
-    zero = dataclasses.replace(config.zero, stage=3)
     # The way to keep less that costs least.
     keep = "attention" if config.train.keep == "all" else "inputs"
-    train = dataclasses.replace(config.train, keep=keep, recompute_experts="all")
-    changed = dataclasses.replace(config, zero=zero, train=train)
+    changed = config.changed({"zero.stage": 3, "train.keep": keep, "train.recompute_experts": "all"})
     smaller = memory_of_rank(changed, model, world_size)
     lines = []
     if smaller.training < need.training:
         lines.append(
-            f"--zero.stage 3 and --train.keep {train.keep} would need {gib(smaller.training)} on each of "
+            f"--zero.stage 3 and --train.keep {keep} would need {gib(smaller.training)} on each of "
             f"{plural(world_size, 'rank')}; more machines need less each."
         )
     else:
@@ -338,16 +334,15 @@ def _advice(config: ResolvedConfig, model: ModelConfig, need: Memory, world_size
 
 
 def _advice_of_host(changed: ResolvedConfig, model: ModelConfig, world_size: int) -> list[str]:
-    flags, zero, train = [], changed.zero, changed.train
-    if zero.offload == "none":
-        flags.append("--zero.offload cpu")
-        zero = dataclasses.replace(zero, offload="cpu")
-    if train.store == "device" and model.num_layers > 1:
-        flags.append("--train.store host")
-        train = dataclasses.replace(train, store="host")
-    if not flags:
+    moved = {}
+    if changed.zero.offload == "none":
+        moved["zero.offload"] = "cpu"
+    if changed.train.store == "device" and model.num_layers > 1:
+        moved["train.store"] = "host"
+    if not moved:
         return []
-    most = memory_of_rank(dataclasses.replace(changed, zero=zero, train=train), model, world_size)
+    most = memory_of_rank(changed.changed(moved), model, world_size)
+    flags = [f"--{key} {value}" for key, value in moved.items()]
     return [
         f"With {' and '.join(flags)} as well it is {gib(most.on_device)} on the GPU and {gib(most.host)} in the "
         "machine's memory."
