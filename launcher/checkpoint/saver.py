@@ -37,7 +37,7 @@ from launcher.checkpoint.store import store_at
 from launcher.config.resolved import ResolvedConfig
 from launcher.metrics.goodput.timeline import TIMELINE_FILE
 from launcher.metrics.record import METRICS_FILE
-from launcher.plan.checkpoint_copy import copies_checkpoints
+from launcher.plan.memory import copies_checkpoints
 from longctx.config import ModelConfig
 from longctx.errors import CheckpointError
 from longctx.kernels.memory import trim_heap

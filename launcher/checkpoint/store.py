@@ -17,7 +17,7 @@ from data_pipeline.stores.client import list_objects, open_object, remove, uploa
 from data_pipeline.stores.urls import ObjectPath
 from launcher.checkpoint.names import folder_of, hidden_folder, make_empty, set_aside, step_of
 from launcher.checkpoint.retention import Candidate
-from launcher.config.store import store_place
+from launcher.config.check import store_place
 from longctx.checkpoint_format import CHECKPOINTS, MANIFEST, PROVED, CheckpointReader
 from longctx.checkpoint_manifest import check_manifest, parse_proof
 from longctx.conversion.checks import check_model

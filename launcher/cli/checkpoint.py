@@ -2,22 +2,24 @@
 
 from __future__ import annotations
 
+import tempfile
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from textwrap import indent
 from typing import TYPE_CHECKING, Annotated, Any
 
 from tyro.conf import Positional, arg
 
-from launcher.cli import checkpoint_store
 from launcher.cli.console import Json, human_bytes, note, progress, say, say_json, table
-from launcher.cli.one_of import one_of
+from launcher.cli.options import one_of
 from launcher.cluster.exit import DONE, FAILED
 from launcher.wording import plural, short_duration
 from longctx.errors import CheckpointError, ConfigError, LongCtxError
 
 if TYPE_CHECKING:  # torch takes a second to import, which a help text is not to wait for
     from launcher.checkpoint.health import Summary
-    from launcher.checkpoint.retention import Retention
+    from launcher.checkpoint.retention import Candidate, Retention
 
 _UNKNOWN = "–"
 _COLUMNS = ("step", "size", "age", "health", "stays", "ranks", "dtype", "folder")
@@ -35,10 +37,12 @@ def list_checkpoints(
         check: Read every byte and compare hashes; the exit code is 1 when a file is damaged.
     """
     from data_pipeline.stores.urls import is_url
-    from launcher.checkpoint.health import DAMAGED, staying, summaries
+    from launcher.checkpoint.health import DAMAGED, staying, staying_there, stored_summaries, summaries
+    from launcher.checkpoint.store import find_run
 
     if is_url(run):
-        rows, stay = checkpoint_store.summaries(run, check=check)
+        store = find_run(run)
+        rows, stay = stored_summaries(store, check=check), staying_there(store)
     else:
         # A folder that is no run is an error, not an empty table.
         _checkpoints_of(Path(run))
@@ -69,7 +73,7 @@ def verify(folder: Annotated[Positional[str], arg(metavar="DIR")], *, json: Json
     from data_pipeline.stores.urls import is_url
 
     if is_url(folder):
-        rows = checkpoint_store.problems(folder)
+        rows = _stored_problems(folder)
     else:
         rows = [{"folder": str(path), "problems": _problems(path)} for path in _to_verify(Path(folder))]
     damaged = [row for row in rows if row["problems"]]
@@ -122,7 +126,7 @@ def prune(
             raise ConfigError(f"{name} {value} must be at least {least}.")
     retention = Retention(last=keep_last, every=keep_every, best=keep_best)
     if is_url(run):
-        removed, kept = checkpoint_store.prune(run, retention, dry_run=dry_run)
+        removed, kept = _prune_store(run, retention, dry_run=dry_run)
     else:
         removed, kept = _prune(Path(run), retention, dry_run=dry_run)
     if json:
@@ -141,18 +145,10 @@ def _prune(run: Path, retention: Retention, *, dry_run: bool) -> tuple[list[dict
     """Remove what does not stay of a run's folder; returns that, and the steps that stay."""
     from launcher.checkpoint.remove import leftovers, remove_checkpoint
     from launcher.checkpoint.retention import Candidate
+    from longctx.checkpoint_format import CheckpointReader
 
-    found = _checkpoints_of(run)
-    candidates = [Candidate.of(folder) for folder in found]
-    kept = set(retention.reasons(candidates))
-    readable = [one.step for one in candidates if _is_readable(one.folder)]
-    if readable and not kept & set(readable):
-        # How many of the newest have it among them.
-        enough = sum(one.step >= readable[-1] for one in candidates)
-        raise CheckpointError(
-            f"of the checkpoints that would be kept none has a manifest that can be read; step {readable[-1]} has.\n"
-            f"Remove the damaged folders by hand, or try --keep-last {enough}."
-        )
+    candidates = [Candidate.of(folder) for folder in _checkpoints_of(run)]
+    kept = _kept(candidates, retention, lambda one: CheckpointReader(one.folder))
     going = [(one.folder, "") for one in candidates if one.step not in kept]
     going += [(leftover.path, leftover.what) for leftover in leftovers(run, is_running=True)]
     removed = []
@@ -162,6 +158,52 @@ def _prune(run: Path, retention: Retention, *, dry_run: bool) -> tuple[list[dict
             remove_checkpoint(path)
         removed.append({"folder": str(path), "bytes": size, "why": why})
     return removed, kept
+
+
+def _prune_store(address: str, retention: Retention, *, dry_run: bool) -> tuple[list[dict[str, Any]], set[int]]:
+    """The same of a run at an address, and of what was never finished.
+
+    The newest of those that never were finished may be under way: it is left alone.
+    """
+    from launcher.checkpoint.store import find_run
+
+    steps = find_run(address).steps()
+    candidates = [stored.candidate(step) for step, stored in steps.items() if stored.is_committed]
+    kept = _kept(candidates, retention, lambda one: steps[one.step].manifest())
+    # Whoever runs it need not know whether a run sends to the store at this time.
+    newest = max((step for step, stored in steps.items() if not stored.is_committed), default=None)
+    removed = []
+    for step, stored in steps.items():
+        if step in kept or step == newest:
+            continue
+        why = ""
+        if not stored.is_committed:
+            why = "never finished"
+        if not dry_run:
+            stored.remove()
+        removed.append({"folder": str(stored.place), "bytes": stored.num_bytes, "why": why})
+    return removed, kept
+
+
+def _kept(
+    candidates: Collection[Candidate], retention: Retention, read_manifest: Callable[[Candidate], object]
+) -> set[int]:
+    """The steps that stay; CheckpointError if others have the only manifests that can be read."""
+    kept, readable = set(retention.reasons(list(candidates))), []
+    for one in candidates:
+        try:
+            read_manifest(one)
+        except LongCtxError:
+            continue
+        readable.append(one.step)
+    if readable and not kept & set(readable):
+        # How many of the newest have it among them.
+        enough = sum(one.step >= readable[-1] for one in candidates)
+        raise CheckpointError(
+            f"of the checkpoints that would be kept none has a manifest that can be read; step {readable[-1]} has.\n"
+            f"Remove the damaged ones by hand, or try --keep-last {enough}."
+        )
+    return kept
 
 
 def export(
@@ -181,20 +223,41 @@ def export(
     from launcher.cli.convert import convert
 
     if is_url(source):
-        checkpoint_store.export(source, output, dtype)
+        _export_stored(source, output, dtype)
     else:
         convert(Path(source), output, to="hf", dtype=dtype)
 
 
-def _is_readable(folder: Path) -> bool:
-    """Whether the manifest of a checkpoint is whole."""
-    from longctx.checkpoint_format import CheckpointReader
+def _export_stored(address: str, output: Path, dtype: str | None) -> None:
+    """Copy a checkpoint here, for as long as it takes to export it beside ``output``."""
+    from launcher.checkpoint.store import find_address
+    from launcher.cli.convert import convert
 
-    try:
-        CheckpointReader(folder)
-    except LongCtxError:
-        return False
-    return True
+    store, step = find_address(address)
+    if step is None:
+        step = max(store.committed(), default=None)
+    if step is None:
+        raise CheckpointError(f"{store} holds no committed checkpoint to export.")
+    # On the disk that needs room for the export anyway.
+    output.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix=f".{output.name}.", dir=output.parent) as name:
+        with _counting(f"copying {store}", store.of_step(step).num_bytes) as seen:
+            folder = store.fetch(step, Path(name), seen=seen)
+        convert(folder, output, to="hf", dtype=dtype)
+
+
+@contextmanager
+def _counting(label: str, total: int) -> Iterator[Callable[[int], None]]:
+    """Progress over so many bytes; it yields what is called with the bytes of each further part."""
+    done = 0
+    with progress(label, total=total) as update:
+
+        def seen(count: int) -> None:
+            nonlocal done
+            done += count
+            update(done, note=human_bytes(done))
+
+        yield seen
 
 
 def _to_verify(folder: Path) -> list[Path]:
@@ -225,7 +288,6 @@ def _checkpoints_of(run: Path) -> list[Path]:
 
 
 def _described(row: Summary, stay: dict[int, str] | None) -> dict[str, Any]:
-    """A checkpoint as JSON."""
     kept = None
     if stay is not None:
         kept = stay.get(row.step, "")
@@ -266,13 +328,12 @@ def _problems(folder: Path) -> list[str]:
     except LongCtxError as error:
         return [str(error)]
     files = reader.manifest["files"]
-    problems, done = [f"{name} is not in the manifest: remove it" for name in reader.unlisted()], 0
+    problems = [f"{name} is not in the manifest: remove it" for name in reader.unlisted()]
     problems += reader.proof_problems()
-    with progress(f"reading {folder}", total=sum(entry["bytes"] for entry in files.values())) as update:
+    with _counting(f"reading {folder}", sum(entry["bytes"] for entry in files.values())) as seen:
         for name, entry in files.items():
             problems += reader.verify([name])
-            done += entry["bytes"]
-            update(done, note=human_bytes(done))
+            seen(entry["bytes"])
     if not problems:
         try:
             # Files as they were written, by somebody who may have written other things than the manifest says.
@@ -280,3 +341,21 @@ def _problems(folder: Path) -> list[str]:
         except CheckpointError as error:
             problems.append(str(error))
     return problems
+
+
+def _stored_problems(address: str) -> list[dict[str, Any]]:
+    """What is wrong with a checkpoint at an address, or with each of a run's, every byte read."""
+    from launcher.checkpoint.store import find_address
+
+    store, step = find_address(address)
+    there = store.committed()
+    # Of a step that was named also what was never finished: it is then said to have no manifest.
+    if step is not None:
+        there = {step: store.of_step(step)}
+    if not there:
+        raise CheckpointError(f"{store} holds no committed checkpoint to verify.")
+    rows = []
+    for stored in there.values():
+        with _counting(f"reading {stored.place}", stored.num_bytes) as seen:
+            rows.append({"folder": str(stored.place), "problems": stored.verify(seen=seen)})
+    return rows

@@ -74,11 +74,6 @@ def note(text: str) -> None:
     _write(sys.stderr, f"{text}\n")
 
 
-def flush_results() -> None:
-    """Write out what others (tyro) have put on standard output."""
-    _write(sys.stdout, "")
-
-
 def _write(stream: TextIO, text: str) -> None:
     """Write at once. When the reader has gone (``| head``), the rest goes nowhere; the exit code stays the verb's."""
     try:
@@ -309,7 +304,5 @@ def warnings_on_stderr() -> Iterator[None]:
 
 
 class _NoteHandler(logging.Handler):
-    """Writes records as notes."""
-
     def emit(self, record: logging.LogRecord) -> None:
         note(f"{record.levelname.lower()}: {record.getMessage()}")

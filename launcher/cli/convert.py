@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 from tyro.conf import Positional, arg, create_mutex_group
 
 from launcher.cli.console import human_bytes, progress, say
-from launcher.cli.one_of import one_of
+from launcher.cli.options import one_of
 from launcher.cluster.command import one_machine
 from launcher.wording import plural
 from longctx.errors import ConfigError
@@ -97,7 +97,6 @@ def convert(
 
 
 def _upcycle(source: Path, output: Path, wanted: str) -> None:
-    """Make an expert model of a dense one."""
     from longctx.conversion.upcycle import Upcycling, upcycle_checkpoint
 
     with progress(f"upcycling {source}") as update:

@@ -1,10 +1,11 @@
-"""The options that name a corpus: the same for every verb that reads text."""
+"""The options of the verbs that read text: which corpus, who does the work, what to do about duplicates."""
 
 from __future__ import annotations
 
+import contextlib
 import re
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
@@ -15,7 +16,10 @@ from launcher.wording import plural
 from longctx.errors import ConfigError
 
 if TYPE_CHECKING:
+    from data_pipeline.prepare.duplicates.report import DuplicateReport
+    from data_pipeline.prepare.duplicates.rule import DuplicateRule
     from data_pipeline.prepare.joining import Join
+    from data_pipeline.prepare.parts.engine import Engine
     from data_pipeline.prepare.sources import Source
 
 Globs = UseAppendAction[list[list[str]]]
@@ -87,34 +91,16 @@ class Corpus:
     def arguments(self) -> list[str]:
         """The options as the user gave them, for a command line that we suggest."""
         arguments = ["--source", self.source]
-        patterns = {
-            "include": self.include,
-            "exclude": self.exclude,
-            "as-text": self.as_text,
-            "as-json": self.as_json,
-        }
-        for option, globs in patterns.items():
-            if globs:
-                arguments.append(f"--{option}")
-                arguments += _flat(globs)
-        if self.text_field != "text":
-            arguments += ["--text-field", self.text_field]
-        if self.format != "auto":
-            arguments += ["--format", self.format]
-        if self.strict:
-            arguments.append("--strict")
-        if self.join != "file":
-            arguments += ["--join", self.join]
-        others = {
-            "min-bytes": self.min_bytes or None,
-            "max-bytes": self.max_bytes,
-            "join-depth": self.join_depth,
-            "join-bytes": self.join_bytes,
-            "join-header": self.join_header or None,
-        }
-        for option, value in others.items():
-            if value is not None:
-                arguments += [f"--{option}", str(value)]
+        defaults = Corpus(source=self.source)
+        for f in fields(self):
+            value = getattr(self, f.name)
+            if value == getattr(defaults, f.name):
+                continue
+            arguments.append(f"--{f.name.replace('_', '-')}")
+            if isinstance(value, list):
+                arguments += _flat(value)
+            elif value is not True:
+                arguments.append(str(value))
         return arguments
 
     def _joining(self) -> Join | None:
@@ -140,6 +126,67 @@ class Corpus:
         return Join(depth=depth, most_bytes=most_bytes, header=_unescaped(self.join_header))
 
 
+@dataclass(frozen=True, kw_only=True)
+class Workers:
+    """Who does the work."""
+
+    workers: int | None = None
+    """Cores to use, all unless given, of this machine or of the cluster; each takes about 0.5 GB. The result does not
+    depend on it."""
+    engine: Literal["local", "ray"] = "local"
+    """local: processes of this machine. ray: workers all over a Ray cluster, whose nodes share the source's and the
+    output's file systems."""
+    ray_address: Annotated[str | None, arg(metavar="ADDRESS")] = None
+    """HOST:PORT of the cluster's head, or "auto". Unless given, RAY_ADDRESS, else a cluster that this machine belongs
+    to, else this machine alone."""
+
+    @contextlib.contextmanager
+    def hired(self) -> Iterator[Engine]:
+        """Yield the engine; a cluster stays connected until the block ends."""
+        # Before anything is hashed: a cluster that does not answer is known at once.
+        if self.engine == "ray":
+            from data_pipeline.prepare.parts.cluster import open_cluster
+
+            with open_cluster(self.ray_address, say=note) as engine:
+                yield engine
+            return
+        if self.ray_address is not None:
+            raise ConfigError("--ray-address says where a Ray cluster is: it needs --engine ray.")
+        from data_pipeline.prepare.parts.pool import LocalEngine
+
+        yield LocalEngine()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Duplicates:
+    """What to do about texts that stand in the corpus more than once."""
+
+    duplicates: Literal["keep", "together", "exact", "near"] = "keep"
+    """keep: nobody looks. exact: of equal texts one stays. near: of similar texts one stays, the longest. together: all
+    stay, and similar texts fall on one side of the validation split (they do with near, too)."""
+    similarity: float = 0.8
+    """Share of common shingles (Jaccard similarity) from which on texts are near duplicates."""
+    shingles: Literal["words", "characters"] = "words"
+    """What shingles are runs of. Case, spaces and punctuation do not count among words."""
+    shingle_size: int | None = None
+    """Length of a shingle, 5 words or 9 characters unless given."""
+    permutations: int = 128
+    """Values of a MinHash signature: more estimate the similarity better, and take 2 bytes a document each."""
+
+    def rule(self) -> DuplicateRule:
+        """The options, checked."""
+        # Here, as in every verb: `--help` imports nothing of the data pipeline.
+        from data_pipeline.prepare.duplicates.rule import DuplicateRule
+
+        return DuplicateRule(
+            kind=self.duplicates,
+            similarity=self.similarity,
+            shingles=self.shingles,
+            shingle_size=self.shingle_size,
+            permutations=self.permutations,
+        )
+
+
 def say_left_out(
     counts: Mapping[str, int], examples: Mapping[str, Sequence[str]], file: Path | str | None = None
 ) -> None:
@@ -152,6 +199,33 @@ def say_left_out(
     if file is not None:
         heading = f"Left out (all names in {file}):"
     say("\n".join([heading] + [f"  {line}" for line in left_out_lines(counts, examples)]))
+
+
+def duplicate_lines(report: DuplicateReport) -> list[str]:
+    """What a build found of duplicates: how many were removed, which ones for example, and how large groups are."""
+    counts = report.counts
+    # Of all kinds: a low threshold shows itself by a group as large as the corpus.
+    groups = f"{plural(counts.groups, 'group')} of documents, the largest of {counts.largest_group:,}."
+    if report.file is None:
+        if not counts.groups:
+            return ["Duplicates: none found."]
+        return [f"Duplicates: none removed; {groups}"]
+    lines = [f"Duplicates removed, about {report.about_tokens:,} tokens (all names in {report.file}):"]
+    for kind, documents, text_bytes in (
+        ("exact", counts.exact_documents, counts.exact_bytes),
+        ("near", counts.near_documents, counts.near_bytes),
+    ):
+        names = [str(example) for example in report.examples if example.kind == kind]
+        # A list may have more of one kind than anybody reads before the first of the other.
+        shown = ""
+        if names:
+            shown = f": {', '.join(names)}"
+        if documents > len(names) > 0:
+            shown += ", …"
+        if documents:
+            lines.append(f"  {documents:,} {kind}, {human_bytes(text_bytes)}{shown}")
+    lines.append(f"  {groups}")
+    return lines
 
 
 def read_so_far(documents: int, text_bytes: int) -> str:

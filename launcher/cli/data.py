@@ -1,4 +1,4 @@
-"""The verbs ``data build|inspect|verify``."""
+"""The verbs ``data build|inspect|verify|pack``."""
 
 from __future__ import annotations
 
@@ -22,9 +22,7 @@ from launcher.cli.console import (
     say_json,
     table,
 )
-from launcher.cli.corpus import Corpus, read_so_far, say_left_out
-from launcher.cli.duplicates import Duplicates, duplicate_lines
-from launcher.cli.workers import Workers
+from launcher.cli.corpus import Corpus, Duplicates, Workers, duplicate_lines, read_so_far, say_left_out
 from launcher.cluster.command import one_machine
 from launcher.cluster.exit import DONE, FAILED
 from launcher.wording import plural
@@ -183,7 +181,6 @@ def inspect(
 
 
 def _inspect_mixture(path: Path, *, json: bool) -> None:
-    """Print the sources of a mixture, and their shares from each stage on."""
     from data_pipeline.inspect import describe_mixture
 
     found = describe_mixture(path)
@@ -240,6 +237,41 @@ def verify(folder: _ShardFolder, *, json: Json = False) -> int:
     return DONE
 
 
+def pack(
+    folder: Annotated[Positional[Path], arg(metavar="DIR")],
+    *,
+    output: Annotated[str, arg(metavar="OUT")],
+    level: int = 3,
+    overwrite: bool = False,
+    json: Json = False,
+) -> None:
+    """Compress a shard folder with zstd, for a store or for the way to another machine.
+
+    A packed folder is read like any other: each shard is unpacked into the cache when it is first used, and checked
+    before and after.
+
+    Args:
+        folder: Shard folder.
+        output: Folder to make, or its URL (s3://, gs://).
+        level: Level of zstd, 1 to 22: higher ones are smaller and slower.
+        overwrite: Replace a shard folder that is there.
+    """
+    from data_pipeline.prepare.publish import pack as pack_folder
+    from data_pipeline.shards.manifest import Manifest
+
+    manifest = Manifest.load(folder)
+    packed = pack_folder(folder, output, level=level, overwrite=overwrite, say=note)
+    plain = sum(entry.bytes for entry in manifest.shards)
+    held_out = folder / "validation"
+    if held_out.is_dir():
+        plain += sum(entry.bytes for entry in Manifest.load(held_out).shards)
+    if json:
+        say_json({"folder": folder, "output": output, "bytes": plain, "packed_bytes": packed})
+        return
+    say(f"{output}: {human_bytes(packed)} of {human_bytes(plain)}, {packed / max(plain, 1):.0%}.")
+    say(f"Look at it: {command('data', 'inspect', output)}")
+
+
 # --------------------------------------------------------------------------------------------------- what they print
 
 
@@ -264,8 +296,6 @@ def _leave_out(folder: str, shards: tuple[str, ...], *, is_alone: bool, json: bo
 
 
 def _build_json(report: BuildReport) -> dict[str, Any]:
-    """The report with the ratios that its dataclasses compute."""
-
     def split(found: SplitReport | None) -> dict[str, Any] | None:
         if found is None:
             return None
@@ -275,7 +305,6 @@ def _build_json(report: BuildReport) -> dict[str, Any]:
 
 
 def _say_build(report: BuildReport) -> None:
-    """The report as a table, and what to do next."""
     splits = [("training", report.training), ("validation", report.validation)]
     rows = [
         [name, f"{s.documents:,}", f"{s.tokens:,}", f"{s.bytes_per_token:.2f}", f"{s.shards:,}", str(s.folder)]
@@ -299,7 +328,6 @@ def _say_build(report: BuildReport) -> None:
 
 
 def _description_table(found: list[Description]) -> str:
-    """One column a split."""
     # Every split is described at the same row length and gets the same rows: one power of two that only one split has
     # documents of is a 0 in the other.
     exponents = sorted({int(key.removeprefix("2^")) for d in found for key in d.length_histogram})

@@ -51,7 +51,6 @@ def plan(
     from data_pipeline.shards.reader import ShardSet
     from launcher.config.check import check_run
     from launcher.config.load import load_run_config
-    from launcher.config.lockstep import in_lockstep
     from launcher.config.resolve import settle
     from launcher.metrics.throughput import training_flops
     from launcher.plan.world import World
@@ -60,7 +59,7 @@ def plan(
     if config is not None:
         argv[:0] = ["--config", config]
     run_config = load_run_config(argv)
-    world = World.of(run_config, ranks, 0)
+    world = World.of(run_config, ranks)
     check_run(run_config, world.ranks)
     # How many rows go through the model at once may follow from the ranks.
     run_config = settle(run_config, _machine(run_config, world.ranks))
@@ -69,7 +68,7 @@ def plan(
     order_of = {"seed": run_config.run.seed, "packing": run_config.packing}
     _, order = open_order(data.train, data.seq_len, open_folder=open_folder, **order_of)
     cost = partial(training_flops, run_config.model.config())
-    lockstep = in_lockstep(run_config)
+    lockstep = run_config.in_lockstep
     with progress(f"planning {data.train}"):
         found = survey(order, data.seq_len, micro_batches, cost, documents=PLANNED_DOCUMENTS, lockstep=lockstep)
     if json:
@@ -174,7 +173,6 @@ def _lines(found: Survey, steps: int, *, lockstep: bool) -> list[list[str]]:
 
 
 def _sources(found: Forecast) -> list[list[str]]:
-    """How much a run takes of each source of a mixture."""
     rows = [[source.name, f"{source.tokens:,.0f}", f"{source.epochs:.2f}"] for source in found.sources]
     if found.missing_tokens >= 1:
         rows.append(["(used up: missing)", f"{found.missing_tokens:,.0f}", ""])

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 from tyro.conf import arg
 
@@ -61,7 +62,8 @@ def doctor(
         slots = read_hostfile(hostfile)
     options = Options(folder=folder, port=master_port, world_size=world_size or sum(slots.values()) or 1, probe=probe)
     with progress("checking this machine"):
-        here = examine(_for_this_machine(options, slots))
+        # With a hostfile the port is that of its first host, which is asked itself.
+        here = examine(replace(options, port=0) if slots else options)
     hosts = _hosts(slots, here, options)
     network = None
     # doctor on each host leaves the network to the one that asked it.
@@ -70,17 +72,7 @@ def doctor(
     return _say(here, hosts, network, json)
 
 
-def _for_this_machine(options: Options, slots: dict[str, int]) -> Options:
-    """With a hostfile the port is that of its first host, which is asked itself."""
-    from dataclasses import replace
-
-    if not slots:
-        return options
-    return replace(options, port=0)
-
-
 def _hosts(slots: dict[str, int], here: Machine, options: Options) -> list[Host]:
-    """The hosts of the hostfile, examined."""
     if not slots:
         return []
     from launcher.doctor.hosts import check_start, examine_hosts
@@ -112,34 +104,23 @@ def _say(here: Machine, hosts: list[Host], network: Network | None, as_json: boo
     from launcher.doctor.finding import worst
     from launcher.doctor.lines import lines_of, lines_of_hosts, summary
 
-    of_network = _findings_of(network)
+    of_network: list[Finding] = []
+    if network is not None:
+        of_network = network.findings
     findings = here.findings + [finding for host in hosts for finding in host.findings] + of_network
+    verdict = worst(findings)
     if as_json:
-        say_json(_as_json(here, hosts, network))
+        of_hosts = {
+            host.name: {"verdict": worst(host.findings), "findings": [finding.to_json() for finding in host.findings]}
+            for host in hosts
+        }
+        result = here.to_json() | {"hosts": of_hosts, "verdict": verdict}
+        if network is not None:
+            result["links"] = network.to_json()
+        say_json(result)
     else:
         for line in lines_of(here.findings) + lines_of_hosts(hosts) + lines_of(of_network) + [summary(findings)]:
             say(line)
-    if worst(findings) == "fail":
+    if verdict == "fail":
         return FAILED
     return DONE
-
-
-def _as_json(here: Machine, hosts: list[Host], network: Network | None) -> dict[str, Any]:
-    """This machine, each host with all its findings, and the network."""
-    from launcher.doctor.finding import worst
-
-    told = here.to_json()
-    told["hosts"] = {
-        host.name: {"verdict": worst(host.findings), "findings": [finding.to_json() for finding in host.findings]}
-        for host in hosts
-    }
-    if network is not None:
-        told["links"] = network.to_json()
-    told["verdict"] = worst(here.findings + [x for host in hosts for x in host.findings] + _findings_of(network))
-    return told
-
-
-def _findings_of(network: Network | None) -> list[Finding]:
-    if network is None:
-        return []
-    return network.findings

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 from tyro.conf import OmitArgPrefixes, arg
 
 from launcher.cli.console import Update, note, progress, say, say_json, table
-from launcher.cli.ranks import RankFlags
+from launcher.cli.options import RankFlags
 from longctx.errors import ConfigError
 
 if TYPE_CHECKING:

@@ -4,24 +4,98 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, field
+from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-from tyro.conf import OmitArgPrefixes, arg, create_mutex_group
+from tyro.conf import OmitArgPrefixes, UseAppendAction, arg, create_mutex_group
 
-from launcher.cli.choosing import Choosing
 from launcher.cli.console import note, progress, write
-from launcher.cli.ranks import RankFlags
+from launcher.cli.options import RankFlags
 from launcher.wording import plural
+from longctx.errors import ConfigError
 
 if TYPE_CHECKING:
     from launcher.generation.options import Options
     from launcher.generation.run import Session
+    from longctx.generation.beams import Beams
+    from longctx.generation.penalties import Penalties
+    from longctx.generation.sampling import Greedy, Sample
     from longctx.tokenizer import Tokenizer
 
 _PROMPT = create_mutex_group(required=True, title="prompt")
+Strings = UseAppendAction[list[str]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Choosing:
+    """Greedy without an option; drawn with one of the first five; searched for with --beams."""
+
+    temperature: float | None = None
+    """Below 1 sharper, above 1 flatter, 0 greedy; 1 where another option of sampling is given."""
+    top_k: int | None = None
+    """Draw from this many likeliest tokens."""
+    top_p: float | None = None
+    """Draw from the likeliest tokens that reach this probability together."""
+    min_p: float | None = None
+    """Draw from tokens at least so many times as likely as the likeliest."""
+    seed: int | None = None
+    """The same seed draws the same tokens; 0 unless given."""
+    beams: int | None = None
+    """Search with so many beams; the text comes when the search is over."""
+    length_penalty: float | None = None
+    """Beams are compared by log-likelihood over length to this power; 1 unless given, more favours long ones."""
+    repetition_penalty: float = 1.0
+    """Divides the logits of tokens that the prompt or the continuation has (multiplies those below 0)."""
+    presence_penalty: float = 0.0
+    """Subtracted from the logits of tokens that the continuation has."""
+    frequency_penalty: float = 0.0
+    """Subtracted from a token's logit once for each time that the continuation has it."""
+    stop: Annotated[Strings, arg(metavar="TEXT")] = field(default_factory=list)
+    """End before this text; may be given several times."""
+
+    def strategy(self) -> Greedy | Sample | Beams:
+        """Beams or sampling as soon as an option of theirs is given; ConfigError where an option would do nothing."""
+        from longctx.generation.beams import Beams
+        from longctx.generation.sampling import Greedy, Sample
+
+        sampling = _given(
+            temperature=self.temperature, top_k=self.top_k, top_p=self.top_p, min_p=self.min_p, seed=self.seed
+        )
+        searching = _given(num_beams=self.beams, length_penalty=self.length_penalty)
+        if self.beams is not None:
+            _refuse(sampling, f"--beams {self.beams} draws no token")
+            return Beams(**searching)
+        _refuse(searching, "without --beams nothing is searched for")
+        # A temperature of 0 is the usual word for greedy.
+        if sampling.get("temperature") == 0:
+            del sampling["temperature"]
+            _refuse(sampling, "--temperature 0 is greedy")
+            return Greedy()
+        if not sampling:
+            return Greedy()
+        return Sample(**sampling)
+
+    def penalties(self) -> Penalties:
+        """The penalties."""
+        from longctx.generation.penalties import Penalties
+
+        return Penalties(
+            repetition=self.repetition_penalty, presence=self.presence_penalty, frequency=self.frequency_penalty
+        )
+
+
+def _given(**options: float | None) -> dict:
+    return {name: value for name, value in options.items() if value is not None}
+
+
+def _refuse(options: Mapping[str, float], why: str) -> None:
+    if options:
+        names = ", ".join(f"--{name.replace('_', '-')}" for name in options)
+        raise ConfigError(f"{why}, so {names} would do nothing. Leave one out.")
 
 
 def generate(
@@ -64,6 +138,8 @@ def generate(
     """
     from launcher.generation.options import Options
     from launcher.generation.prompts import PromptSource
+    from launcher.generation.run import session
+    from parallel.runtime.launched import environment_rank
 
     options = Options(
         checkpoint=checkpoint,
@@ -78,14 +154,7 @@ def generate(
         beyond_positions=beyond_positions,
         **ranks.values(),
     )
-    _generate(options)
-
-
-def _generate(options: Options) -> None:
-    """Continue; rank 0 writes."""
-    from launcher.generation.run import session
-    from parallel.runtime.launched import environment_rank
-
+    # Every rank computes; rank 0 writes.
     is_rank_0 = environment_rank()[0] == 0
     with session(options) as opened:
         if not is_rank_0:
@@ -100,24 +169,19 @@ def _generate(options: Options) -> None:
 
 
 def _follow(session: Session, options: Options) -> None:
-    """Do the part of a rank that writes nothing."""
     session.load()
-    if options.has_many:
-        for _ in session.each():
-            pass
-    else:
-        for _ in session.stream():
-            pass
+    work = session.each() if options.has_many else session.stream()
+    for _ in work:
+        pass
 
 
 def _continue_one(session: Session, options: Options) -> None:
-    """Write one continuation as it comes."""
     started = time.monotonic()
     (prompt_ids,) = session.prompt_ids
     tokens = session.stream()
     # A bar and the text would share the terminal's last line: the bar is gone when the first token is there.
     with progress(f"reading {len(prompt_ids):,} tokens"):
-        first = list(_take(tokens, 1))
+        first = list(islice(tokens, 1))
     read_seconds = time.monotonic() - started
     text = _Text(session.opened.tokenizer, prompt_ids, options.stops)
     ids: list[int] = []
@@ -173,12 +237,6 @@ def _result_to(path: Path | None) -> Iterator[Callable[[str], None]]:
             file.write(text.encode(errors="backslashreplace"))
 
         yield write_out
-
-
-def _take(tokens: Iterator[int], count: int) -> Iterator[int]:
-    """Yield at most so many."""
-    for _, token in zip(range(count), tokens, strict=False):
-        yield token
 
 
 class _Text:

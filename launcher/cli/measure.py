@@ -37,11 +37,12 @@ def measure(
         raise ConfigError(f"--output {output} exists. Name another file, or replace it with --overwrite.")
     if not output.parent.is_dir():
         raise ConfigError(f"--output {output}: there is no folder {output.parent}. Make it, or name another one.")
-    from launcher.measure.run import MeasureOptions, measure_machine, save_profile
+    from launcher.measure.run import MeasureOptions, measure_machine
+    from longctx.files import write_atomically
 
     options = MeasureOptions(ranks=ranks, device=device, cpu_time=cpu_time)
     text, hardware = measure_machine(options, output.parent, lambda title: note(f"measuring {title} …"))
-    save_profile(text, output)
+    write_atomically(output, text.encode(), ConfigError)
     if json:
         say_json(hardware.to_json())
         return

@@ -14,6 +14,7 @@ from longctx.errors import ConfigError
 if TYPE_CHECKING:
     from launcher.config.sections import RunConfig
     from launcher.plan.estimate import RunEstimate
+    from launcher.plan.hardware import Hardware
     from launcher.plan.search import Candidate
     from launcher.plan.world import World
 
@@ -64,7 +65,10 @@ def plan(
         raise ConfigError("--search estimates many settings, --trace runs one. Trace what the search found.")
     if output is not None and output.exists() and not overwrite:
         raise ConfigError(f"--output {output} exists. Name another file, or replace it with --overwrite.")
+    from launcher.config.flags import key_of_flag
     from launcher.config.load import load_run_config
+    from launcher.plan.hardware import load_hardware
+    from launcher.plan.world import World
 
     if trace:
         from launcher.trace.trace import check_cuda_build
@@ -74,20 +78,20 @@ def plan(
     if config is not None:
         argv[:0] = ["--config", config]
     run_config = load_run_config(argv)
-    world = _world(run_config, ranks, ranks_per_node)
+    world, hardware = World.of(run_config, ranks, ranks_per_node), load_hardware(device)
     if trace:
-        _trace(run_config, world, document_tokens, capability, device, json=json)
+        _trace(run_config, world, document_tokens, capability, hardware, json=json)
     elif search:
-        _search(run_config, world, document_tokens, device, _held(settings), output, json=json)
+        held = {key_of_flag(argument) for argument in settings if argument.startswith("--")}
+        _search(run_config, world, document_tokens, hardware, held, output, json=json)
     else:
-        _estimate(run_config, world, document_tokens, device, json=json)
+        _estimate(run_config, world, document_tokens, hardware, json=json)
 
 
-def _estimate(run_config: RunConfig, world: World, document_tokens: int, device: str, *, json: bool) -> None:
+def _estimate(run_config: RunConfig, world: World, document_tokens: int, hardware: Hardware, *, json: bool) -> None:
     from launcher.plan.estimate import estimate_run
-    from launcher.plan.hardware import load_hardware
 
-    run = estimate_run(run_config, world, load_hardware(device), document_tokens=document_tokens)
+    run = estimate_run(run_config, world, hardware, document_tokens=document_tokens)
     longest = _longest(run, run_config)
     if json:
         say_json(run.to_json() | {"longest_row_tokens": longest})
@@ -96,18 +100,14 @@ def _estimate(run_config: RunConfig, world: World, document_tokens: int, device:
 
 
 def _longest(run: RunEstimate, asked: RunConfig) -> int:
-    from launcher.config.chunks import chunk_choices
-    from launcher.plan.estimate import fits_rows
-    from launcher.plan.longest import longest_row
+    from launcher.config.kept import chunk_choices
+    from launcher.plan.estimate import longest_row
 
     config = run.config
     if asked.train.chunk_tokens == "auto":
         # What a longer row's would be.
         config = chunk_choices(config)[-1]
-    return longest_row(
-        lambda seq_len: fits_rows(config, run.world, run.hardware, seq_len),
-        unit=128 * run.config.parallel.context,
-    )
+    return longest_row(config, run.world, run.hardware)
 
 
 def _longer(run: RunEstimate, longest: int) -> Candidate | None:
@@ -129,30 +129,20 @@ def _say_estimate(run: RunEstimate, longest: int) -> None:
     say("\n" + "\n".join(summary(run, longest, _longer(run, longest))))
 
 
-def _held(settings: tuple[str, ...]) -> set[str]:
-    """The keys that flags give."""
-    from launcher.config.flags import key_of_flag
-
-    return {key_of_flag(argument) for argument in settings if argument.startswith("--")}
-
-
 def _search(
     run_config: RunConfig,
     world: World,
     document_tokens: int,
-    device: str,
+    hardware: Hardware,
     held: set[str],
     output: Path | None,
     *,
     json: bool,
 ) -> None:
     from launcher.plan.estimate import estimate_run
-    from launcher.plan.hardware import load_hardware
+    from launcher.plan.screen import count_line, flags, front_rows, nearest_lines
     from launcher.plan.search import nearest, search
-    from launcher.plan.search_screen import count_line, front_rows, nearest_lines
-    from launcher.plan.settings import flags
 
-    hardware = load_hardware(device)
     with progress("trying settings", rate=lambda rate: f"{rate:,.0f} a second") as update:
         found = search(run_config, world, hardware, document_tokens=document_tokens, held=held, progress=update)
     if found.fastest is None:
@@ -175,14 +165,12 @@ def _search(
 
 
 def _trace(
-    run_config: RunConfig, world: World, document_tokens: int, capability: str, device: str, *, json: bool
+    run_config: RunConfig, world: World, document_tokens: int, capability: str, hardware: Hardware, *, json: bool
 ) -> None:
     from launcher.plan.estimate import estimate_run
-    from launcher.plan.hardware import load_hardware
     from launcher.trace.report import heading, link_rows, memory_rows, remarks
     from launcher.trace.trace import trace_run
 
-    hardware = load_hardware(device)
     planned = estimate_run(run_config, world, hardware, document_tokens=document_tokens)
     traced = trace_run(
         run_config,
@@ -200,17 +188,6 @@ def _trace(
         if rows:
             say(f"\n{table(headings, rows)}")
     say("\n" + "\n".join(remarks(traced)))
-
-
-def _world(config: RunConfig, ranks: int, ranks_per_node: int) -> World:
-    """The ranks that the flags, else the hostfile, else the degrees say."""
-    from launcher.cluster.hostfile import read_hostfile
-    from launcher.plan.world import World
-
-    if config.run.hostfile not in ("launcher", "none"):
-        slots = list(read_hostfile(Path(config.run.hostfile)).values())
-        ranks, ranks_per_node = ranks or sum(slots), ranks_per_node or slots[0]
-    return World.of(config, ranks, ranks_per_node)
 
 
 def _capability(text: str) -> tuple[int, int]:

@@ -24,7 +24,6 @@ from launcher.cli import (
     checkpoint,
     convert,
     data,
-    data_pack,
     data_rows,
     doctor,
     evaluate,
@@ -38,7 +37,6 @@ from launcher.cli import (
     tokenizer,
 )
 from launcher.cli.console import (
-    flush_results,
     has_abandoned_work,
     note,
     program,
@@ -46,6 +44,7 @@ from launcher.cli.console import (
     table,
     unframed,
     warnings_on_stderr,
+    write,
 )
 from launcher.cluster.exit import DONE, INTERRUPTED, WRONG_USAGE, run_to_exit_code
 from launcher.cluster.scheduler import check_tasks
@@ -75,7 +74,7 @@ VERBS = {
     ),
     "data inspect": Verb(data.inspect, ("runs/data --seq-len 4096 --row 0",)),
     "data verify": Verb(data.verify, ("runs/data",)),
-    "data pack": Verb(data_pack.pack, ("runs/data --output s3://bucket/data",)),
+    "data pack": Verb(data.pack, ("runs/data --output s3://bucket/data",)),
     "data plan": Verb(data_rows.plan, ("--config quickstart", "--config run.toml --ranks 64"), takes_settings=True),
     "data sample": Verb(data_rows.sample, ("runs/data --seq-len 4096 --rows 8 --output rows.txt",)),
     "data practice": Verb(
@@ -176,13 +175,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         verb = parse(list(argv))
     except SystemExit as end:
-        flush_results()
+        # What tyro has put on standard output goes out.
+        write("")
         if isinstance(end.code, int):
             return end.code
         return DONE
     except BrokenPipeError:
         # `… --help | head`: the reader has what it wanted.
-        flush_results()
+        write("")
         return DONE
     with warnings_on_stderr():
         code = run_to_exit_code(lambda: explained(verb), interrupted="Interrupted. Nothing half-written is left.")
@@ -242,7 +242,7 @@ def parse(arguments: Sequence[str]) -> Callable[[], int | None]:
 
 def overview(group: str = "") -> str:
     """The help of the whole command, or of the verbs that begin with the word ``group``."""
-    rows = [[f"  {name}", _summary(VERBS[name])] for name in _verbs_of(group)]
+    rows = [[f"  {name}", (VERBS[name].run.__doc__ or "").splitlines()[0]] for name in _verbs_of(group)]
     verbs = "\n".join(table(["", ""], rows).splitlines()[1:])
     if group:
         return f"usage: {program()} {group} VERB [OPTIONS]\n\nverbs:\n{verbs}"
@@ -252,11 +252,6 @@ def overview(group: str = "") -> str:
 def _verbs_of(group: str) -> list[str]:
     """The verbs of two words of which ``group`` is the first; all verbs where it is empty."""
     return [name for name in VERBS if not group or name.startswith(f"{group} ")]
-
-
-def _summary(verb: Verb) -> str:
-    """The first line of the function's docstring."""
-    return (verb.run.__doc__ or "").splitlines()[0]
 
 
 def _bind(name: str, arguments: Sequence[str]) -> Callable[[], int | None]:

@@ -7,12 +7,12 @@ import math
 from pathlib import Path
 from typing import Literal
 
+from data_pipeline.stores.urls import ObjectPath, is_url, locate
 from launcher.config.kept import check_kept
 from launcher.config.sections import ModelSection, RunConfig
 from launcher.config.side_by_side import padded_tokens, with_context
-from launcher.config.store import store_place
 from launcher.config.zero import check_zero_section
-from longctx.errors import ConfigError
+from longctx.errors import ConfigError, DataError
 from longctx.kernels.attention.select import KERNELS
 from parallel.layout.select import check_choice
 from parallel.mesh import check_degrees
@@ -61,7 +61,6 @@ def _check_finite(config: RunConfig) -> None:
 
 
 def _check_built(config: RunConfig) -> None:
-    """The options whose values are names."""
     kernels = ["auto"]
     kernels.extend(KERNELS)
     if config.parallel.kernel not in kernels:
@@ -100,12 +99,9 @@ def _check_routing(config: RunConfig) -> None:
 
 
 def _refuse_expert_options(config: RunConfig) -> None:
-    """ConfigError for an option of experts that is not at its default: it would have no effect."""
     defaults = RunConfig(model=ModelSection())
     for name in _EXPERT_OPTIONS:
-        section, key = name.split(".")
-        value = getattr(getattr(config, section), key)
-        default = getattr(getattr(defaults, section), key)
+        value, default = config.value(name), defaults.value(name)
         # 0 is what "auto" comes to: a dense run's own config.toml may say so.
         if name == "parallel.expert_tile_tokens" and not value:
             continue
@@ -116,15 +112,33 @@ def _refuse_expert_options(config: RunConfig) -> None:
             )
 
 
-def _number(value: int | Literal["auto"]) -> int:
-    """A number that is in its range if it is left open."""
+_STORES = "Try s3://BUCKET/RUN or gs://BUCKET/RUN."
+
+
+def store_place(address: str, key: str = "checkpoint.store") -> ObjectPath:
+    """The folder of a store that ``address``, the value of ``key``, names; ConfigError where it names none."""
+    if not is_url(address):
+        raise ConfigError(f"{key}={address!r} is no URL of a store. {_STORES}")
+    try:
+        place = locate(address)
+    except DataError as error:
+        # What may be a secret in it is not shown.
+        raise ConfigError(f"{key}: {error}") from None
+    if not isinstance(place, ObjectPath):
+        raise ConfigError(f"{key}={address} is a folder of this machine, which no store is. {_STORES}")
+    if not place.key:
+        raise ConfigError(f"{key}={address} is a whole bucket, which one run may not take. {_STORES}")
+    return place
+
+
+def _number(value: int | Literal["auto"], least: int) -> int:
+    """A number; the least of its range if it is left open."""
     if value == "auto":
-        return 0
+        return least
     return value
 
 
 def _check_ranges(config: RunConfig) -> None:
-    """ConfigError for the first number outside of its range."""
     at_least = {
         "data.seq_len": (config.data.seq_len, 1),
         "train.steps": (config.train.steps, 1),
@@ -150,7 +164,12 @@ def _check_ranges(config: RunConfig) -> None:
         "run.log_every": (config.run.log_every, 1),
         "run.replicas_every": (config.run.replicas_every, 0),
         "run.audit_every": (config.run.audit_every, 0),
-        "parallel.expert_tile_tokens": (_number(config.parallel.expert_tile_tokens), 0),
+        "parallel.expert_tile_tokens": (_number(config.parallel.expert_tile_tokens, 0), 0),
+        "zero.reduce_bucket_size": (config.zero.reduce_bucket_size, 1),
+        "zero.prefetch_bucket_size": (config.zero.prefetch_bucket_size, 0),
+        "zero.max_live_parameters": (config.zero.max_live_parameters, 0),
+        "zero.param_persistence_threshold": (config.zero.param_persistence_threshold, 0),
+        "zero.sub_group_size": (_number(config.zero.sub_group_size, 1), 1),
     }
     for name, (value, least) in at_least.items():
         # Not `value < least`, which NaN would pass.

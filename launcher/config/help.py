@@ -70,8 +70,6 @@ _CHOICES: Mapping[str, Sequence[Any]] = {
 
 
 class _Key(NamedTuple):
-    """A key as its help shows it."""
-
     name: str
     values: str
     """Its choices, or its type."""
@@ -108,19 +106,16 @@ def help_text(config: RunConfig, topic: str = "") -> str:
 
 
 def _block(heading: str, lines: Sequence[str]) -> str:
-    """A heading, and the lines below it."""
     return "\n".join([heading, "\n".join(lines)])
 
 
 def _list_recipes() -> str:
-    """Every recipe's name, and what it trains."""
     found = recipes()
     width = max(len(name) for name in found)
     return _block("recipes (--config NAME):", [f"  {name:{width}}  {summary(path)}" for name, path in found.items()])
 
 
 def _paragraph(key: _Key) -> str:
-    """The lines of one key: name, choices and value; below them what it means."""
     width = min(shutil.get_terminal_size().columns, 120)
     meaning = textwrap.fill(key.meaning, width, initial_indent=" " * 6, subsequent_indent=" " * 6)
     return f"  --{key.name} {key.values}  (default: {key.default})\n{meaning}"

@@ -1,10 +1,15 @@
-"""Rules of what layers keep for backward, where, and of layers by chunks."""
+"""Rules of what layers keep for backward, where, and of layers by chunks; what train.chunk_tokens=auto chooses from."""
 
 from __future__ import annotations
 
 from launcher.config.sections import LEAST_CHUNK, RunConfig
+from launcher.config.side_by_side import C, padded_tokens
 from longctx.errors import ConfigError
 from parallel.mesh import nearest
+
+_CHUNKS = (16384, 8192, 4096, 2048, LEAST_CHUNK)
+_MORE_GROUPS = (1, 2, 4, 8, 16)
+"""Times those that the config asks for."""
 
 
 def check_kept(config: RunConfig) -> None:
@@ -39,13 +44,12 @@ def check_kept(config: RunConfig) -> None:
 def _check_either(config: RunConfig) -> None:
     """Whole rows or chunks go with the rest: a plan takes one of those that do."""
     try:
-        check_kept(config.with_chunks(0))
+        check_kept(config.changed({"train.chunk_tokens": 0}))
     except ConfigError:
-        check_kept(config.with_chunks(LEAST_CHUNK))
+        check_kept(config.changed({"train.chunk_tokens": LEAST_CHUNK}))
 
 
 def _check_chunks(config: RunConfig) -> None:
-    """Chunks of tokens and groups of heads go with the rest."""
     train, model = config.train, config.model
     if train.chunk_tokens != "auto" and train.chunk_tokens < 0:
         raise ConfigError(
@@ -82,3 +86,30 @@ def _check_chunks(config: RunConfig) -> None:
             f"group that parallel.ulysses={ulysses} divides.\n"
             f"Try train.head_groups={nearest(train.head_groups, fits)} (any of {fits})."
         )
+
+
+def chunk_choices(config: C) -> list[C]:
+    """What "auto" chooses from, the fastest and largest first: whole rows, then chunks, each with few groups of heads.
+
+    Of chunks as long as a rank's tokens none but the least. ConfigError where nothing goes with the other settings.
+    """
+    tokens = padded_tokens(config, config.data.seq_len * config.train.micro_batch_rows) // config.parallel.context
+    chunks = [n for n in _CHUNKS if n < tokens] or [LEAST_CHUNK]
+    groups = [n * config.train.head_groups for n in _MORE_GROUPS]
+    by_chunks = [
+        config.changed({"train.chunk_tokens": n, "train.head_groups": num_groups})
+        for n in chunks
+        for num_groups in groups
+    ]
+    found = [choice for choice in (config.changed({"train.chunk_tokens": 0}), *by_chunks) if _goes(choice)]
+    if not found:
+        check_kept(by_chunks[0])
+    return found
+
+
+def _goes(config: RunConfig) -> bool:
+    try:
+        check_kept(config)
+    except ConfigError:
+        return False
+    return True

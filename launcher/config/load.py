@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import json
 import os
+from collections.abc import Collection
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,6 @@ from pydantic import TypeAdapter, ValidationError
 from launcher.config.flags import end_with, help_topic, key_of_flag, take_flag, without_local_rank
 from launcher.config.model import find_base, lay_over, settle_model
 from launcher.config.sections import RunConfig
-from launcher.config.zero import check_not_offered
 from launcher.recipes.find import QUICKSTART, find_config
 from launcher.wording import did_you_mean
 from longctx.config import ModelConfig
@@ -37,8 +37,9 @@ def load_run_config(argv: list[str], *, quiet: bool = False) -> RunConfig:
     argv = without_local_rank(argv)
     argv, path = take_flag(argv, "--config")
     argv, values = _file_and_early_flags(argv, path)
-    _refuse_removed([key_of_flag(argument) for argument in argv if argument.startswith("--")])
-    _refuse_removed_values({key: take_flag(argv, f"--{key}")[1] for key, _ in _REMOVED_VALUES})
+    flags = {key_of_flag(argument) for argument in argv if argument.startswith("--")}
+    # Before the parser, which would say no more than that it does not know them.
+    _refuse_absent(flags)
     topic = help_topic(argv)
     if topic is not None:
         # Its imports take time, which no run has to pay. It is for those, too, who have no checkpoint yet.
@@ -47,9 +48,6 @@ def load_run_config(argv: list[str], *, quiet: bool = False) -> RunConfig:
         end_with(help_text(from_values(values), topic), quiet=quiet)
     prints = "--print-config" in argv
     argv = [argument for argument in argv if argument != "--print-config"]
-    flags = {key_of_flag(argument) for argument in argv if argument.startswith("--")}
-    # Before the parser, which would say no more than that it does not know them.
-    check_not_offered(flags)
     named = _named_keys(values) | flags
     base = find_base(values)
     config = settle_model(_with_flags(from_values(values, base), argv, quiet=quiet), base, named)
@@ -104,7 +102,6 @@ def _file_and_early_flags(argv: list[str], path: str | None) -> tuple[list[str],
 
 
 def _named_keys(values: dict[str, dict[str, Any]]) -> set[str]:
-    """The keys that a file gives, each with its section."""
     return {f"{section}.{key}" for section, entries in values.items() for key in entries}
 
 
@@ -145,9 +142,7 @@ def _check_keys(values: dict[str, Any]) -> None:
     # Ours rather than pydantic's `extra="forbid"`: that one names no alternative.
     sections = {f.name: _keys(f.default_factory()) for f in dataclasses.fields(RunConfig)}  # type: ignore[misc]
     known = [f"{section}.{key}" for section, keys in sections.items() for key in keys]
-    _refuse_removed(sorted(_named_keys(values)))
-    _refuse_removed_values({f"{section}.{key}": v for section, keys in values.items() for key, v in keys.items()})
-    check_not_offered(_named_keys(values))
+    _refuse_absent(_named_keys(values))
     for section, entries in values.items():
         if section not in sections:
             raise ConfigError(f"section [{section}] is unknown.{did_you_mean(section, list(sections))}")
@@ -156,38 +151,28 @@ def _check_keys(values: dict[str, Any]) -> None:
                 raise ConfigError(f"key {section}.{key} is unknown.{did_you_mean(f'{section}.{key}', known)}")
 
 
-_REMOVED = {
+_NO_MICS = (
+    "DeepSpeed has no MiCS any more. It says: MiCS ZeRO-3 sharding has been removed.\n"
+    "Try zero.stage=3 with zero.hpz_partition_size, the ranks of a node: backward gathers weights within them, and "
+    "state is spread over all ranks."
+)
+_ABSENT = {
     "data.changed_exclusions": "shards are left out by `longctx data build --without` alone. Delete the key.",
     "train.recompute": (
         "train.keep says what survives of each block until backward.\n"
         'Write keep = "attention" for recompute = true and keep = "all" for recompute = false; on the command line '
         "--train.keep attention."
     ),
+    "zero.mics_shard_size": _NO_MICS,
+    "zero.mics_hierarchical_params_gather": _NO_MICS,
 }
-"""Keys of earlier versions, and what to write in their place. The nearest known name would mislead."""
+"""Keys of earlier versions and of DeepSpeed, and what to write in their place. The nearest known name would mislead."""
 
 
-def _refuse_removed(names: list[str]) -> None:
-    """ConfigError for a key that an earlier version had."""
-    for name in names:
-        if name in _REMOVED:
-            raise ConfigError(f"key {name} is no more: {_REMOVED[name]}")
-
-
-_REMOVED_VALUES = {
-    ("data.verify", "stamp"): (
-        '"start" is what "stamp" was: each shard is read once before the first step, and again after it changed.\n'
-        'The default, "read", checks what a run reads as it reads it, and starts at once.'
-    ),
-}
-"""Values of earlier versions, and what to write in their place."""
-
-
-def _refuse_removed_values(given: dict[str, Any]) -> None:
-    """ConfigError for a value that an earlier version had."""
-    for key, value in given.items():
-        if isinstance(value, str) and (key, value) in _REMOVED_VALUES:
-            raise ConfigError(f"{key}={value!r} is no more: {_REMOVED_VALUES[key, value]}")
+def _refuse_absent(names: Collection[str]) -> None:
+    for name in sorted(names):
+        if name in _ABSENT:
+            raise ConfigError(f"there is no key {name}: {_ABSENT[name]}")
 
 
 def _keys(section: Any, prefix: str = "") -> list[str]:

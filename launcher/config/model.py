@@ -177,7 +177,6 @@ def _plain(value: Any) -> str:
 
 
 def _differing_fields(theirs: Any, ours: Any) -> dict[str, tuple[Any, Any]]:
-    """Fields in which two values of one dataclass differ."""
     pairs = {f.name: (getattr(theirs, f.name), getattr(ours, f.name)) for f in dataclasses.fields(theirs)}
     return {name: (mine, other) for name, (mine, other) in pairs.items() if mine != other}
 
@@ -207,7 +206,6 @@ def settle_model(config: RunConfig, base: ModelConfig | None, named: Set[str]) -
 
 
 def _check_changes(config: RunConfig, base: ModelConfig) -> None:
-    """ConfigError for a field that the checkpoint's weights fix."""
     fixed = fixed_differences(base, config.model.config())
     if fixed:
         lines = [f"run.start_from={config.run.start_from!r} is of another model:"]

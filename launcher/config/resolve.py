@@ -8,12 +8,11 @@ all that stands before them. Nothing here looks at a device or a file: a plan fo
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from launcher.config.chunks import chunk_choices
+from launcher.config.kept import chunk_choices
 from launcher.config.resolved import AUTO, ResolvedConfig
 from launcher.config.sections import RunConfig
 from launcher.config.side_by_side import with_context
@@ -93,8 +92,7 @@ def _context(config: RunConfig, machine: Machine) -> RunConfig:
 def _stage(config: RunConfig, machine: Machine) -> RunConfig:
     if config.zero.stage != AUTO:
         return config
-    zero = dataclasses.replace(config.zero, stage=default_stage(machine.device_type))
-    return dataclasses.replace(config, zero=zero)
+    return config.changed({"zero.stage": default_stage(machine.device_type)})
 
 
 def _dtype(config: RunConfig, machine: Machine) -> RunConfig:
@@ -110,7 +108,7 @@ def _dtype(config: RunConfig, machine: Machine) -> RunConfig:
             "DeepSpeed has no float32 accumulation of bfloat16 in that stage.\n"
             "Try zero.stage=2, or train.dtype=float32 where that is meant."
         )
-    return _with_train(config, dtype=dtype)
+    return config.changed({"train.dtype": dtype})
 
 
 def _products(config: RunConfig, machine: Machine) -> RunConfig:
@@ -119,7 +117,7 @@ def _products(config: RunConfig, machine: Machine) -> RunConfig:
     products = "float32"
     if machine.native_bfloat16:
         products = "native"
-    return _with_train(config, products=products)
+    return config.changed({"train.products": products})
 
 
 def _expert_tiles(config: RunConfig, machine: Machine) -> RunConfig:
@@ -128,7 +126,7 @@ def _expert_tiles(config: RunConfig, machine: Machine) -> RunConfig:
     tile_tokens = 0
     if config.model.num_experts:
         tile_tokens = default_tile_tokens(machine.device_type, config.parallel.expert)
-    return dataclasses.replace(config, parallel=dataclasses.replace(config.parallel, expert_tile_tokens=tile_tokens))
+    return config.changed({"parallel.expert_tile_tokens": tile_tokens})
 
 
 def _layout(config: RunConfig, machine: Machine, data: Data) -> Choice:
@@ -143,24 +141,23 @@ def _layout(config: RunConfig, machine: Machine, data: Data) -> Choice:
         reaches=[mixer.reach for mixer in mixers_of(model)],
         side_by_side=parallel.tokens_per_rank > 0,
     )
-    settled = dataclasses.replace(config, parallel=dataclasses.replace(parallel, layout=layout))
-    return Choice(settled, f"parallel.layout=auto is {layout}: {reason}.")
+    return Choice(config.changed({"parallel.layout": layout}), f"parallel.layout=auto is {layout}: {reason}.")
 
 
 def _compile(config: RunConfig, machine: Machine, data: Data) -> Choice:
     wish, problem = config.train.compile, machine.compile_problem
     if wish == "off" or (wish == AUTO and machine.device_type == "cpu"):
-        return Choice(_with_train(config, compile="off"))
+        return Choice(config.changed({"train.compile": "off"}))
     if not problem:
         return Choice(
-            _with_train(config, compile="on"),
+            config.changed({"train.compile": "on"}),
             f"Blocks are compiled (train.compile={wish}): the first step takes longer, and longer still where the "
             "cache of compiled code is empty.",
         )
     if wish == "on":
         raise ConfigError(f"train.compile=on, but {problem}.\nInstall it there, or set train.compile=off.")
     why = f"train.compile=auto is off, for {problem}. Steps take longer than they could."
-    return Choice(_with_train(config, compile="off"), why, is_warning=True)
+    return Choice(config.changed({"train.compile": "off"}), why, is_warning=True)
 
 
 def _chunks(config: RunConfig, machine: Machine, data: Data) -> Choice:
@@ -177,13 +174,12 @@ def _chunks(config: RunConfig, machine: Machine, data: Data) -> Choice:
 def _validation(config: RunConfig, machine: Machine, data: Data) -> Choice:
     if data.has_held_out or not config.validation.rows:
         return Choice(config)
-    without = dataclasses.replace(config, validation=dataclasses.replace(config.validation, rows=0))
     why = (
         f"data.train={data.name} holds no held-out documents, so this run never validates.\n"
         "Name a shard folder as data.validation, or build the data with a larger --validation-fraction; "
         "validation.rows=0 says that it is meant."
     )
-    return Choice(without, why, is_warning=True)
+    return Choice(config.changed({"validation.rows": 0}), why, is_warning=True)
 
 
 BEFORE_DATA: tuple[Callable[[RunConfig, Machine], RunConfig], ...] = (
@@ -194,7 +190,3 @@ BEFORE_DATA: tuple[Callable[[RunConfig, Machine], RunConfig], ...] = (
     _expert_tiles,
 )
 WITH_DATA: tuple[Callable[[RunConfig, Machine, Data], Choice], ...] = (_layout, _compile, _chunks, _validation)
-
-
-def _with_train(config: RunConfig, **values: object) -> RunConfig:
-    return dataclasses.replace(config, train=dataclasses.replace(config.train, **values))

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cache
-from typing import Literal, Self
+from typing import Any, Literal, Self
 
 import tomli_w
 
@@ -347,12 +348,19 @@ class RunConfig:
     checkpoint: CheckpointSection = field(default_factory=CheckpointSection)
     validation: ValidationSection = field(default_factory=ValidationSection)
 
-    def with_chunks(self, chunk_tokens: int, head_groups: int | None = None) -> Self:
-        """The config with ``train.chunk_tokens`` settled, and with its own or another number of groups of heads."""
-        groups = head_groups or self.train.head_groups
-        return dataclasses.replace(
-            self, train=dataclasses.replace(self.train, chunk_tokens=chunk_tokens, head_groups=groups)
-        )
+    def value(self, key: str) -> Any:
+        """The value of a dotted key."""
+        section, name = key.split(".")
+        return getattr(getattr(self, section), name)
+
+    def changed(self, values: Mapping[str, Any]) -> Self:
+        """The config with other values of dotted keys."""
+        sections: dict[str, dict[str, Any]] = {}
+        for key, value in values.items():
+            section, name = key.split(".")
+            sections.setdefault(section, {})[name] = value
+        parts = {name: dataclasses.replace(getattr(self, name), **of) for name, of in sections.items()}
+        return dataclasses.replace(self, **parts)
 
     @property
     def rows_per_step(self) -> int:
@@ -385,6 +393,17 @@ class RunConfig:
             most_rows=self.train.micro_batch_rows,
             data_degree=world_size // self.parallel.context,
         )
+
+    @property
+    def in_lockstep(self) -> bool:
+        """Whether data ranks wait for one another in each micro-batch, and not at the end of a step alone.
+
+        Who deals out rows then puts rows of like work into one micro-batch.
+        """
+        # Stages 2 and 3 reduce gradients as backward goes on, and stage 3 gathers weights; 0 and 1 reduce once a step.
+        # Experts that a context group does not hold by itself are asked in every layer.
+        assert self.zero.stage != AUTO, "``settle`` comes first"
+        return self.zero.stage >= 2 or self.parallel.context % self.parallel.expert != 0
 
     @property
     def packing(self) -> Packing:

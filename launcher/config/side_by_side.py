@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from typing import TypeVar
 
 from data_pipeline.rows.micro_batches import MicroBatches
@@ -47,11 +46,7 @@ def with_context(config: C, world_size: int) -> C:
             f"{config.data.seq_len} tokens at most.\nLeave train.micro_batch_rows out (1), or set "
             "--parallel.tokens_per_rank 0."
         )
-    return dataclasses.replace(
-        config,
-        parallel=dataclasses.replace(parallel, context=ranks),
-        train=dataclasses.replace(config.train, micro_batch_rows=rows),
-    )
+    return config.changed({"parallel.context": ranks, "train.micro_batch_rows": rows})
 
 
 def _largest_rows(config: RunConfig, ranks: int, world_size: int) -> int:

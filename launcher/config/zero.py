@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 
 from launcher.config.sections import RunConfig, ZeroSection
 from longctx.errors import ConfigError
-from parallel.zero.options import ZeroOptions, check_zero, default_stage, update_size
+from parallel.zero.options import ZeroOptions, check_zero, default_stage
 
 
 def zero_options(zero: ZeroSection) -> ZeroOptions:
@@ -20,7 +20,7 @@ def zero_options(zero: ZeroSection) -> ZeroOptions:
         prefetch_bucket_size=zero.prefetch_bucket_size,
         max_live_parameters=zero.max_live_parameters,
         param_persistence_threshold=zero.param_persistence_threshold,
-        sub_group_size=_number(zero.sub_group_size),
+        sub_group_size=None if isinstance(zero.sub_group_size, str) else zero.sub_group_size,
         hpz_partition_size=zero.hpz_partition_size,
         quantized_weights=zero.quantized_weights,
         quantized_gradients=zero.quantized_gradients,
@@ -29,29 +29,6 @@ def zero_options(zero: ZeroSection) -> ZeroOptions:
         pin_memory=zero.pin_memory,
         nvme_path=zero.nvme_path,
     )
-
-
-def _number(value: int | str) -> int | None:
-    """The value of a key; None for "auto"."""
-    if isinstance(value, str):
-        return None
-    return value
-
-
-_NOT_OFFERED = {
-    f"zero.{key}": "DeepSpeed has no MiCS any more. It says: MiCS ZeRO-3 sharding has been removed.\n"
-    "Try zero.stage=3 with zero.hpz_partition_size, the ranks of a node: backward gathers weights within them, and "
-    "state is spread over all ranks."
-    for key in ("mics_shard_size", "mics_hierarchical_params_gather")
-}
-"""Keys of DeepSpeed that people look for, and why they are not here."""
-
-
-def check_not_offered(keys: Iterable[str]) -> None:
-    """ConfigError for a key of DeepSpeed's that is left out on purpose."""
-    for key in keys:
-        if key in _NOT_OFFERED:
-            raise ConfigError(f"{key}: {_NOT_OFFERED[key]}")
 
 
 _READ_BY: Mapping[str, Sequence[int]] = {
@@ -82,7 +59,12 @@ def check_zero_section(config: RunConfig, world_size: int) -> None:
     check_zero(_stage(config.zero), dtype)
     _check_stage_reads(config)
     _check_offload(config)
-    _check_sizes(config.zero)
+    size = config.zero.allgather_bucket_size
+    if size < 2 or size % 2:
+        raise ConfigError(
+            f"zero.allgather_bucket_size={size} must be even and at least 2: DeepSpeed aligns what it sends to pairs "
+            f"of values.\nTry {max(2, size + size % 2)}."
+        )
     _check_hpz(config, world_size)
 
 
@@ -94,24 +76,18 @@ def _stage(zero: ZeroSection) -> int:
 
 
 def _check_stage_reads(config: RunConfig) -> None:
-    """ConfigError for a key that is not at its default and that the stage does not read: it would have no effect."""
     defaults = ZeroSection()
     for key, stages in _READ_BY.items():
         value, default = getattr(config.zero, key), getattr(defaults, key)
         # "auto" is stage 1 or 2: no key tells these apart.
         if value != default and _stage(config.zero) not in stages:
+            read_by = f"stages {', '.join(map(str, stages))} read it"
+            if len(stages) == 1:
+                read_by = f"only stage {stages[0]} reads it"
             raise ConfigError(
-                f"zero.{key}={value} means nothing in zero.stage={config.zero.stage}: {_stages(stages)}.\n"
+                f"zero.{key}={value} means nothing in zero.stage={config.zero.stage}: {read_by}.\n"
                 f"Leave it out (zero.{key}={default}), or set zero.stage={stages[-1]}."
             )
-
-
-def _stages(stages: Sequence[int]) -> str:
-    """Stages in words."""
-    if len(stages) == 1:
-        return f"only stage {stages[0]} reads it"
-    listed = ", ".join(str(stage) for stage in stages)
-    return f"stages {listed} read it"
 
 
 def _check_offload(config: RunConfig) -> None:
@@ -147,30 +123,11 @@ def _check_offload(config: RunConfig) -> None:
         )
 
 
-def _check_sizes(zero: ZeroSection) -> None:
-    """Numbers in their ranges."""
-    at_least = {
-        "reduce_bucket_size": (zero.reduce_bucket_size, 1),
-        "prefetch_bucket_size": (zero.prefetch_bucket_size, 0),
-        "max_live_parameters": (zero.max_live_parameters, 0),
-        "param_persistence_threshold": (zero.param_persistence_threshold, 0),
-        "sub_group_size": (update_size(zero.offload, _number(zero.sub_group_size)), 1),
-        "hpz_partition_size": (zero.hpz_partition_size, 1),
-    }
-    for key, (value, least) in at_least.items():
-        if value < least:
-            raise ConfigError(f"zero.{key}={value} must be at least {least}.")
-    size = zero.allgather_bucket_size
-    if size < 2 or size % 2:
-        raise ConfigError(
-            f"zero.allgather_bucket_size={size} must be even and at least 2: DeepSpeed aligns what it sends to pairs "
-            f"of values.\nTry {max(2, size + size % 2)}."
-        )
-
-
 def _check_hpz(config: RunConfig, world_size: int) -> None:
     """The second copy of hpZ lies on whole groups of neighbouring ranks, and DeepSpeed has none of experts."""
     size = config.zero.hpz_partition_size
+    if size < 1:
+        raise ConfigError(f"zero.hpz_partition_size={size} must be at least 1.")
     if world_size % size:
         nearest = max(n for n in range(1, size) if world_size % n == 0)
         raise ConfigError(f"zero.hpz_partition_size={size} does not divide the {world_size} ranks.\nTry {nearest}.")

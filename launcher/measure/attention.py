@@ -1,6 +1,6 @@
-"""Attention by length, mask and head size, by the kernel that a run would choose.
+"""Products of weights by shape, and attention by length, mask and head size, by the code of a run's layers.
 
-Axes: T tokens of all documents, H heads, D head size.
+Axes: N tokens, M width in and out of a product; T tokens of all documents, H heads, D head size.
 """
 
 from __future__ import annotations
@@ -12,19 +12,40 @@ import torch
 from torch import Tensor
 
 from launcher.measure.clock import Clock
-from launcher.measure.figures import Figure, dtypes_of
+from launcher.measure.figures import DTYPES, Figure
 from launcher.measure.sizes import Sizes
 from launcher.plan.attention import BACKWARD_FLOPS
 from longctx.kernels.attention.contract import KernelRequest, Scores
 from longctx.kernels.attention.select import choose_kernel
 from longctx.kernels.attention.slices import AttentionSlice, slice_table
-from longctx.kernels.processor import fastest_products
+from longctx.kernels.matmul import multiply, multiply_backward
+from longctx.kernels.processor import Products, fastest_products
 from parallel.schedule.bands import area
 
 _TOGETHER = 8
 """Documents, or windows, of one call at most."""
 _MOST_TOKENS = {"cpu": 2048, "cuda": 32768}
 """Of a call, unless one document has more."""
+
+
+def measure_products(clock: Clock, sizes: Sizes) -> Iterator[Figure]:
+    """FLOPs a second forward and of both products of backward."""
+    axes = {"tokens": sizes.tokens, "width": sizes.widths}
+    forward = Figure("product_flops", axes, "products of a linear layer, forward")
+    backward = Figure("product_backward_flops", axes, "its two products of backward")
+    for dtype, (N, M) in product(DTYPES, product(sizes.tokens, sizes.widths)):
+        x_NM, weight_MM, dy_NM = (torch.randn(rows, M, device=clock.device, dtype=dtype) / M**0.5 for rows in (N, M, N))
+        products: Products = fastest_products()
+        flops = 2 * N * M * M
+        with torch.no_grad():
+            seconds = clock.seconds(lambda: multiply(x_NM, weight_MM, products=products))  # noqa: B023
+            forward.add(dtype, flops / seconds)
+            seconds = clock.seconds(
+                lambda: multiply_backward(dy_NM, x_NM, weight_MM, needs_x=True, needs_weight=True, products=products)  # noqa: B023
+            )
+            backward.add(dtype, 2 * flops / seconds)
+    yield forward
+    yield backward
 
 
 def measure_attention(clock: Clock, sizes: Sizes) -> Iterator[Figure]:
@@ -52,7 +73,7 @@ def _table(clock: Clock, sizes: Sizes, kind: str, axis: str, points: Sequence[in
         note = f"; float32 at {points[0]} and heads of {sizes.head_dims[0]} alone"
     forward = Figure(f"{kind}attention_flops", axes, f"{what}, forward{note}")
     backward = Figure(f"{kind}attention_backward_flops", axes, f"{what}, backward{note}")
-    for dtype, (size, D) in product(dtypes_of(clock.device), product(points, sizes.head_dims)):
+    for dtype, (size, D) in product(DTYPES, product(points, sizes.head_dims)):
         if clock.device.type == "cuda" and dtype == torch.float32 and forward.values.get("float32"):
             # FlexAttention, compiled anew for every size: a few minutes for a dtype that few train in.
             forward.add(dtype, forward.values["float32"][0])
@@ -75,7 +96,6 @@ def _table(clock: Clock, sizes: Sizes, kind: str, axis: str, points: Sequence[in
 def _seconds(
     clock: Clock, H: int, D: int, T: int, dtype: torch.dtype, slices: Tensor, *, window: bool
 ) -> tuple[float, float]:
-    """(forward, backward) of one call."""
     request = KernelRequest(
         device_type=clock.device.type,
         dtype=dtype,

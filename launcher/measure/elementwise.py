@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from launcher.measure.clock import Clock
-from launcher.measure.figures import Figure, dtypes_of
+from launcher.measure.figures import DTYPES, Figure
 from launcher.measure.sizes import Sizes
 from longctx.config import ModelConfig
 from longctx.kernels.cross_entropy import PLAIN, losses_
@@ -29,7 +29,7 @@ Pass = Callable[[Clock, int, torch.dtype], tuple[float, ...]]
 
 
 def measure_elementwise(clock: Clock, sizes: Sizes) -> Iterator[Figure]:
-    """Bytes a second of each kind, as ``launcher/plan/elementwise.py`` counts bytes."""
+    """Bytes a second of each kind, as ``launcher/plan/computing.py`` counts bytes."""
     yield from _table(clock, sizes, ("memory_bandwidth",), (3,), _sums, "sums of two tensors")
     yield from _table(clock, sizes, ("copy_bandwidth",), (2,), _copies, "copies to the other dtype")
     yield from _table(clock, sizes, ("norm_bandwidth", "norm_backward_bandwidth"), (2, 4), _norms, "RMSNorm")
@@ -41,7 +41,7 @@ def measure_elementwise(clock: Clock, sizes: Sizes) -> Iterator[Figure]:
     # Its blocks fit the cache whatever the tokens, so there is one rate.
     loss = Figure("loss_bandwidth", {}, "logits to losses and gradients")
     N, V = sizes.logits
-    for dtype in dtypes_of(clock.device):
+    for dtype in DTYPES:
         logits_NV = torch.randn(N, V, device=clock.device, dtype=dtype)
         targets_N = torch.zeros(N, device=clock.device, dtype=torch.int64)
         seconds = clock.seconds(lambda: losses_(logits_NV, targets_N, PLAIN, with_gradient=True))  # noqa: B023
@@ -55,7 +55,7 @@ def _table(
     directions = ("forward", "backward") if len(names) > 1 else ("both ways",)
     axes = {"bytes": sizes.tensor_bytes}
     figures = [Figure(name, axes, f"{what}, {way}") for name, way in zip(names, directions, strict=True)]
-    for dtype in dtypes_of(clock.device):
+    for dtype in DTYPES:
         for num_bytes in sizes.tensor_bytes:
             seconds = of_pass(clock, num_bytes // dtype.itemsize, dtype)
             for figure, times, of_figure in zip(figures, passes, seconds, strict=True):

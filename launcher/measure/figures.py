@@ -12,6 +12,8 @@ import torch
 from launcher.plan.rates import ANY, nested
 
 _DIGITS = 4
+DTYPES = (torch.float32, torch.bfloat16)
+"""Those that runs have: float32 on GPUs too, for those who ask for it."""
 
 
 @dataclass
@@ -57,11 +59,6 @@ def mean_over_ranks(figures: Sequence[Figure]) -> Figure:
         columns = zip(*(figure.values[dtype] for figure in figures), strict=True)
         values[dtype] = [_harmonic(column) for column in columns]
     return Figure(first.name, first.axes, first.what, values)
-
-
-def dtypes_of(device: torch.device) -> tuple[torch.dtype, ...]:
-    """The dtypes that runs have: float32 on GPUs too, for those who ask for it."""
-    return torch.float32, torch.bfloat16
 
 
 def profile_text(name: str, device_type: str, figures: Sequence[Figure], when: str, notes: Sequence[str]) -> str:

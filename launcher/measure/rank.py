@@ -50,14 +50,12 @@ def _parts(orders: dict[str, Any], device: torch.device) -> Iterator[tuple[str, 
     """What is measured, in its order, each with a title; nothing is measured before it is asked for."""
     sizes = BY_NAME[orders["sizes"] or device.type]
     # DeepSpeed decides on a device when it is imported.
-    from launcher.measure.attention import measure_attention
+    from launcher.measure.attention import measure_attention, measure_products
     from launcher.measure.clock import Clock
     from launcher.measure.elementwise import measure_elementwise
     from launcher.measure.links import measure_links
     from launcher.measure.memory import measure_memory
-    from launcher.measure.process import measure_process
-    from launcher.measure.products import measure_products
-    from launcher.measure.state import measure_state
+    from launcher.measure.state import measure_process, measure_state
 
     clock = Clock(device, round_seconds=sizes.round_seconds, cpu_time=orders["cpu_time"])
     yield "the program itself", measure_process(clock, sizes)

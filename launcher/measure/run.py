@@ -20,7 +20,6 @@ from launcher.measure.figures import Figure, profile_text
 from launcher.plan.hardware import Hardware, from_values
 from longctx import errors
 from longctx.errors import ClusterError, ConfigError
-from longctx.files import write_atomically
 
 ROOT = Path(__file__).resolve().parents[2]
 _TIMEOUT_SECONDS = 600.0
@@ -57,11 +56,6 @@ _NOTES = (
 )
 
 
-def save_profile(text: str, path: Path) -> None:
-    """Write the file, whole or not at all."""
-    write_atomically(path, text.encode(), ConfigError)
-
-
 def _num_ranks(options: MeasureOptions) -> int:
     """Return how many processes to start; ConfigError if there cannot be so many."""
     import torch
@@ -88,7 +82,6 @@ def _num_ranks(options: MeasureOptions) -> int:
 def _figures(
     options: MeasureOptions, ranks: int, folder: Path, place: Path, progress: Callable[[str], None]
 ) -> list[Figure]:
-    """The mean of all ranks' figures."""
     orders = {
         "device": options.device,
         "cpu_time": options.cpu_time,
@@ -114,7 +107,6 @@ def _figures(
 
 
 def _start(rank: int, ranks: int, port: int, result: Path, log: Path) -> subprocess.Popen[str]:
-    """A process that measures."""
     environment = dict(os.environ) | {
         # The worker imports the packages from where this process has them, whatever the folder it starts in.
         "PYTHONPATH": os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH")))),
@@ -180,7 +172,6 @@ def _device_type(options: MeasureOptions) -> str:
 
 
 def _name(options: MeasureOptions, ranks: int) -> str:
-    """What the profile is called."""
     import torch
 
     if _device_type(options) == "cuda":

@@ -11,15 +11,16 @@ import statistics
 from collections.abc import Callable, Iterator
 from typing import Any, Literal, NamedTuple
 
+import psutil
 import torch
 
 from launcher.config.resolved import ResolvedConfig, ResolvedTrain, ResolvedZero
 from launcher.config.sections import DataSection, ModelSection
 from launcher.measure.clock import Clock
-from launcher.measure.figures import Figure
+from launcher.measure.figures import DTYPES, Figure
 from launcher.measure.sizes import Sizes
+from launcher.plan.documents import synthetic_batch
 from launcher.plan.parameters import num_parameters
-from launcher.trace.batch import synthetic_batch
 from launcher.training.model import shard_batch
 from launcher.training.weights import build_engine
 from longctx.kernels.processor import fastest_products
@@ -34,8 +35,6 @@ _NAMES: dict[torch.dtype, Literal["float32", "bfloat16"]] = {torch.float32: "flo
 
 
 class _Step(NamedTuple):
-    """Seconds of its parts."""
-
     adding: float
     """The first of two micro-batches, whose gradients are added up."""
     reducing: float
@@ -51,7 +50,7 @@ def measure_state(clock: Clock, sizes: Sizes) -> Iterator[Figure]:
     rates = [Figure(name, axes, f"{what}: {name.partition('_')[0]}") for name in names]
     names = ("layer_seconds", "micro_batch_seconds", "step_seconds")
     fixed = [Figure(name, axes, f"{what}, parameters apart") for name in names]
-    for dtype in (torch.float32, torch.bfloat16):
+    for dtype in DTYPES:
         for stage in _STAGES:
             # DeepSpeed's stage 0 has no bfloat16 with float32 sums: a run is refused, and nothing reads this.
             if stage == 0 and dtype == torch.bfloat16:
@@ -71,14 +70,17 @@ def _repeat_last(*figures: list[Figure]) -> None:
         figure.add(torch.bfloat16, figure.values["float32"][0])
 
 
-def take_small_steps(clock: Clock, sizes: Sizes) -> None:
-    """Steps of the smallest model, for what they import and allocate."""
+def measure_process(clock: Clock, sizes: Sizes) -> Iterator[Figure]:
+    """Resident bytes of this process; nothing on a GPU, whose memory has none of it."""
+    if clock.device.type != "cpu":
+        return
+    # Much is imported by the first step, and some of it allocates.
     _step(clock, _config(1, torch.float32, width=sizes.state_widths[0], layers=1, vocabulary=256), num_steps=1)
+    resident = psutil.Process().memory_info().rss
+    yield Figure.of("process_bytes", resident, "resident memory of a rank after steps of a tiny model")
 
 
 class _Stage:
-    """The steps of three models in one stage."""
-
     def __init__(self, clock: Clock, sizes: Sizes, stage: int, dtype: torch.dtype) -> None:
         small, large = sizes.state_widths
         few, many = sizes.state_vocabularies

@@ -8,12 +8,18 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from launcher.config.resolved import ResolvedConfig
-from launcher.plan.loss_bytes import loss_bytes
 from launcher.plan.parameters import num_layer_parameters
-from launcher.plan.token_bytes import TokenBytes
-from launcher.plan.workspace import within_kernel
+from launcher.plan.workspace import BackwardCall, backward_workspace, expected_kernel
+from longctx.architecture.rules import GATED
+from longctx.kernels.cross_entropy import TILE_ELEMENTS, tokens_of_chunk
 
 _FLOAT32 = 4
+_LOGSUMEXP = 8
+"""Bytes a head."""
+_LOGITS_OF_GPU = 1 << 29
+"""Of a chunk, at most (longctx/kernels/cross_entropy.py)."""
+_BLOCK_OF_GPU = 1 << 27
+"""Of them, those that are worked on at once, in float32."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,7 +44,71 @@ def activations(
     return _Layers(config, tokens, ring, device_type, num_documents).activations()
 
 
-class _Layers(TokenBytes):
+class _TokenBytes:
+    """Bytes of a token's values in a layer of a run's model, in the run's dtype.
+
+    ``x`` is the residual stream's, ``q`` all queries, ``kv`` keys and values, ``out`` attention's result, ``lse`` its
+    log-sum-exp.
+    """
+
+    def __init__(self, config: ResolvedConfig) -> None:
+        self.config, self.model, self.width = config, config.model.config(), config.dtype.itemsize
+        model, width = self.model, self.width
+        self.x = model.hidden_size * width
+        self.q = model.num_heads * model.head_dim * width
+        self.out = model.num_heads * model.value_dim * width
+        self.kv = model.num_kv_heads * (model.head_dim + model.value_dim) * width
+        self.lse = model.num_heads * _LOGSUMEXP
+        self.chunked = bool(config.train.chunk_tokens)
+
+    def kept_of(self, layer: int) -> int:
+        """What forward keeps of a layer."""
+        keep, model = self.config.train.keep, self.model
+        routing = 0
+        if model.has_experts(layer):
+            routing = self.routing()
+        if keep == "inputs":
+            return self.x + routing
+        if keep == "attention":
+            return self.x + self.out + self.lse + routing
+        if self.chunked:
+            return self.x + self.q + self.kv + self.out + self.lse + routing
+        # Inputs of both norms and parts; queries, keys, values and attention's result; the FFN's.
+        return 4 * self.x + self.before_core() + self.out + self.lse + routing + self.saved_of_ffn(layer)
+
+    def routing(self) -> int:
+        """A token's experts and gates."""
+        return 2 * self.model.experts_per_token * 8
+
+    def before_core(self) -> int:
+        """Queries, keys and values, and what their projections save beside the layer's normed input."""
+        model, saved = self.model, self.q + self.kv
+        if model.qk_norm != "none":
+            saved += self.q + model.num_kv_heads * model.head_dim * self.width
+        if model.is_latent:
+            saved += 2 * (model.q_lora_rank + model.kv_lora_rank) * self.width + model.rope_head_dim * self.width
+        return saved
+
+    def saved_of_ffn(self, layer: int) -> int:
+        model, width = self.model, self.width
+        if not model.has_experts(layer):
+            return self.inputs_of_activation() * model.ffn_size * width
+        saved = self.inputs_of_activation() * model.shared_ffn_size * width
+        per_token = model.experts_per_token * width
+        wide = self.inputs_of_activation() * model.expert_ffn_size
+        if self.config.train.recompute_experts == "none":
+            saved += per_token * (wide + model.expert_ffn_size + model.hidden_size)
+        elif self.config.train.recompute_experts == "activation":
+            saved += per_token * wide
+        return saved
+
+    def inputs_of_activation(self) -> int:
+        if self.model.activation in GATED:
+            return 2
+        return 1
+
+
+class _Layers(_TokenBytes):
     """The layers of a model over the tokens of a rank; sums of bytes a token where nothing else is said."""
 
     def __init__(
@@ -150,7 +220,7 @@ class _Layers(TokenBytes):
             if self.width < _FLOAT32:
                 grads += self.q + keys
             return self.q + keys + self.out + grads + padded
-        within = within_kernel(self, self.tokens, ring=self.ring, num_documents=self.num_documents) + padded
+        within = _within_kernel(self) + padded
         if self.ring == 1:
             return max(5 * heads // 2 + 4 * keys + padded, within)
         if self.config.parallel.transport == "all_gather":
@@ -179,7 +249,6 @@ class _Layers(TokenBytes):
         return of_group + stored + self._weight_sums(layer)
 
     def _weight_sums(self, layer: int) -> int:
-        """Gradients of a layer's weights, summed over chunks."""
         return num_layer_parameters(self.config, layer) * _FLOAT32
 
     def _stored(self, per_token: int) -> int:
@@ -187,3 +256,50 @@ class _Layers(TokenBytes):
         if self.config.train.store != "device":
             return 0
         return self.tokens * per_token
+
+
+def _within_kernel(layers: _Layers) -> int:
+    """Return bytes a token that are held while the kernel's backward runs in a layer.
+
+    Gradients lie beside queries, keys and values; the kept output does not count, and the workspace comes on top.
+    """
+    model = layers.model
+    held = 2 * (layers.q + layers.kv) + layers.out + layers.lse // 2
+    if layers.ring > 1:
+        # Sums over hops in float32, and the keys and values of the next hop.
+        held += (layers.q + layers.kv) * _FLOAT32 // layers.width + 2 * layers.kv
+    call = BackwardCall(
+        num_queries=layers.tokens,
+        num_keys=layers.tokens,
+        num_sequences=layers.num_documents,
+        num_heads=model.num_heads,
+        num_kv_heads=model.num_kv_heads,
+        head_dim=model.head_dim,
+        value_dim=model.value_dim,
+        itemsize=layers.width,
+    )
+    return held + backward_workspace(expected_kernel(layers.config), call) // layers.tokens
+
+
+def loss_bytes(config: ResolvedConfig, tokens: int, device_type: str) -> int:
+    """Bytes beside the gradients of hidden states and head, for so many tokens of a rank."""
+    if device_type == "cpu":
+        return _on_cpu(config, tokens)
+    logits = min(_LOGITS_OF_GPU, tokens * config.model.vocab_size)
+    chunk = logits * config.dtype.itemsize
+    # Eager, a block's copies in float32; compiled, the gradient of the whole chunk.
+    return chunk + max(3 * min(_BLOCK_OF_GPU, logits) * _FLOAT32, chunk)
+
+
+def _on_cpu(config: ResolvedConfig, tokens: int) -> int:
+    """Where blocks fit a cache: a chunk's logits and its own gradient, normed hidden states, products of the head."""
+    vocab_size, model_width, width = config.model.vocab_size, config.model.hidden_size, config.dtype.itemsize
+    normed, head = tokens * model_width * width, 0
+    chunk = min(tokens_of_chunk(vocab_size, model_width, "cpu"), tokens)
+    if width < _FLOAT32 and config.train.products == "float32":
+        # Tiles of the head's weight and the chunk's hidden states, converted.
+        head = 2 * min(TILE_ELEMENTS, vocab_size * model_width) * _FLOAT32 + chunk * model_width * _FLOAT32
+        width = _FLOAT32
+    elif width < _FLOAT32:
+        head = vocab_size * model_width * width
+    return chunk * (vocab_size + model_width) * width + head + normed

@@ -45,11 +45,6 @@ class Attention:
     received_from_afar: float = 0.0
     messages: int = 0
 
-    @property
-    def total_flops(self) -> float:
-        """Of all parts."""
-        return sum(self.flops.values())
-
     def seconds(self, model: ModelConfig, dtype: str, hardware: Hardware, kernel: str) -> tuple[float, float]:
         """(forward, backward) of a device by this kernel."""
         forward = backward = 0.0
@@ -124,7 +119,6 @@ def _of_documents(model: ModelConfig, mixer: Mixer, lengths: Sequence[int], rank
 
 
 def _of_schedule(mixer: Mixer, schedule: Schedule, rank: int, shape: AttentionShape) -> dict[Part, float]:
-    """FLOPs of the slices that a rank's schedule has."""
     pairs: Counter[Part] = Counter()
     for hop in schedule.hops(rank):
         for work in hop.work:

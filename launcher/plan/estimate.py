@@ -15,15 +15,13 @@ from launcher.config.side_by_side import C, padded_documents, padded_tokens, wit
 from launcher.config.zero import zero_options
 from launcher.metrics.throughput import training_flops
 from launcher.plan.activations import Activations, activations
-from launcher.plan.checkpoint_copy import copy_bytes
 from launcher.plan.documents import documents_of
-from launcher.plan.figures import StepBytes
 from launcher.plan.hardware import Hardware
-from launcher.plan.memory import memory_of_rank
+from launcher.plan.memory import copy_bytes, memory_of_rank
 from launcher.plan.parameters import build_shapes, planned_mesh
 from launcher.plan.seconds import StepSeconds, slowest, step_seconds
 from launcher.plan.world import RankKind, World, rank_kinds
-from launcher.plan.zero import Held, partition_bytes
+from launcher.plan.zero import Held, StepBytes, partition_bytes
 from longctx.architecture.layers import mixers_of
 from longctx.architecture.mixers.softmax import attended_pairs
 from longctx.batch import PackedDocuments
@@ -34,6 +32,8 @@ from parallel.zero.options import check_device
 HEADROOM = 0.1
 """Share of a device's memory that is left to NCCL's buffers, kernels' workspaces (attention's in backward is counted)
 and the allocator's gaps."""
+_MOST_TOKENS = 1 << 40
+"""Of a row that is looked for."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -188,24 +188,33 @@ def estimate_ranks(
     return ranks, _host_bytes(config, world, passing, device_type)
 
 
-def fits_rows(
-    config: ResolvedConfig,
-    world: World,
-    hardware: Hardware,
-    seq_len: int,
-    *,
-    share: float = 1.0,
-) -> bool:
-    """Whether the run would fit, with rows of another length, into a share of the device's memory.
+def longest_row(config: ResolvedConfig, world: World, hardware: Hardware, *, share: float = 1.0) -> int:
+    """The most tokens of a row, in multiples of 128 a rank, that fit into a share of the device's memory; 0 for none.
 
-    ``config`` is as ``estimate_run`` settled it.
+    ``config`` is as ``estimate_run`` settled it. What fits is taken to grow with no hole: lengths are doubled, then
+    halved to between the last that fits and the first that does not.
     """
-    longer = with_rows(config, seq_len)
-    try:
-        longer = with_context(longer, world.ranks)
-    except ConfigError:
-        return False  # more tokens than parallel.tokens_per_rank allows
-    return fits(longer, world, hardware, share=share)
+    unit = 128 * config.parallel.context
+
+    def is_possible(units: int) -> bool:
+        try:
+            longer = with_context(with_rows(config, units * unit), world.ranks)
+        except ConfigError:
+            return False  # more tokens than parallel.tokens_per_rank allows
+        return fits(longer, world, hardware, share=share)
+
+    if not is_possible(1):
+        return 0
+    low, high = 1, 2
+    while low * unit <= _MOST_TOKENS and is_possible(high):
+        low, high = high, 2 * high
+    while high - low > 1:
+        middle = (low + high) // 2
+        if is_possible(middle):
+            low = middle
+        else:
+            high = middle
+    return low * unit
 
 
 def fits(
@@ -226,11 +235,11 @@ def peak_bytes(config: ResolvedConfig, world: World, hardware: Hardware) -> int:
 
 def with_rows(config: C, seq_len: int) -> C:
     """The config with rows of another length, as many a step."""
-    train = dataclasses.replace(config.train, tokens_per_step=config.rows_per_step * seq_len)
+    longer = config.changed({"data.seq_len": seq_len, "train.tokens_per_step": config.rows_per_step * seq_len})
     if config.parallel.tokens_per_rank:
         # How many go through the model at once depends on their length.
-        train = dataclasses.replace(train, micro_batch_rows=1)
-    return dataclasses.replace(config, data=dataclasses.replace(config.data, seq_len=seq_len), train=train)
+        return longer.changed({"train.micro_batch_rows": 1})
+    return longer
 
 
 def _host_bytes(config: ResolvedConfig, world: World, passing: Activations, device_type: str) -> int:
@@ -265,17 +274,11 @@ def _bytes(config: ResolvedConfig, world: World, passing: Activations, hardware:
         kept, kept_on_host, process = kept + _stored_bytes(config, world, passing), 0, int(hardware.process_bytes)
         # AdamW's plain form makes its denominator in two steps, each as large as a moment.
         updating = memory_of_rank(config, config.model.config(), world.ranks).moments
-    return StepBytes(
-        weights=held.weights,
-        gradients=held.gradients,
-        optimizer=held.optimizer,
-        gathered=held.gathered,
-        reduction=held.reduction.beside(kept, passing.passing),
-        after_backward=held.reduction.after_backward,
+    return held.in_step(
         kept=kept,
+        passing=passing.passing,
         kept_on_host=kept_on_host,
         kept_on_disk=passing.kept_on_disk,
-        passing=passing.passing,
         optimizer_step=updating,
         process=process,
     )

@@ -22,6 +22,11 @@ MEASURED_FILE = "hardware.toml"
 """Where ``measure`` writes to and ``--device measured`` reads from, in the working folder."""
 
 
+def _by(*sizes: str, like: str = "") -> dict[str, Any]:
+    """Of a field: it may be a table by these sizes; a profile without it takes the earlier field ``like``."""
+    return {"sizes": sizes, "like": like}
+
+
 @dataclass(frozen=True, kw_only=True)
 class Hardware:
     """Rates that one device attains, not those of a data sheet: bytes, FLOPs or parameters a second.
@@ -38,69 +43,69 @@ class Hardware:
     """What a run may fill of a device's memory."""
     peak_flops: float
     """Of the data sheet: what MFU is a share of; 0 where nobody knows it."""
-    product_flops: Rate
+    product_flops: Rate = field(metadata=_by("tokens", "width"))
     """Matrix products, forward."""
-    product_backward_flops: Rate
+    product_backward_flops: Rate = field(metadata=_by("tokens", "width", like="product_flops"))
     """Their two products of backward."""
-    attention_flops: Rate
+    attention_flops: Rate = field(metadata=_by("length", "head_dim"))
     """Causal attention forward, 2·(D + V) a query-key pair that the mask leaves, and head."""
-    attention_backward_flops: Rate
+    attention_backward_flops: Rate = field(metadata=_by("length", "head_dim"))
     """Backward, which is 2.5 times those."""
-    full_attention_flops: Rate
+    full_attention_flops: Rate = field(metadata=_by("length", "head_dim", like="attention_flops"))
     """The same of queries that see all keys, as in the hops of a ring."""
-    full_attention_backward_flops: Rate
-    window_attention_flops: Rate
+    full_attention_backward_flops: Rate = field(metadata=_by("length", "head_dim", like="attention_backward_flops"))
+    window_attention_flops: Rate = field(metadata=_by("window", "head_dim", like="attention_flops"))
     """The same under a window."""
-    window_attention_backward_flops: Rate
-    memory_bandwidth: Rate
+    window_attention_backward_flops: Rate = field(metadata=_by("window", "head_dim", like="attention_backward_flops"))
+    memory_bandwidth: Rate = field(metadata=_by("bytes"))
     """The device's own memory: read and written bytes together, as sums of two tensors move them."""
-    copy_bandwidth: Rate
+    copy_bandwidth: Rate = field(metadata=_by("bytes", like="memory_bandwidth"))
     """Copies, or conversions to another dtype."""
-    norm_bandwidth: Rate
+    norm_bandwidth: Rate = field(metadata=_by("bytes", like="memory_bandwidth"))
     """RMSNorm forward: its input and output."""
-    norm_backward_bandwidth: Rate
+    norm_backward_bandwidth: Rate = field(metadata=_by("bytes", like="memory_bandwidth"))
     """Backward, as if it moved twice those."""
-    rotary_bandwidth: Rate
+    rotary_bandwidth: Rate = field(metadata=_by("bytes", like="memory_bandwidth"))
     """Rotation of queries and keys: input and output."""
-    activation_bandwidth: Rate
+    activation_bandwidth: Rate = field(metadata=_by("bytes", like="memory_bandwidth"))
     """Gated activation forward: three tensors of the FFN's inner width."""
-    activation_backward_bandwidth: Rate
+    activation_backward_bandwidth: Rate = field(metadata=_by("bytes", like="memory_bandwidth"))
     """Backward, as if it moved twice those."""
-    loss_bandwidth: Rate
+    loss_bandwidth: Rate = field(metadata=_by("bytes", like="memory_bandwidth"))
     """From logits to their gradient, as if logits were moved five times in float32."""
-    routing_bandwidth: Rate
+    routing_bandwidth: Rate = field(metadata=_by("bytes", like="memory_bandwidth"))
     """Tokens to experts on the same device and back: four times their assignments, forward."""
-    routing_backward_bandwidth: Rate
+    routing_backward_bandwidth: Rate = field(metadata=_by("bytes", like="memory_bandwidth"))
     """Backward, as if it moved twice those."""
-    host_bandwidth: Rate
+    host_bandwidth: Rate = field(metadata=_by())
     """To the host's memory, and as much back at the same time."""
-    node_bandwidth: Rate
+    node_bandwidth: Rate = field(metadata=_by("bytes"))
     """To the other devices of a machine, in each direction."""
-    exchange_bandwidth: Rate
+    exchange_bandwidth: Rate = field(metadata=_by("bytes", like="node_bandwidth"))
     """The same of an all-to-all, which each device gives and gets so many bytes in."""
-    network_bandwidth: Rate
+    network_bandwidth: Rate = field(metadata=_by("bytes"))
     """To other machines, in each direction; each device has as much."""
     host_memory_bytes: float
     """A device's share of the host's memory."""
-    host_memory_bandwidth: Rate
+    host_memory_bandwidth: Rate = field(metadata=_by())
     """Its share of what that memory moves."""
-    disk_bandwidth: Rate
+    disk_bandwidth: Rate = field(metadata=_by())
     """Its share of a disk of its machine, written or read."""
     message_seconds: float
     """Before a message's first byte."""
     hidden_share: float = 1.0
     """How much of a message's time the device can compute besides: less than 1 where ranks share their cores."""
-    layer_seconds: Rate | None = None
+    layer_seconds: Rate | None = field(default=None, metadata=_by("stage"))
     """The host's, for one layer's operators forward and backward, where nothing hides them."""
-    gradient_parameters: Rate | None = None
+    gradient_parameters: Rate | None = field(default=None, metadata=_by("stage"))
     """Whose gradients a micro-batch before a step's last adds up; where a profile has none, arithmetic on bytes."""
-    reduction_parameters: Rate | None = None
+    reduction_parameters: Rate | None = field(default=None, metadata=_by("stage"))
     """Whose gradients its last micro-batch adds up and reduces over the ranks."""
-    update_parameters: Rate | None = None
+    update_parameters: Rate | None = field(default=None, metadata=_by("stage"))
     """Which a step's end updates: gradients clipped, AdamW, weights gathered."""
-    micro_batch_seconds: Rate | None = None
+    micro_batch_seconds: Rate | None = field(default=None, metadata=_by("stage"))
     """What a micro-batch takes beside all that: DeepSpeed's and the loop's bookkeeping."""
-    step_seconds: Rate | None = None
+    step_seconds: Rate | None = field(default=None, metadata=_by("stage"))
     """What a step does."""
     process_bytes: float = 0.0
     """Of a CPU's memory, what a rank's program takes before it has a model."""
@@ -132,61 +137,12 @@ class Hardware:
 _FIELDS = [f.name for f in dataclasses.fields(Hardware) if f.name not in ("name", "device_type", "sources", "kernels")]
 KERNELS = ("cuda_flash", "flash2", "flash3", "flash4", "cudnn", "flex")
 """Attention kernels that a profile may have sections of its own for, as ``[cudnn.attention_flops]``."""
-SIZES = {
-    "product_flops": ("tokens", "width"),
-    "product_backward_flops": ("tokens", "width"),
-    "attention_flops": ("length", "head_dim"),
-    "attention_backward_flops": ("length", "head_dim"),
-    "full_attention_flops": ("length", "head_dim"),
-    "full_attention_backward_flops": ("length", "head_dim"),
-    "window_attention_flops": ("window", "head_dim"),
-    "window_attention_backward_flops": ("window", "head_dim"),
-    "memory_bandwidth": ("bytes",),
-    "copy_bandwidth": ("bytes",),
-    "norm_bandwidth": ("bytes",),
-    "norm_backward_bandwidth": ("bytes",),
-    "rotary_bandwidth": ("bytes",),
-    "activation_bandwidth": ("bytes",),
-    "activation_backward_bandwidth": ("bytes",),
-    "loss_bandwidth": ("bytes",),
-    "routing_bandwidth": ("bytes",),
-    "routing_backward_bandwidth": ("bytes",),
-    "host_bandwidth": (),
-    "node_bandwidth": ("bytes",),
-    "exchange_bandwidth": ("bytes",),
-    "network_bandwidth": ("bytes",),
-    "host_memory_bandwidth": (),
-    "disk_bandwidth": (),
-    "gradient_parameters": ("stage",),
-    "reduction_parameters": ("stage",),
-    "update_parameters": ("stage",),
-    "layer_seconds": ("stage",),
-    "micro_batch_seconds": ("stage",),
-    "step_seconds": ("stage",),
-}
+SIZES = {f.name: f.metadata["sizes"] for f in dataclasses.fields(Hardware) if f.metadata}
 """The figures that may be tables, and by which sizes."""
-_LIKE = {
-    "product_backward_flops": "product_flops",
-    "full_attention_flops": "attention_flops",
-    "full_attention_backward_flops": "attention_backward_flops",
-    "window_attention_flops": "attention_flops",
-    "window_attention_backward_flops": "attention_backward_flops",
-    "copy_bandwidth": "memory_bandwidth",
-    "norm_bandwidth": "memory_bandwidth",
-    "norm_backward_bandwidth": "memory_bandwidth",
-    "rotary_bandwidth": "memory_bandwidth",
-    "activation_bandwidth": "memory_bandwidth",
-    "activation_backward_bandwidth": "memory_bandwidth",
-    "loss_bandwidth": "memory_bandwidth",
-    "routing_bandwidth": "memory_bandwidth",
-    "routing_backward_bandwidth": "memory_bandwidth",
-    "exchange_bandwidth": "node_bandwidth",
-}
+_LIKE = {f.name: f.metadata["like"] for f in dataclasses.fields(Hardware) if f.metadata.get("like")}
 """What a profile may leave out, and the figure before it that it is then like."""
 _OPTIONAL = {f.name for f in dataclasses.fields(Hardware) if f.default is not dataclasses.MISSING} | set(_LIKE)
-_REQUIRED = [
-    f.name for f in dataclasses.fields(Hardware) if f.name not in _OPTIONAL and f.name not in ("sources", "kernels")
-]
+_REQUIRED = ["name", *(name for name in _FIELDS if name not in _OPTIONAL)]
 
 
 def load_hardware(given: str) -> Hardware:
@@ -253,7 +209,6 @@ def _of_kernel(kernel: str, sections: Any, given: str, sources: dict[str, str]) 
 
 
 def _figure(name: str, section: Any, given: str) -> tuple[Any, str]:
-    """A figure's value and its source."""
     problem = "it is no section with a source"
     if isinstance(section, dict) and isinstance(section.get("source"), str) and section["source"]:
         if name in SIZES:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import logging
 from dataclasses import dataclass
 
@@ -10,12 +9,15 @@ import torch
 
 from launcher.config.resolved import ResolvedConfig
 from launcher.config.zero import zero_options
+from launcher.plan.parameters import build_shapes
+from launcher.plan.world import World
 from launcher.wording import plural
 from longctx.architecture.rules import GATED
 from longctx.architecture.size import count_parameters
 from longctx.config import ModelConfig
 from longctx.errors import ConfigError
 from longctx.kernels.memory import available_bytes
+from longctx.model.experts.experts import is_expert_weight
 from parallel.zero.options import update_size
 
 log = logging.getLogger(__name__)
@@ -86,8 +88,7 @@ def memory_by_stage(config: ResolvedConfig, model: ModelConfig, world_size: int)
         stages = [3]
     found = {}
     for stage in stages:
-        changed = dataclasses.replace(config, zero=dataclasses.replace(config.zero, stage=stage))
-        found[stage] = memory_of_rank(changed, model, world_size)
+        found[stage] = memory_of_rank(config.changed({"zero.stage": stage}), model, world_size)
     return found
 
 
@@ -188,6 +189,41 @@ def _ffn_values(config: ResolvedConfig, model: ModelConfig, layer: int) -> int:
     return values
 
 
+# --------------------------------------------------------------------------------------------- the copy of a checkpoint
+
+
+def copies_checkpoints(config: ResolvedConfig, step: int) -> bool:
+    """Whether a run that stands at ``step`` copies what it saves, to go on meanwhile."""
+    every = config.checkpoint.every_steps
+    # What is on a disk is there because the memory has no room for it.
+    if config.checkpoint.wait or not every or config.zero.offload == "nvme":
+        return False
+    # The checkpoint of the last step is waited for in any case.
+    return (step // every + 1) * every < config.last_step
+
+
+def copy_bytes(config: ResolvedConfig, world: World) -> int:
+    """Bytes of the rank that copies most; 0 where none does. ``config`` has its stage settled.
+
+    A thread writes from this copy, a master and two moments of each value, while training goes on. It is no part of
+    what has to fit: a run without this memory waits for its saves.
+    """
+    if not copies_checkpoints(config, 0):
+        return 0
+    shapes = {name: p.numel() for name, p in build_shapes(config).named_parameters()}
+    # Of routed experts a rank has its own, which so many ranks hold; everything else is on all.
+    expert = {name: config.parallel.expert if is_expert_weight(name) else 1 for name in shapes}
+    if config.zero.stage:
+        return 3 * FLOAT32 * sum(-(-numel * expert[name] // world.ranks) for name, numel in shapes.items())
+    owned = [0] * world.ranks
+    for index, (name, numel) in enumerate(shapes.items()):
+        # Whole tensors, dealt out in turns among those that hold the same.
+        turn = index % (world.ranks // expert[name])
+        for rank in range(turn * expert[name], (turn + 1) * expert[name]):
+            owned[rank] += numel
+    return 3 * FLOAT32 * max(owned)
+
+
 # ------------------------------------------------------------------------------------------------------- the machine
 
 
@@ -258,7 +294,6 @@ def _headline(num_bytes: int, has: str, parameters: int) -> str:
 
 
 def _parts(config: ResolvedConfig, need: Memory) -> list[str]:
-    """The sum, a line for each part."""
     how = {
         "weights": f"{config.train.dtype}",
         "gradients": "float32",
@@ -279,14 +314,14 @@ def _parts(config: ResolvedConfig, need: Memory) -> list[str]:
 
 def _advice(config: ResolvedConfig, model: ModelConfig, need: Memory, world_size: int, *, on_gpu: bool) -> str:
     """What would make it smaller, with the figure."""
-    zero = dataclasses.replace(config.zero, stage=3)
-    train = dataclasses.replace(config.train, keep=_less(config.train.keep), recompute_experts="all")
-    changed = dataclasses.replace(config, zero=zero, train=train)
+    # The way to keep less that costs least.
+    keep = "attention" if config.train.keep == "all" else "inputs"
+    changed = config.changed({"zero.stage": 3, "train.keep": keep, "train.recompute_experts": "all"})
     smaller = memory_of_rank(changed, model, world_size)
     lines = []
     if smaller.training < need.training:
         lines.append(
-            f"--zero.stage 3 and --train.keep {train.keep} would need {gib(smaller.training)} on each of "
+            f"--zero.stage 3 and --train.keep {keep} would need {gib(smaller.training)} on each of "
             f"{plural(world_size, 'rank')}; more machines need less each."
         )
     else:
@@ -298,25 +333,16 @@ def _advice(config: ResolvedConfig, model: ModelConfig, need: Memory, world_size
     return "\n".join(lines)
 
 
-def _less(keep: str) -> str:
-    """The way to keep less for backward that costs least."""
-    if keep == "all":
-        return "attention"
-    return "inputs"
-
-
 def _advice_of_host(changed: ResolvedConfig, model: ModelConfig, world_size: int) -> list[str]:
-    """What the machine's memory could take besides."""
-    flags, zero, train = [], changed.zero, changed.train
-    if zero.offload == "none":
-        flags.append("--zero.offload cpu")
-        zero = dataclasses.replace(zero, offload="cpu")
-    if train.store == "device" and model.num_layers > 1:
-        flags.append("--train.store host")
-        train = dataclasses.replace(train, store="host")
-    if not flags:
+    moved = {}
+    if changed.zero.offload == "none":
+        moved["zero.offload"] = "cpu"
+    if changed.train.store == "device" and model.num_layers > 1:
+        moved["train.store"] = "host"
+    if not moved:
         return []
-    most = memory_of_rank(dataclasses.replace(changed, zero=zero, train=train), model, world_size)
+    most = memory_of_rank(changed.changed(moved), model, world_size)
+    flags = [f"--{key} {value}" for key, value in moved.items()]
     return [
         f"With {' and '.join(flags)} as well it is {gib(most.on_device)} on the GPU and {gib(most.host)} in the "
         "machine's memory."

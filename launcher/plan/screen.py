@@ -1,15 +1,19 @@
-"""An estimate as one screen of text."""
+"""Planned runs and searches as text: one screen each."""
 
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
-from launcher.plan.described import Rows, describe_run
-from launcher.plan.estimate import RunEstimate
+from launcher.config.resolved import ResolvedConfig
+from launcher.config.sections import RunConfig
+from launcher.config.side_by_side import padded_tokens
+from launcher.plan.estimate import HEADROOM, RunEstimate
+from launcher.plan.hardware import Hardware
 from launcher.plan.memory import gib
-from launcher.plan.search import Candidate
-from launcher.plan.settings import words
+from launcher.plan.search import Candidate, Found, Nearest
 from launcher.plan.workspace import expected_kernel
+from launcher.plan.world import World
 from launcher.wording import plural
 
 _PARTS = {
@@ -23,6 +27,52 @@ _PARTS = {
     "optimizer": "optimizer",
     "host": "calling operators, bookkeeping",
 }
+_MOST_ROWS = 10
+"""Of a search, at most."""
+Rows = tuple[list[str], list[list[str]]]
+"""Headings and rows of a table."""
+
+
+def describe_run(config: ResolvedConfig, world: World, document_tokens: int) -> str:
+    """Ranks and settings, and a micro-batch, a line each."""
+    parallel, tokens = config.parallel, padded_tokens(config, config.data.seq_len * config.train.micro_batch_rows)
+    documents = "one document a row"
+    if document_tokens:
+        documents = f"documents of {document_tokens:,} tokens"
+    return (
+        f"{plural(world.ranks, 'rank')} ({world.ranks_per_node} a machine): {words(config)}, {config.train.dtype}, "
+        f"layout {parallel.layout}\n"
+        f"{tokens:,} tokens a micro-batch, {tokens // parallel.context:,} of them on a rank, {documents}"
+    )
+
+
+def words(config: RunConfig) -> str:
+    """The searched settings in few words; what is off is left out."""
+    train, parallel, zero = config.train, config.parallel, config.zero
+    parts = [f"context {parallel.context}"]
+    if parallel.tokens_per_rank:
+        parts = [f"{parallel.tokens_per_rank:,} tokens a rank"]
+    parts += [f"{name} {getattr(parallel, name)}" for name in ("ulysses", "expert") if getattr(parallel, name) > 1]
+    if train.micro_batch_rows > 1:
+        parts.append(f"{train.micro_batch_rows} rows at once")
+    parts.append(f"ZeRO {zero.stage}")
+    parts += [
+        f"{what} on {where}"
+        for what, where in (("optimizer", zero.offload), ("weights", zero.offload_parameters))
+        if where != "none"
+    ]
+    parts.append(f"keep {train.keep} on {train.store}")
+    if train.chunk_tokens:
+        parts.append(f"chunks of {train.chunk_tokens:,}, {plural(train.head_groups, 'group')} of heads")
+    return ", ".join(parts)
+
+
+def flags(settings: dict[str, Any]) -> str:
+    """The same as flags of pretrain."""
+    return " ".join(f"--{key} {value}" for key, value in settings.items())
+
+
+# --------------------------------------------------------------------------------------------------------------- a plan
 
 
 def headline(run: RunEstimate) -> str:
@@ -95,7 +145,7 @@ def summary(run: RunEstimate, longest: int, longer: Candidate | None) -> list[st
         lines.append("No row fits with these settings.")
     if longer is not None:
         lines.append(
-            f"Rows of {longer.config.data.seq_len:,} tokens fit with: {words(longer.settings)} "
+            f"Rows of {longer.config.data.seq_len:,} tokens fit with: {words(longer.config)} "
             f"({gib(longer.peak_bytes)}, {longer.seconds:,.4g} s a step)."
         )
     else:
@@ -134,3 +184,47 @@ _OF_SECONDS = (
     "Seconds come from the profile's rates, each of which names its source (--json). No GPU has been measured by this "
     "project yet: take them for an order, not for a promise."
 )
+
+
+# ------------------------------------------------------------------------------------------------------------- a search
+
+
+def count_line(found: Found, hardware: Hardware) -> str:
+    """How many settings there were."""
+    return (
+        f"{found.tried:,} settings tried, {found.num_fitting:,} fit {hardware.name} with {HEADROOM:.0%} of its memory "
+        f"left, and {gib(hardware.host_memory_bytes)} of the host's for each rank."
+    )
+
+
+def front_rows(found: Found) -> Rows:
+    """Time against memory: what each further GiB buys; the choice is marked."""
+    step = max(1, -(-len(found.front) // _MOST_ROWS))
+    candidates = found.front[::step]
+    if found.fastest is not None and found.fastest not in candidates:
+        candidates.append(found.fastest)
+    rows = []
+    for one in candidates:
+        mark = "->" if one is found.fastest else ""
+        rows.append([mark, f"{one.seconds:,.4g} s", gib(one.peak_bytes), gib(one.host_bytes), words(one.config)])
+    return ["", "a step", "device", "host", "settings"], rows
+
+
+def nearest_lines(leanest: Candidate, near: Nearest, world: World) -> list[str]:
+    """What to do where nothing fits."""
+    hardware = leanest.hardware
+    lines = [
+        f"Nothing fits {plural(world.ranks, 'rank')}. The nearest settings: {words(leanest.config)}.",
+        f"They take {gib(leanest.peak_bytes)} of a device's {gib(hardware.memory_bytes * (1 - HEADROOM))} and "
+        f"{gib(leanest.host_bytes)} of {gib(hardware.host_memory_bytes)} on the host.",
+    ]
+    if near.seq_len:
+        lines.append(f"With them rows of {near.seq_len:,} tokens fit: --data.seq_len {near.seq_len}.")
+    if near.world is not None and near.candidate is not None:
+        lines.append(
+            f"Rows of {leanest.config.data.seq_len:,} tokens fit {near.world.ranks} ranks: "
+            f"{words(near.candidate.config)}, {near.candidate.seconds:,.3g} s a step."
+        )
+    if not leanest.config.train.store_path:
+        lines.append("A disk takes more: name a folder on a fast one with --train.store_path.")
+    return lines

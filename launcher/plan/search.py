@@ -5,7 +5,6 @@ Every combination of the settings below is estimated, none is left out by a rule
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -15,9 +14,8 @@ from typing import Any
 from launcher.config.sections import RunConfig
 from launcher.config.side_by_side import padded_documents
 from launcher.plan.documents import documents_of
-from launcher.plan.estimate import HEADROOM, estimate_ranks, fits_rows, planned, with_rows
+from launcher.plan.estimate import HEADROOM, estimate_ranks, longest_row, planned, with_rows
 from launcher.plan.hardware import Hardware
-from launcher.plan.longest import longest_row
 from launcher.plan.seconds import slowest
 from launcher.plan.world import RANKS_IN_A_NODE, World
 from longctx.errors import ConfigError
@@ -66,7 +64,7 @@ class Candidate:
         keys = list(SEARCHED)
         if self.config.parallel.tokens_per_rank:
             keys = ["parallel.tokens_per_rank"] + [key for key in SEARCHED if key not in FIXED_DEGREE]
-        return {key: _value(self.config, key) for key in keys}
+        return {key: self.config.value(key) for key in keys}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -135,7 +133,7 @@ def fit_rows(
     longer, parallel = with_rows(config, seq_len), config.parallel
     if parallel.tokens_per_rank:
         needed = max(parallel.tokens_per_rank, -(-seq_len // parallel.context))
-        longer = dataclasses.replace(longer, parallel=dataclasses.replace(parallel, tokens_per_rank=needed))
+        longer = longer.changed({"parallel.tokens_per_rank": needed})
     found = _search_or_none(longer, world, hardware, document_tokens, PLACES)
     if found is None:
         return None
@@ -160,10 +158,7 @@ def nearest(
     """What would fit, seen from the leanest settings that do not."""
     hardware = leanest.hardware
     config = planned(leanest.config, world, hardware, document_tokens=document_tokens)
-    longest = longest_row(
-        lambda seq_len: fits_rows(config, world, hardware, seq_len, share=1 - HEADROOM),
-        unit=128 * config.parallel.context,
-    )
+    longest = longest_row(config, world, hardware, share=1 - HEADROOM)
     ranks = 2 * world.ranks
     while ranks <= most_ranks:
         larger = World(ranks=ranks, ranks_per_node=max(world.ranks_per_node, min(ranks, RANKS_IN_A_NODE)))
@@ -195,7 +190,7 @@ def variants(config: RunConfig, world: World, held: Collection[str], device_type
         _free(WAYS, _ways(config, device_type), held),
     )
     for place, state, way in product(*groups):
-        yield _with(config, {**dict(place), **dict(state), **dict(way)})
+        yield _without_unused(config.changed(dict(place) | dict(state) | dict(way)))
 
 
 def _free(
@@ -212,7 +207,6 @@ def _free(
 
 
 def _places(config: RunConfig, world: World) -> Iterator[tuple[int, int, int, int]]:
-    """Degrees of context, Ulysses and experts, and rows of a micro-batch."""
     experts = [1]
     if config.model.num_experts:
         experts = [n for n in _divisors(world.ranks) if config.model.num_experts % n == 0]
@@ -276,24 +270,14 @@ def _candidate(config: RunConfig, world: World, hardware: Hardware, document_tok
     )
 
 
-def _with(config: RunConfig, changes: dict[str, Any]) -> RunConfig:
-    """The config with other values of dotted keys, and without folders that these do not write to."""
-    sections: dict[str, dict[str, Any]] = {}
-    for key, value in changes.items():
-        section, name = key.split(".")
-        sections.setdefault(section, {})[name] = value
-    parts = {section: dataclasses.replace(getattr(config, section), **values) for section, values in sections.items()}
-    config = dataclasses.replace(config, **parts)
+def _without_unused(config: RunConfig) -> RunConfig:
+    """The config without folders that its settings do not write to."""
+    unused = {}
     if config.train.store != "disk":
-        config = dataclasses.replace(config, train=dataclasses.replace(config.train, store_path=""))
+        unused["train.store_path"] = ""
     if "nvme" not in (config.zero.offload, config.zero.offload_parameters):
-        config = dataclasses.replace(config, zero=dataclasses.replace(config.zero, nvme_path=""))
-    return config
-
-
-def _value(config: RunConfig, key: str) -> Any:
-    section, name = key.split(".")
-    return getattr(getattr(config, section), name)
+        unused["zero.nvme_path"] = ""
+    return config.changed(unused)
 
 
 # --------------------------------------------------------------------------------------------------------- the choice

@@ -14,11 +14,10 @@ from math import comb
 from launcher.config.resolved import ResolvedConfig
 from launcher.plan.activations import Activations
 from launcher.plan.attention import Attention, attention_of_rank
-from launcher.plan.elementwise import elementwise_seconds
+from launcher.plan.computing import elementwise_seconds, product_seconds
 from launcher.plan.hardware import Hardware
 from launcher.plan.memory import Memory
 from launcher.plan.parameters import num_parameters
-from launcher.plan.products import product_seconds
 from launcher.plan.rates import Rate
 from launcher.plan.workspace import expected_kernel
 from launcher.plan.world import RankKind, World
@@ -124,7 +123,6 @@ def _waits(attention: Attention, computing: float, hardware: Hardware, *, width:
 
 
 def _host_seconds(config: ResolvedConfig, tokens: int, micro_batches: float, hardware: Hardware) -> float:
-    """Calling operators and bookkeeping, where nothing hides them."""
     chunks, again = 1, 0.0
     if config.train.chunk_tokens:
         chunks = -(-tokens // config.train.chunk_tokens)

@@ -23,7 +23,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from launcher.config.resolved import ResolvedConfig
-from launcher.plan.token_bytes import TokenBytes
 
 _FLOAT32 = 4
 _BLOCK = 128
@@ -61,29 +60,6 @@ def expected_kernel(config: ResolvedConfig, device_type: str = "cuda") -> str:
     if config.parallel.deterministic:
         return "flash2_deterministic"
     return "cuda_flash"
-
-
-def within_kernel(sizes: TokenBytes, tokens: int, *, ring: int, num_documents: int) -> int:
-    """Return bytes a token, of a rank's ``tokens``, that are held while the kernel's backward runs in a layer.
-
-    Gradients lie beside queries, keys and values; the kept output does not count, and the workspace comes on top.
-    """
-    model = sizes.model
-    held = 2 * (sizes.q + sizes.kv) + sizes.out + sizes.lse // 2
-    if ring > 1:
-        # Sums over hops in float32, and the keys and values of the next hop.
-        held += (sizes.q + sizes.kv) * _FLOAT32 // sizes.width + 2 * sizes.kv
-    call = BackwardCall(
-        num_queries=tokens,
-        num_keys=tokens,
-        num_sequences=num_documents,
-        num_heads=model.num_heads,
-        num_kv_heads=model.num_kv_heads,
-        head_dim=model.head_dim,
-        value_dim=model.value_dim,
-        itemsize=sizes.width,
-    )
-    return held + backward_workspace(expected_kernel(sizes.config), call) // tokens
 
 
 def backward_workspace(kernel: str, call: BackwardCall) -> int:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from pathlib import Path
 
+from launcher.cluster.hostfile import read_hostfile
 from launcher.config.sections import RunConfig
 
 RANKS_IN_A_NODE = 8
@@ -20,7 +22,13 @@ class World:
 
     @classmethod
     def of(cls, config: RunConfig, ranks: int = 0, ranks_per_node: int = 0) -> World:
-        """The world that was asked for; 0 is the smallest that the config's degrees make, 8 ranks a machine."""
+        """The world that was asked for; where 0, that of the hostfile that ``run.hostfile`` names.
+
+        Without one it is the smallest that the config's degrees make, 8 ranks a machine.
+        """
+        if config.run.hostfile not in ("launcher", "none"):
+            slots = list(read_hostfile(Path(config.run.hostfile)).values())
+            ranks, ranks_per_node = ranks or sum(slots), ranks_per_node or slots[0]
         if not ranks:
             ranks = math.lcm(_fewest_ranks(config), config.parallel.expert)
         return cls(ranks=ranks, ranks_per_node=ranks_per_node or min(ranks, RANKS_IN_A_NODE))

@@ -1,17 +1,93 @@
-"""What DeepSpeed holds on a rank, by arithmetic on the shapes of the traced module."""
+"""Bytes of a rank's device under ZeRO, by arithmetic: DeepSpeed runs around the step that is traced, not in it."""
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Mapping, Set
 from dataclasses import dataclass
 
 import torch
 from torch import nn
 
 from launcher.config.resolved import ResolvedConfig
-from launcher.plan.memory import memory_of_rank
-from launcher.plan.reduction import Reduction, reduction_bytes
+from launcher.config.zero import zero_options
+from launcher.plan.memory import FLOAT32, memory_of_rank
+from longctx.architecture.size import count_parameters
 from longctx.model.experts.experts import is_expert_weight
 from parallel.mesh import Mesh
+from parallel.zero.options import overlaps
+
+FLAT_VALUES = 500_000_000
+"""Gradients that one flat copy holds where they are reduced after backward (DeepSpeed's MEMORY_OPT_ALLREDUCE_SIZE)."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepBytes:
+    """Bytes of a rank's device memory in a step, by kind; plain values, which become JSON.
+
+    The first six are arithmetic in a plan and in a trace, ``process`` is measured; a trace counts the others.
+    """
+
+    weights: int
+    """Of the working weights, what the ZeRO stage leaves here."""
+    gradients: int
+    optimizer: int
+    """Float32 masters and AdamW's two moments."""
+    gathered: int
+    """Whole weights that ZeRO 3 has here at once, at most."""
+    reduction: int
+    """What DeepSpeed's buckets of gradients, and the copies that one becomes, add at the peak."""
+    after_backward: int
+    """The flat copy of gradients that stages without buckets reduce, when nothing of forward is alive."""
+    kept: int
+    """What is alive between forward and backward."""
+    kept_on_host: int
+    """What of it lies in the machine's memory, pinned; on top of ``kept``, and in no other figure."""
+    kept_on_disk: int = 0
+    """Likewise, in train.store_path; a trace has no disk."""
+    passing: int
+    """What forward and backward add to that at their peak."""
+    optimizer_step: int
+    """Temporaries of AdamW's step, when nothing of forward is alive."""
+    process: int = 0
+    """Of a CPU's memory, what a rank's program takes itself."""
+
+    @property
+    def held(self) -> int:
+        """Bytes that are there all the time."""
+        return self.process + self.weights + self.gradients + self.optimizer
+
+    @property
+    def peak(self) -> int:
+        """The most of a step."""
+        within = self.gathered + self.reduction + self.kept + self.passing
+        return self.held + max(within, self.after_backward, self.optimizer_step)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Reduction:
+    """Bytes beside the gradients themselves."""
+
+    buckets: int = 0
+    """That are there all through backward."""
+    message: int = 0
+    """The copies that one bucket becomes on its way."""
+    kept_share: float = 1.0
+    """Of what layers keep for backward, what is still there when the first bucket goes; 0 where it goes at the end."""
+    after_backward: int
+    """A flat copy of gradients, where they are reduced when all are there."""
+
+    @property
+    def within_backward(self) -> int:
+        """Both."""
+        return self.buckets + self.message
+
+    def beside(self, kept: int, passing: int) -> int:
+        """What it adds to the peak of a backward pass: a bucket that goes late goes when layers have let go of much."""
+        gone = (1 - self.kept_share) * kept
+        if not self.kept_share:
+            gone += passing
+        return max(self.buckets, self.within_backward - int(gone))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,6 +100,20 @@ class Held:
     gathered: int
     """Whole weights that ZeRO 3 has at once, at most."""
     reduction: Reduction
+
+    def in_step(self, *, kept: int, passing: int, **others: int) -> StepBytes:
+        """The bytes of a step whose layers keep and pass so many; ``others`` are fields of ``StepBytes``."""
+        return StepBytes(
+            weights=self.weights,
+            gradients=self.gradients,
+            optimizer=self.optimizer,
+            gathered=self.gathered,
+            reduction=self.reduction.beside(kept, passing),
+            after_backward=self.reduction.after_backward,
+            kept=kept,
+            passing=passing,
+            **others,
+        )
 
 
 def partition_bytes(config: ResolvedConfig, module: nn.Module, mesh: Mesh, device: str = "cuda") -> Held:
@@ -52,17 +142,6 @@ def partition_bytes(config: ResolvedConfig, module: nn.Module, mesh: Mesh, devic
     )
 
 
-def _block_sizes(parameters: dict[str, torch.Size]) -> dict[str, int]:
-    """Values of each block's weights, by the block's name."""
-    sizes: dict[str, int] = {}
-    for name, shape in parameters.items():
-        before, layers, behind = name.partition(".layers.")
-        if layers:
-            block = before + layers + behind.partition(".")[0]
-            sizes[block] = sizes.get(block, 0) + shape.numel()
-    return sizes
-
-
 def _gathered(config: ResolvedConfig, parameters: dict[str, torch.Size], experts: set[str], mesh: Mesh) -> int:
     """Bytes of whole weights in ZeRO 3, at most. A rank's own part of them stays where it is."""
     if mesh.expert == mesh.world_size:
@@ -74,6 +153,83 @@ def _gathered(config: ResolvedConfig, parameters: dict[str, torch.Size], experts
     arriving = min(sum(sizes), max(config.zero.prefetch_bucket_size, *sizes))
     if config.train.chunk_tokens:
         # By chunks the weights of a block are gathered together.
-        largest = max(_block_sizes(parameters).values())
+        of_layers: Counter[int] = Counter()
+        for name, shape in parameters.items():
+            layer = _layer_of(name)
+            if layer is not None:
+                of_layers[layer] += shape.numel()
+        largest = max(of_layers.values())
         live, arriving = max(live, largest), max(arriving, largest)
     return (live + arriving) * config.dtype.itemsize
+
+
+def reduction_bytes(
+    config: ResolvedConfig, parameters: Mapping[str, torch.Size], experts: Set[str], *, world_size: int, device: str
+) -> Reduction:
+    """What the config's ZeRO stage takes on a ``device`` ("cuda", "cpu") that holds these ``parameters``.
+
+    ``experts`` names those of them that fewer ranks share: they are reduced apart from the others.
+    """
+    stage = config.zero.stage
+    sizes = {name: shape.numel() for name, shape in parameters.items()}
+    if stage == 0 or (stage == 1 and config.dtype == torch.bfloat16 and config.zero.offload == "none"):
+        of_experts = sum(size for name, size in sizes.items() if name in experts)
+        of_others = sum(sizes.values()) - of_experts
+        flat = max(min(max(of_experts, of_others), FLAT_VALUES), *sizes.values())
+        return Reduction(after_backward=flat * FLOAT32)
+    bucket = config.zero.reduce_bucket_size
+    kept_share = _kept_share(sizes, bucket)
+    # A tensor that no bucket has room for is reduced by itself.
+    values = max(min(bucket, sum(sizes.values())), *sizes.values())
+    if stage == 3:
+        # The bucket stays for good; what it is cut into and padded for the message are two copies.
+        return Reduction(
+            buckets=bucket * FLOAT32, message=2 * values * FLOAT32, kept_share=kept_share, after_backward=0
+        )
+    means = 0
+    if config.dtype == torch.float32 and (stage == 1 or config.accumulation(world_size) > 1):
+        # This rank's part of the mean stands beside what was added up over micro-batches.
+        means = -(-sum(count_parameters(config.model.config()).values()) // world_size) * FLOAT32
+    overlap = overlaps(stage, device, zero_options(config.zero).overlap_comm)
+    if stage == 1 and not overlap:
+        return Reduction(after_backward=means)
+    width = config.dtype.itemsize
+    return Reduction(
+        buckets=means + (1 + overlap) * bucket * width,
+        message=_message(values, width),
+        kept_share=kept_share,
+        after_backward=0,
+    )
+
+
+def _message(values: int, width: int) -> int:
+    """Bytes of stage 1's and 2's messages of so many ``values``."""
+    # A gradient waits for its bucket to go. Pieces of a bucket for one rank are laid end to end, and sent in float32.
+    message = 2 * values * width
+    if width != FLOAT32:
+        # The copy in float32. Two more gradients have been seen alive beside it; why, DeepSpeed's source does not say.
+        message += (2 * width + FLOAT32) * values
+    return message
+
+
+def _kept_share(sizes: Mapping[str, int], bucket: int) -> float:
+    """The share of layers that are before backward, or in it, when gradients first are more than a ``bucket`` takes."""
+    places = [(_layer_of(name), size) for name, size in sizes.items()]
+    num_layers = 1 + max((place for place, _ in places if place is not None), default=0)
+    filled, share = 0, 1.0
+    for place, size in reversed(places):
+        filled += size
+        if place is not None:
+            share = (place + 1) / num_layers
+        elif share < 1:
+            share = 0.0  # embeddings, behind the first layer
+        if filled > bucket:
+            return share
+    return 0.0
+
+
+def _layer_of(name: str) -> int | None:
+    _, layers, behind = name.partition(".layers.")
+    if not layers:
+        return None
+    return int(behind.partition(".")[0])

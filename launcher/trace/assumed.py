@@ -1,17 +1,38 @@
-"""What a rank would be told by others, where values matter: how many tokens they send to its experts."""
+"""What stands for a traced rank's peers: groups that carry nothing, and an even choice of experts."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from datetime import timedelta
 from math import comb
+from typing import Any
 
+import torch.distributed as dist
 from torch import Tensor
 
+from launcher.plan.world import World
 from launcher.trace.host_waits import HostWaits
 from longctx.config import ModelConfig
 from longctx.model.experts.dispatch import DispatchSizes
+from parallel.comm import groups
 from parallel.experts.dispatcher import AllToAllDispatcher
 from parallel.mesh import Mesh
+
+
+def join_world(rank: int, world: World) -> None:
+    """Make this process one of the world's ranks. Every group is one that sends nothing."""
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    dist.init_process_group(backend="fake", store=FakeStore(), rank=rank, world_size=world.ranks)
+    real = dist.new_group
+
+    def new_group(ranks: Any = None, *_: Any, **__: Any) -> Any:
+        return real(ranks, backend="fake")
+
+    # This process serves nothing but the trace, and nobody answers on a real group.
+    dist.new_group = new_group
+    # Asked of the world group, which has none.
+    groups.world_timeout = timedelta
 
 
 class EvenRouting(AllToAllDispatcher):
@@ -25,22 +46,12 @@ class EvenRouting(AllToAllDispatcher):
     def read_sizes(self, counts_2tp2: Tensor, tiles: Sequence[slice]) -> list[DispatchSizes]:
         """The sizes of an even routing. In a run the host waits here: messages have no size before."""
         self._waits.add("aten::_local_scalar_dense", "the sizes of messages to experts: the host must know them")
-        return [even_sizes(tile.stop - tile.start, self) for tile in tiles]
+        return [self.even_sizes(tile.stop - tile.start) for tile in tiles]
 
-    @property
-    def chosen(self) -> int:
-        """Experts a token."""
-        return self._chosen
-
-
-def even_sizes(num_tokens: int, routing: EvenRouting) -> DispatchSizes:
-    """The sizes of a tile of so many tokens on every rank."""
-    ranks, here, k = routing.mesh.expert, routing.experts_per_rank, routing.chosen
-    # A token is sent once to each rank that has any of its experts.
-    absent = comb(ranks * here - here, k) / comb(ranks * here, k)
-    tokens = round(num_tokens * (1 - absent))
-    return DispatchSizes(
-        send_counts=(tokens,) * ranks,
-        recv_counts=(tokens,) * ranks,
-        num_assignments=num_tokens * k,
-    )
+    def even_sizes(self, num_tokens: int) -> DispatchSizes:
+        """The sizes of a tile of so many tokens on every rank."""
+        ranks, here, k = self.mesh.expert, self.experts_per_rank, self._chosen
+        # A token is sent once to each rank that has any of its experts.
+        absent = comb(ranks * here - here, k) / comb(ranks * here, k)
+        counts = (round(num_tokens * (1 - absent)),) * ranks
+        return DispatchSizes(send_counts=counts, recv_counts=counts, num_assignments=num_tokens * k)

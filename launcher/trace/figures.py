@@ -6,8 +6,20 @@ import dataclasses
 from dataclasses import dataclass
 from typing import Any
 
-from launcher.plan.figures import StepBytes
-from launcher.trace.host_waits import HostWait
+from pydantic import TypeAdapter
+
+from launcher.plan.zero import StepBytes
+
+
+@dataclass(frozen=True)
+class HostWait:
+    """A line of code at which the host waits."""
+
+    place: str
+    """``file:line``."""
+    operator: str
+    why: str
+    times: int = 1
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,11 +61,4 @@ class RankTrace:
     @classmethod
     def from_json(cls, values: dict[str, Any]) -> RankTrace:
         """The inverse of ``to_json``."""
-        of_bytes = {f.name: values["bytes"][f.name] for f in dataclasses.fields(StepBytes)}
-        rest = {name: value for name, value in values.items() if name not in ("bytes", "host_waits", "links")}
-        return cls(
-            bytes=StepBytes(**of_bytes),
-            host_waits=[HostWait(**wait) for wait in values["host_waits"]],
-            links=[LinkBytes(**link) for link in values["links"]],
-            **rest,
-        )
+        return TypeAdapter(cls).validate_python(values)

@@ -8,29 +8,17 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
-from launcher.trace.live_bytes import LiveBytes
-from launcher.trace.places import current_place
+from launcher.trace.figures import HostWait
+from launcher.trace.live_bytes import LiveBytes, current_place
 
 _COPIES = ("aten::_to_copy", "aten::copy_")
 _INDEXED = ("aten::index", "aten::index_put", "aten::index_put_", "aten::_index_put_impl_")
-
-
-@dataclass(frozen=True)
-class HostWait:
-    """A line of code at which the host waits."""
-
-    place: str
-    """``file:line``."""
-    operator: str
-    why: str
-    times: int = 1
 
 
 class HostWaits:

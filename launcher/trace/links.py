@@ -59,23 +59,14 @@ class Links:
 
     def see(self, func: Any, args: Sequence[Any]) -> None:
         """Count a call, where it is one of torch.distributed."""
-        if func.namespace != "c10d":
-            return
-        name = func.name().removeprefix("c10d::").split(".")[0]
-        if name not in _NAMES:
-            return
-        group = next((g for g in map(_as_group, args) if g is not None), None)
-        if group is None:
-            return
-        self._count(name, group, args)
+        name, group = _collective(func, args)
+        if group is not None and name in _NAMES:
+            self._count(name, group, args)
 
     def answered(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any], call: Callable[[], Any]) -> Any:
         """The result of a call on the CPU; of a collective, as if every other rank said what this one says."""
         out = call()
-        if func.namespace != "c10d":
-            return out
-        name = func.name().removeprefix("c10d::").split(".")[0]
-        group = next((g for g in map(_as_group, args) if g is not None), None)
+        name, group = _collective(func, args)
         if group is None:
             return out
         # Nothing arrives from ranks that are not there: agreements would find that all of them differ.
@@ -168,8 +159,15 @@ def _bytes(tensors: Any) -> int:
     return sum(x.numel() * x.element_size() for x in tree_leaves(tensors) if isinstance(x, Tensor))
 
 
+def _collective(func: Any, args: Sequence[Any]) -> tuple[str, ProcessGroup | None]:
+    """The name and the group of a call of torch.distributed; no group for another call."""
+    if func.namespace != "c10d":
+        return "", None
+    group = next((g for g in map(_as_group, args) if g is not None), None)
+    return func.name().removeprefix("c10d::").split(".")[0], group
+
+
 def _as_group(value: Any) -> ProcessGroup | None:
-    """The process group that an argument is; None for another."""
     if isinstance(value, torch.ScriptObject):
         try:
             return ProcessGroup.unbox(value)

@@ -22,7 +22,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from launcher.plan.workspace import BackwardCall, backward_workspace
-from launcher.trace.host_waits import HostWait, HostWaits
+from launcher.trace.figures import HostWait
+from launcher.trace.host_waits import HostWaits
 from launcher.trace.links import Links
 from launcher.trace.live_bytes import LiveBytes
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from launcher.plan.described import Rows, describe_run
 from launcher.plan.estimate import RunEstimate
 from launcher.plan.memory import gib
+from launcher.plan.screen import Rows, describe_run
 from launcher.plan.world import RankKind
 from launcher.trace.figures import RankTrace
 from launcher.trace.trace import RunTrace

@@ -77,7 +77,6 @@ def load_stand_in() -> Callable[[], None]:
 
 
 def _compiled() -> Path:
-    """The stand-in in the user's cache, compiled when it is first asked for."""
     folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "longctx"
     path = folder / f"driver-stand-in-{hashlib.sha256(_SOURCE.encode()).hexdigest()[:12]}.so"
     if path.exists():

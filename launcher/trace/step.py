@@ -13,13 +13,11 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from launcher.config.resolved import ResolvedConfig
-from launcher.plan.figures import StepBytes
+from launcher.plan.documents import synthetic_batch
 from launcher.plan.world import World
 from launcher.plan.zero import partition_bytes
-from launcher.trace.assumed import EvenRouting
-from launcher.trace.batch import synthetic_batch
+from launcher.trace.assumed import EvenRouting, join_world
 from launcher.trace.figures import RankTrace
-from launcher.trace.group import join_world
 from launcher.trace.links import Links
 from launcher.trace.recorder import Recorder, StoppedAtWaitError
 from launcher.training.model import build_task, shard_batch
@@ -103,8 +101,6 @@ def _convert(module: Task, dtype: torch.dtype) -> None:
 
 
 class _Step:
-    """One step under way, and what it has been seen to take."""
-
     def __init__(self, config: ResolvedConfig, mesh: Mesh, module: Task, recorder: Recorder) -> None:
         self.config, self.mesh, self.module, self.recorder = config, mesh, module, recorder
         self.is_whole = True
@@ -175,16 +171,10 @@ class _Step:
         held = partition_bytes(self.config, self.module, self.mesh)
         return RankTrace(
             rank=rank,
-            bytes=StepBytes(
-                weights=held.weights,
-                gradients=held.gradients,
-                optimizer=held.optimizer,
-                gathered=held.gathered,
-                reduction=held.reduction.beside(self.kept, max(0, self.peak - self.kept)),
-                after_backward=held.reduction.after_backward,
+            bytes=held.in_step(
                 kept=self.kept,
-                kept_on_host=self.kept_on_host,
                 passing=max(0, self.peak - self.kept),
+                kept_on_host=self.kept_on_host,
                 optimizer_step=self.optimizer_peak,
             ),
             peak_operator=self.peak_operator,

@@ -19,7 +19,7 @@ from launcher.plan.estimate import planned
 from launcher.plan.hardware import Hardware, load_hardware
 from launcher.plan.world import RankKind, World, rank_kinds
 from launcher.trace.figures import RankTrace
-from launcher.trace.places import ROOT
+from launcher.trace.live_bytes import ROOT
 from launcher.trace.stand_in import torch_cuda_version
 from longctx import errors
 from longctx.errors import ConfigError, LongCtxError
@@ -75,12 +75,12 @@ def traced_config(
     gpu = hardware or load_hardware("h100")
     config = planned(asked, world, gpu, document_tokens=document_tokens, device_type="cuda")
     # A compiler's graphs do not go through the trace; the report says so.
-    config = dataclasses.replace(config, train=dataclasses.replace(config.train, compile="off"))
+    config = config.changed({"train.compile": "off"})
     _check_store(config)
     if config.parallel.kernel == "auto":
         _check_scores(config)
         # flash-attn's kernels have the same shapes and buffers, and need not be installed here.
-        config = dataclasses.replace(config, parallel=dataclasses.replace(config.parallel, kernel="cuda_flash"))
+        config = config.changed({"parallel.kernel": "cuda_flash"})
     return config
 
 

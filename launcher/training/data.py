@@ -16,7 +16,6 @@ from data_pipeline.shards.manifest import VALIDATION_FOLDER
 from data_pipeline.shards.reader import ShardSet, open_for_model
 from data_pipeline.stores.urls import below, locate
 from launcher.checkpoint.tokenizers import check_same_data, check_same_tokenizer, uncompared_files
-from launcher.config.lockstep import in_lockstep
 from launcher.config.resolved import ResolvedConfig
 from launcher.config.sections import DataSection
 from launcher.metrics.throughput import training_flops
@@ -85,7 +84,7 @@ def _open_loaders(
         seed=config.run.seed,
         packing=config.packing,
         cost=cost,
-        lockstep=in_lockstep(config),
+        lockstep=config.in_lockstep,
         open_folder=open_folder,
         **common,
     )

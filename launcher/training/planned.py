@@ -11,11 +11,11 @@ import psutil
 from launcher.config.resolved import ResolvedConfig
 from launcher.metrics.record import Record
 from launcher.plan.estimate import estimate_ranks
-from launcher.plan.figures import StepBytes
 from launcher.plan.hardware import FOLDER, MEASURED, MEASURED_FILE, Hardware, load_hardware
 from launcher.plan.memory import gib
 from launcher.plan.seconds import StepSeconds, slowest
 from launcher.plan.world import World
+from launcher.plan.zero import StepBytes
 from longctx.batch import PackedDocuments
 from longctx.errors import ConfigError
 

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from launcher.cli import main
+from launcher.cli.verbs import VERBS as ALL_VERBS
 from launcher.cli.verbs import parse
 from launcher.config.check import check_run
 from launcher.config.load import load_run_config
@@ -204,3 +205,9 @@ def test_the_readme_lists_every_file_and_folder_of_two_levels():
 
 def test_the_readme_is_short():
     assert len((REPOSITORY / "README.md").read_text().splitlines()) < 250
+
+
+def test_every_verb_has_its_table_of_options():
+    """That a table is in step, tests/benchmarks/test_tables.py says."""
+    text = (REPOSITORY / "docs" / "commands.md").read_text()
+    assert [verb for verb in ALL_VERBS if f"<!-- options: {verb} -->" not in text] == []

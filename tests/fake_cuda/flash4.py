@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import sys
 
-from tests.fake_cuda.devices import say  # isort: skip
-
 import torch
 from torch._subclasses import FakeTensorMode
 
@@ -14,6 +12,7 @@ from longctx.kernels.attention.flash.adapter import FlashKernel
 from longctx.kernels.attention.flash.calls import translate
 from longctx.kernels.attention.flash.libraries import FLASH4
 from longctx.kernels.attention.slices import AttentionSlice, slice_table
+from tests.fake_cuda import say
 
 CASES = {
     "causal documents": ((8, 2, 128, 128), Scores(scale=0.1), [(0, 200), (200, 201), (201, 512)], None),

@@ -38,7 +38,7 @@ from longctx.kernels.regions import Regions
 from longctx.model.block import Block
 from longctx.model.decoder import Decoder
 from longctx.model.rotary import RotaryTable
-from tests.fake_cuda.devices import say
+from tests.fake_cuda import say
 
 CONFIG = ModelConfig(
     vocab_size=128,

@@ -6,8 +6,6 @@ from collections import Counter
 from itertools import product
 from unittest.mock import patch
 
-from tests.fake_cuda.devices import say  # isort: skip
-
 import torch
 from torch._subclasses import FakeTensorMode
 from torch.nn import functional
@@ -25,6 +23,7 @@ from longctx.kernels.attention.slices import AttentionSlice, slice_table
 from longctx.kernels.cross_entropy import loss_sums
 from longctx.kernels.grouped import grouped_outer, grouped_rows
 from longctx.kernels.matmul import add_wide_product_on_cuda_
+from tests.fake_cuda import say
 
 ROWS = 40
 # documents of 9, 0, 1 and 30 tokens, and a hop of a ring

@@ -14,8 +14,8 @@ FLASH4_PYTHON = "LONGCTX_FLASH4_PYTHON"
 
 
 @pytest.mark.timeout(300)
-def test_pytorchs_own_kernels_grouped_products_and_batches(tmp_path, cuda_python):
-    said = run_on_fake_cuda("tests.fake_cuda.kernels", tmp_path, python=cuda_python).splitlines()
+def test_pytorchs_own_kernels_grouped_products_and_batches(cuda_python):
+    said = run_on_fake_cuda("tests.fake_cuda.kernels", python=cuda_python).splitlines()
     ran = {kernel: sum(line.startswith(f"ran {kernel} ") for line in said) for kernel in ("cuda_flash", "cudnn")}
     assert ran == {"cuda_flash": 6 * 2 * len(HEADS), "cudnn": 5 * 2 * len(HEADS)}
     assert {line for line in said if line.startswith("refused")} == {"refused cudnn 256 256"}
@@ -33,11 +33,10 @@ def test_pytorchs_own_kernels_grouped_products_and_batches(tmp_path, cuda_python
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("architecture", ["sm_90", "sm_100"])
 @pytest.mark.parametrize("python", cuda_builds(FLASH4_PYTHON))
-def test_flash4_compiles_our_calls(tmp_path, python, architecture, case):
+def test_flash4_compiles_our_calls(python, architecture, case):
     """Its own Python and its own compiler, up to the launch: arguments, shapes, head sizes and windows are its own."""
     said = run_on_fake_cuda(
         "tests.fake_cuda.flash4",
-        tmp_path,
         architecture,
         case,
         python=python,

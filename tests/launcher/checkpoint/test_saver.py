@@ -15,7 +15,7 @@ import launcher.checkpoint.host_copy
 import launcher.checkpoint.save
 import launcher.checkpoint.saver
 from launcher.metrics.record import METRICS_FILE, read_metrics
-from launcher.plan.checkpoint_copy import copies_checkpoints
+from launcher.plan.memory import copies_checkpoints
 from longctx.checkpoint_format import CHECKPOINTS, MANIFEST, PROVED, CheckpointReader, list_checkpoints
 from longctx.files import hash_file
 from longctx.storage.blocks import describe_file

@@ -20,7 +20,7 @@ from launcher.checkpoint.names import folder_of, step_of
 from launcher.checkpoint.proof import Proof, write_proof
 from launcher.checkpoint.retention import Retention
 from launcher.checkpoint.store import check_unused, store_at
-from launcher.config.store import store_place
+from launcher.config.check import store_place
 from launcher.metrics.record import read_metrics
 from launcher.training.trainer import Trainer
 from longctx.checkpoint_format import MANIFEST, PROVED, CheckpointReader, canonical_hash, list_checkpoints

@@ -20,14 +20,22 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (folder / "corpus").mkdir()
     for path in [path for path in sorted(stdlib.glob("*.py")) if 2_000 < path.stat().st_size < 12_000][:24]:
         shutil.copyfile(path, folder / "corpus" / path.name)
-    corpus, tokenizer = str(folder / "corpus"), str(folder / "tokenizer.model")
-    assert main(["tokenizer", "train", "--source", corpus, "--vocab-size", str(VOCAB_SIZE), "--output", tokenizer]) == 0
-    options = ["--validation-fraction", "0.3", "--shard-tokens", "20000"]
-    assert (
-        main(["data", "build", "--source", corpus, "--tokenizer", tokenizer, "--output", f"{folder}/data", *options])
-        == 0
-    )
+    tokenizer = train_tokenizer(folder, folder / "tokenizer.model", VOCAB_SIZE)
+    options = ["--validation-fraction", "0.3", "--shard-tokens", "20000", "--output", f"{folder}/data"]
+    assert main(["data", "build", "--source", f"{folder}/corpus", "--tokenizer", str(tokenizer), *options]) == 0
     return folder
+
+
+def train_tokenizer(world: Path, path: Path, vocab_size: int) -> Path:
+    words = ["--source", str(world / "corpus"), "--vocab-size", str(vocab_size), "--output", str(path)]
+    assert main(["tokenizer", "train", *words]) == 0
+    return path
+
+
+@pytest.fixture(scope="session")
+def small_tokenizer(world: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Another tokenizer than the run's, with fewer ids, so that their number says nothing."""
+    return train_tokenizer(world, tmp_path_factory.mktemp("small") / "small.model", 500)
 
 
 @pytest.fixture(scope="session")

@@ -14,6 +14,7 @@ import pytest
 
 from launcher.cli import console
 from tests.helpers import REPOSITORY
+from tests.launcher.cli.calls import hear_interrupts
 
 
 def test_progress_is_lines_where_nobody_looks(capsys):
@@ -96,10 +97,6 @@ except KeyboardInterrupt:
     # The signal may come before the thread has left Python.
     assert told in (["ended\n", "left behind\n"] if outside else ["ended\n"])
     assert list(tmp_path.iterdir()) == []
-
-
-def hear_interrupts() -> None:
-    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 TITLE = "\x1b]0;owned\x07"

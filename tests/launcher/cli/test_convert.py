@@ -9,13 +9,12 @@ import torch
 
 from longctx.conversion.checkpoint_writer import save_masters
 from longctx.model.decoder import Decoder
-from tests.launcher.cli.calls import call
+from tests.launcher.cli.calls import call, refused, succeed
 from tests.longctx.samples import tiny_config
 
 
 def test_there_and_back_are_the_same_bytes(capsys, run, world, tmp_path):
-    code, out, _ = call(capsys, "convert", "--to", "hf", run, tmp_path / "hf")
-    assert code == 0
+    out = succeed(capsys, "convert", "--to", "hf", run, tmp_path / "hf")
     assert "from_pretrained" in out
     weights = "model.safetensors"
     assert (tmp_path / "hf" / weights).read_bytes() == (world / "hf" / weights).read_bytes()
@@ -24,8 +23,7 @@ def test_there_and_back_are_the_same_bytes(capsys, run, world, tmp_path):
 
 def test_it_says_what_was_cast_and_what_was_verified(capsys, run, tmp_path):
     words = ("convert", "--to", "hf", run / "checkpoints/step_000020")
-    code, out, _ = call(capsys, *words, tmp_path / "hf", "--dtype", "bfloat16", "--verify", "tensors")
-    assert code == 0
+    out = succeed(capsys, *words, tmp_path / "hf", "--dtype", "bfloat16", "--verify", "tensors")
     assert json.loads((tmp_path / "hf/config.json").read_text())["dtype"] == "bfloat16"
     assert re.search(r"Cast as asked: \d+ tensors float32 → bfloat16, which loses bits", out)
     assert re.search(r"Verified: \d+ tensors, .* hashes are equal", out)
@@ -48,7 +46,6 @@ def test_options_of_training_that_an_export_leaves_behind_are_named(capsys, run,
 
 def test_an_occupied_output_is_left_alone(capsys, run, tmp_path):
     (tmp_path / "mine").write_text("x")
-    code, _, err = call(capsys, "convert", "--to", "hf", run, tmp_path)
-    assert code == 1
+    err = refused(capsys, 1, "convert", "--to", "hf", run, tmp_path)
     assert "already exists" in err
     assert [path.name for path in tmp_path.iterdir()] == ["mine"]

@@ -13,7 +13,7 @@ import pytest
 from data_pipeline import inspect
 from data_pipeline.rows import blocks
 from longctx.errors import DataError
-from tests.launcher.cli.calls import call, flip_a_byte
+from tests.launcher.cli.calls import call, flip_a_byte, refused, succeed
 
 
 def test_build_json_is_all_of_stdout(capsys, world, tmp_path):
@@ -44,8 +44,7 @@ def test_build_json_is_all_of_stdout(capsys, world, tmp_path):
 def test_build_without_what_it_needs_is_refused(capsys, world, words, said):
     before = (world / "data/manifest.json").read_bytes()
     given = [word.replace("runs/", f"{world}/") for word in words]
-    code, out, err = call(capsys, "data", "build", "--output", world / "data", *given)
-    assert (code, out) == (2, ""), err
+    err = refused(capsys, 2, "data", "build", "--output", world / "data", *given)
     assert said in err
     assert (world / "data/manifest.json").read_bytes() == before
 
@@ -56,11 +55,9 @@ def test_build_without_shards_says_what_is_left_out(capsys, world, tmp_path):
     entry = manifest["shards"][1]
     flip_a_byte(folder / entry["file"])
     assert call(capsys, "data", "verify", folder)[0] == 1
-    code, out, err = call(capsys, "data", "build", "--without", entry["file"], "--output", folder)
-    assert code == 0, err
+    out = succeed(capsys, "data", "build", "--without", entry["file"], "--output", folder)
     assert f"{entry['file']} left out, {entry['tokens']:,} tokens of {entry['documents']} document" in out
-    code, out, _ = call(capsys, "data", "verify", folder)
-    assert code == 0, out
+    out = succeed(capsys, "data", "verify", folder)
     assert f"{manifest['tokens'] - entry['tokens']:,} tokens." in out
 
 
@@ -77,8 +74,7 @@ def test_build_joins_the_files_of_a_directory(capsys, world, tmp_path):
         assert (code, json.loads(out)["training"]["documents"]) == (0, documents)
     code, out, _ = call(capsys, "data", "sample", tmp_path / "24", "--seq-len", "512", "--rows", "1")
     assert "== a/x.py\n# of a/x.py\n== a/y.py\n# of a/y.py" in out
-    code, _, err = call(capsys, *words, tmp_path / "none", "--join-depth", "1")
-    assert (code, "they need --join directory" in err) == (2, True)
+    assert "they need --join directory" in refused(capsys, 2, *words, tmp_path / "none", "--join-depth", "1")
 
 
 def test_build_asks_for_what_it_was_asked(capsys, world, tmp_path, monkeypatch):
@@ -99,8 +95,9 @@ def test_build_asks_for_what_it_was_asked(capsys, world, tmp_path, monkeypatch):
 def test_build_by_a_cluster_that_is_not_there_ends_before_anything_is_read(capsys, world, tmp_path, monkeypatch):
     words = ["data", "build", "--source", world / "corpus", "--tokenizer", world / "tokenizer.model"]
     words += ["--output", tmp_path / "out"]
-    code, _, err = call(capsys, *words, "--ray-address", "auto")
-    assert (code, "ConfigError: --ray-address says where a Ray cluster is: it needs --engine ray." in err) == (2, True)
+    assert "ConfigError: --ray-address says where a Ray cluster is: it needs --engine ray." in refused(
+        capsys, 2, *words, "--ray-address", "auto"
+    )
     monkeypatch.setitem(sys.modules, "ray", None)
     code, _, err = call(capsys, *words, "--engine", "ray")
     assert (code, 'Install it with `pip install "longctx-train[scale]"`' in err) == (2, True)
@@ -110,9 +107,8 @@ def test_build_by_a_cluster_that_is_not_there_ends_before_anything_is_read(capsy
 
 
 def test_inspect_json_parses(capsys, world):
-    code, out, _ = call(capsys, "data", "inspect", world / "data", "--json", "--seq-len", 512, "--row", 1)
+    out = succeed(capsys, "data", "inspect", world / "data", "--json", "--seq-len", 512, "--row", 1)
     found = json.loads(out)
-    assert code == 0
     assert found["split"] == "training"
     assert found["validation"]["split"] == "validation"
     assert found["packing"]["truncated_tokens"] == 0
@@ -120,26 +116,18 @@ def test_inspect_json_parses(capsys, world):
     assert "row" not in json.loads(call(capsys, "data", "inspect", world / "data", "--json")[1])
 
 
-def test_a_row_beyond_the_epoch_is_wrong_usage(capsys, world):
-    code, _, err = call(capsys, "data", "inspect", world / "data", "--seq-len", 512, "--row", 10**6)
-    assert code == 2
-    assert "rows 0 to" in err
-
-
 def test_a_row_is_found_by_epoch_seed_and_block(capsys, world):
     words = ["data", "inspect", world / "data", "--seq-len", 512, "--json", "--row", 1]
     shown = {}
     for options in ([], ["--epoch", 1], ["--seed", 5], ["--block", 0]):
-        code, out, _ = call(capsys, *words, *options)
-        assert code == 0
+        out = succeed(capsys, *words, *options)
         shown[tuple(options)] = json.loads(out)["row"]
     first = shown[()]
     assert shown["--block", 0] == first
     assert first["pieces"] not in (shown["--epoch", 1]["pieces"], shown["--seed", 5]["pieces"])
-    code, _, err = call(capsys, *words, "--block", 1)
-    assert (code, "block=1 is not in an epoch, which has blocks 0 to 0" in err) == (2, True)
-    code, _, err = call(capsys, "data", "inspect", world / "data", "--seq-len", 512, "--block", 0)
-    assert (code, "they need --row" in err) == (2, True)
+    assert "rows 0 to" in refused(capsys, 2, "data", "inspect", world / "data", "--seq-len", 512, "--row", 10**6)
+    assert "block=1 is not in an epoch, which has blocks 0 to 0" in refused(capsys, 2, *words, "--block", 1)
+    assert "they need --row" in refused(capsys, 2, "data", "inspect", world / "data", "--seq-len", 512, "--block", 0)
 
 
 def test_a_corpus_of_many_blocks_is_described_by_some_of_them(capsys, world, monkeypatch):
@@ -147,8 +135,7 @@ def test_a_corpus_of_many_blocks_is_described_by_some_of_them(capsys, world, mon
     monkeypatch.setattr(blocks, "MIN_ROWS", 5)
     monkeypatch.setattr(inspect, "PLANNED_DOCUMENTS", 4)
     words = ["data", "inspect", world / "data", "--seq-len", 256]
-    code, out, _ = call(capsys, *words, "--row", 2, "--block", 3)
-    assert code == 0
+    out = succeed(capsys, *words, "--row", 2, "--block", 3)
     assert re.search(r"^rows of an epoch +about [\d,]+, judging by \d+ documents", out, re.MULTILINE)
     assert re.search(r"^row 2 of \d+ of block 3 of \d+: \d+ tokens", out, re.MULTILINE)
     packing = json.loads(call(capsys, *words, "--json")[1])["packing"]

@@ -9,46 +9,40 @@ import pytest
 
 from tests.data_pipeline.stores.conftest import fill, server, store  # noqa: F401  (fixtures)
 from tests.data_pipeline.stores.s3_server import Store
-from tests.launcher.cli.calls import call
+from tests.launcher.cli.calls import call, refused, succeed
+
+PLAN = ["data", "plan", "--data.train", "s3://corpora/data", "--data.seq_len", "256", "--train.tokens_per_step", "512"]
+PLAN += ["--run.hostfile", "none", "--json"]
 
 
 def test_the_verbs_take_urls(capsys, world: Path, store: Store):  # noqa: F811
     fill(store, world / "corpus", "corpora/texts")
     words = ["data", "build", "--source", "s3://corpora/texts", "--tokenizer", world / "tokenizer.model"]
     options = ["--output", "s3://corpora/data", "--validation-fraction", "0.3", "--shard-tokens", "20000"]
-    code, out, err = call(capsys, *words, *options)
-    assert code == 0, err
+    out = succeed(capsys, *words, *options)
     assert "s3://corpora/data/validation" in out
     assert "--data.train s3://corpora/data" in out
     assert store.under("corpora/data")["manifest.json"] == (world / "data/manifest.json").read_bytes()
     code, out, _ = call(capsys, *words, *options, "--json")
     found = json.loads(out)
     assert (code, found["up_to_date"], found["output"]) == (0, True, "s3://corpora/data")
-    code, out, _ = call(capsys, "data", "inspect", "s3://corpora/data", "--json")
+    out = succeed(capsys, "data", "inspect", "s3://corpora/data", "--json")
     assert json.loads(out)["validation"]["documents"] > 0
-    code, out, _ = call(capsys, "data", "verify", "s3://corpora/data")
-    assert code == 0
+    out = succeed(capsys, "data", "verify", "s3://corpora/data")
     assert "s3://corpora/data is whole" in out
     store.objects["corpora/data/00000.arrow"] = b"rubbish"
     code, out, _ = call(capsys, "data", "verify", "s3://corpora/data")
     assert code == 1
     assert "s3://corpora/data/00000.arrow is damaged" in out
-    code, out, _ = call(
-        capsys, "data", "plan", "--data.train", "s3://corpora/data", "--data.seq_len", 256, "--train.tokens_per_step",
-        512, "--run.hostfile", "none", "--json",
-    )  # fmt: skip
+    succeed(capsys, *PLAN)
     # Whose copy is whole since it was inspected.
-    assert code == 0
 
 
 def test_a_shard_of_a_store_is_left_out_for_every_host(capsys, monkeypatch, world: Path, store: Store):  # noqa: F811
     fill(store, world / "data", "corpora/data")
-    plan = ["data", "plan", "--data.train", "s3://corpora/data", "--data.seq_len", 256, "--train.tokens_per_step", 512]
-    plan += ["--run.hostfile", "none", "--json"]
 
     def tokens() -> int:
-        code, out, err = call(capsys, *plan)
-        assert code == 0, err
+        out = succeed(capsys, *PLAN)
         return json.loads(out)["packing"]["tokens"]
 
     every = tokens()
@@ -56,32 +50,26 @@ def test_a_shard_of_a_store_is_left_out_for_every_host(capsys, monkeypatch, worl
     entry = json.loads(whole["manifest.json"])["shards"][1]
     without = ["data", "build", "--output", "s3://corpora/data", "--without"]
     del store.objects[f"corpora/data/{entry['file']}"]
-    code, out, err = call(capsys, *without, entry["file"], "--json")
-    assert code == 0, err
+    out = succeed(capsys, *without, entry["file"], "--json")
     assert (json.loads(out)["shards"], json.loads(out)["tokens"]) == ([entry["file"]], entry["tokens"])
     changed = {name for name, content in store.under("corpora/data").items() if whole[name] != content}
     assert changed == {"manifest.json"}
     # Another host has a cache of its own.
     monkeypatch.setenv("LONGCTX_CACHE", str(world / "another"))
     assert tokens() == every - entry["tokens"]
-    code, out, _ = call(capsys, "data", "verify", "s3://corpora/data")
-    assert code == 0, out
-    code, _, err = call(capsys, *without, "00099.arrow")
-    assert code == 2
+    succeed(capsys, "data", "verify", "s3://corpora/data")
+    err = refused(capsys, 2, *without, "00099.arrow")
     assert "Did you mean" in err
 
 
 def test_pack(capsys, world: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("LONGCTX_CACHE", str(tmp_path / "cache"))
-    code, out, _ = call(capsys, "data", "pack", world / "data", "--output", tmp_path / "packed", "--json")
+    out = succeed(capsys, "data", "pack", world / "data", "--output", tmp_path / "packed", "--json")
     found = json.loads(out)
-    assert code == 0
     assert 0 < found["packed_bytes"] < found["bytes"]
     code, out, _ = call(capsys, "data", "sample", tmp_path / "packed", "--seq-len", 256, "--rows", 1)
     assert (code, out) == call(capsys, "data", "sample", world / "data", "--seq-len", 256, "--rows", 1)[:2]
-    code, _, err = call(capsys, "data", "pack", world / "data", "--output", tmp_path / "packed")
-    assert code == 1
+    err = refused(capsys, 1, "data", "pack", world / "data", "--output", tmp_path / "packed")
     assert "already exists" in err
-    code, _, err = call(capsys, "data", "pack", tmp_path / "nothing", "--output", tmp_path / "other")
-    assert code == 1
+    err = refused(capsys, 1, "data", "pack", tmp_path / "nothing", "--output", tmp_path / "other")
     assert "is not a shard folder" in err

@@ -5,14 +5,13 @@ from __future__ import annotations
 import json
 
 from longctx.evaluation.practice import Practice
-from tests.launcher.cli.calls import call
+from tests.launcher.cli.calls import call, succeed
 
 
 def test_writes_the_documents_once(capsys, tmp_path):
     output = tmp_path / "new/recall.jsonl"
     words = ("data", "practice", "--output", output, "--documents", 7, "--pairs", 2, 3, "--seed", 5)
-    code, out, _ = call(capsys, *words)
-    assert code == 0
+    out = succeed(capsys, *words)
     assert "7 documents" in out
     texts = [json.loads(line)["text"] for line in output.read_text().splitlines()]
     drawn = Practice(words=(0, 60), pairs=(2, 3), mentions=(1, 2), questions=(1, 4), seed=5)

@@ -5,14 +5,13 @@ from __future__ import annotations
 import re
 import shutil
 
-from tests.launcher.cli.calls import VOCAB_SIZE, call
+from tests.launcher.cli.calls import VOCAB_SIZE, call, refused, succeed
 
 
 def test_tokenizer_says_what_it_made_and_what_comes_next(capsys, world, tmp_path):
     output = tmp_path / "f.model"
     words = ["tokenizer", "train", "--source", world / "corpus", "--vocab-size", VOCAB_SIZE, "--output", output]
-    code, out, _ = call(capsys, *words, "--exclude", "*.txt")
-    assert code == 0
+    out = succeed(capsys, *words, "--exclude", "*.txt")
     assert output.read_bytes() == (world / "tokenizer.model").read_bytes()
     made, following = out.splitlines()
     assert made.startswith(f"{output}: 600 ids, trained on 24 documents, ")
@@ -24,8 +23,7 @@ def test_other_kinds_and_the_space_mark_are_named(capsys, world, tmp_path):
     shutil.copytree(world / "corpus", tmp_path / "corpus")
     (tmp_path / "corpus" / "mark.txt").write_text("a \u2581 b")
     words = ["tokenizer", "train", "--source", tmp_path / "corpus", "--vocab-size", 300, "--output"]
-    code, out, _ = call(capsys, *words, tmp_path / "f", "--kind", "char")
-    assert code == 0
+    out = succeed(capsys, *words, tmp_path / "f", "--kind", "char")
     assert "\n1 document with U+2581, which SentencePiece writes for a space: " in out
     assert "SentencePiece characters, 300 ids" in call(capsys, "tokenizer", "show", tmp_path / "f")[1]
     assert call(capsys, *words, tmp_path / "g", "--kind", "morpheme")[0] == 2
@@ -49,8 +47,7 @@ def test_a_training_that_was_stopped_goes_on_without_reading(capsys, world, tmp_
 
 def test_a_vocabulary_that_cannot_be_is_refused(capsys, world, tmp_path):
     words = ["tokenizer", "train", "--source", world / "corpus", "--output", tmp_path / "f", "--vocab-size"]
-    code, _, err = call(capsys, *words, 100_000)
-    assert code == 1
+    err = refused(capsys, 1, *words, 100_000)
     assert re.search(r"Try \d+ or less", err)
     assert list(tmp_path.iterdir()) == []
 

@@ -12,12 +12,11 @@ from pathlib import Path
 import pytest
 
 from launcher.cli.console import program
-from launcher.cli.duplicates import Duplicates
+from launcher.cli.corpus import Duplicates, Workers
 from launcher.cli.verbs import ELSEWHERE, VERBS, Verb, parse
-from launcher.cli.workers import Workers
 from longctx import __version__
 from tests.helpers import REPOSITORY
-from tests.launcher.cli.calls import call, start
+from tests.launcher.cli.calls import call, refused, start, succeed
 
 
 def examples_in(text: str) -> list[list[str]]:
@@ -37,8 +36,7 @@ class TestHelp:
     @pytest.mark.parametrize("name", VERBS)
     def test_every_verb_teaches_with_an_example_that_parses(self, capsys, name):
         verb = name.split()
-        code, out, _ = call(capsys, *verb, "--help")
-        assert code == 0
+        out = succeed(capsys, *verb, "--help")
         examples = examples_in(out)
         assert examples
         for words in examples:
@@ -46,8 +44,7 @@ class TestHelp:
             assert callable(parse(words))
 
     def test_the_overview_lists_every_verb_and_its_examples_parse(self, capsys):
-        code, out, _ = call(capsys, "--help")
-        assert code == 0
+        out = succeed(capsys, "--help")
         assert listed_in(out) == set(VERBS)
         examples = examples_in(out)
         assert len(examples) == 6
@@ -55,35 +52,12 @@ class TestHelp:
             assert callable(parse(words))
 
     def test_options_reach_the_function_with_their_types(self):
-        joined = [
-            "--text-field",
-            "body",
-            "--format",
-            "text",
-            "--strict",
-            "--join",
-            "directory",
-            "--join-depth",
-            "1",
-            "--join-bytes",
-            "9",
-            "--join-header",
-            "h",
-        ]
+        joined = shlex.split(
+            "--text-field body --format text --strict --join directory --join-depth 1 --join-bytes 9 --join-header h"
+        )
         words = ["data", "build", "--source", "s", "--exclude", "a", "b", "--exclude", "c", *joined]
-        words += [
-            "--tokenizer",
-            "t",
-            "--output",
-            "o",
-            "--validation-fraction",
-            "0.5",
-            "--exact",
-            "--overwrite",
-            "--duplicates",
-            "near",
-            "--json",
-        ]
+        words += shlex.split("--tokenizer t --output o --validation-fraction 0.5 --exact --overwrite --json")
+        words += ["--duplicates", "near"]
         bound = parse(words)
         assert isinstance(bound, functools.partial)
         corpus = bound.args[0] if bound.args else bound.keywords["corpus"]
@@ -124,8 +98,7 @@ class TestHelp:
         _, overview, _ = call(capsys, *words[:-1], "--help")
         assert listed_in(overview)
         assert name not in listed_in(overview)
-        code, out, err = call(capsys, *words, "--anything", "goes")
-        assert (code, out) == (2, "")
+        err = refused(capsys, 2, *words, "--anything", "goes")
         assert f"launcher/{name}.py" in err
         assert (REPOSITORY / "launcher" / f"{name}.py").is_file()
         assert err.count("\n") == 1
@@ -146,8 +119,7 @@ class TestWrongUsage:
         ids=" ".join,
     )
     def test_ends_with_2_and_words(self, capsys, words):
-        code, out, err = call(capsys, *words)
-        assert (code, out) == (2, "")
+        err = refused(capsys, 2, *words)
         assert 1 <= len(err.strip().splitlines()) <= 4
 
     @pytest.mark.parametrize(
@@ -160,14 +132,8 @@ class TestWrongUsage:
         ],
         ids=lambda value: " ".join(value) if isinstance(value, list) else None,
     )
-    @pytest.mark.parametrize(
-        "columns",
-        [
-            "40",
-        ],
-    )
-    def test_names_what_would_work_on_any_terminal(self, capsys, monkeypatch, columns, words, nearest):
-        monkeypatch.setenv("COLUMNS", columns)
+    def test_names_what_would_work_on_any_terminal(self, capsys, monkeypatch, words, nearest):
+        monkeypatch.setenv("COLUMNS", "40")
         _, _, err = call(capsys, *words)
         assert nearest in err
         assert not set(err) & set("╭│╰─")
@@ -192,10 +158,8 @@ class TestWrongUsage:
         (tmp_path / "empty").mkdir()
         places = {"NO": tmp_path / "no", "EMPTY": tmp_path / "empty", "OUT": tmp_path / "out"}
         places["WITHIN"] = places["EMPTY"] / "out"
-        code, out, err = call(capsys, *(places.get(word, word) for word in words))
-        assert (code, out) == (1, "")
+        err = refused(capsys, 1, *(places.get(word, word) for word in words))
         assert names in err
-        assert "Traceback" not in err
         assert [path.name for path in tmp_path.iterdir()] == ["empty"]
 
     def test_a_file_system_that_refuses_is_no_traceback(self, capsys, monkeypatch):
@@ -203,8 +167,7 @@ class TestWrongUsage:
             Path("/proc/version/x").read_text()
 
         monkeypatch.setitem(VERBS, "report", Verb(refuse, ()))
-        code, _, err = call(capsys, "report")
-        assert code == 1
+        err = refused(capsys, 1, "report")
         assert "/proc/version/x: Not a directory." in err
         assert "Traceback" not in err
 

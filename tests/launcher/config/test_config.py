@@ -53,8 +53,10 @@ OF_ZERO = [
 CHUNKS = ["--train.chunk_tokens", "8"]
 ONE_A_KEY = ["--model.num_heads", "2", "--model.num_kv_heads", "2"]
 OF_KEPT = [
-    (["--train.recompute", "true"], ["train.recompute is no more", 'keep = "attention"', "--train.keep attention"]),
-    (["--data.verify", "stamp"], ["data.verify='stamp' is no more", '"start" is what "stamp" was']),
+    (
+        ["--train.recompute", "true"],
+        ["there is no key train.recompute", 'keep = "attention"', "--train.keep attention"],
+    ),
     (["--train.store", "disk"], ["train.store=disk and train.store_path='' do not go together"]),
     (["--train.store_path", "x"], ["train.store=device and train.store_path='x' do not go together"]),
     (["--train.store", "disk", "--train.store_path", "x"], ["layers by chunks", "--train.chunk_tokens 8192"]),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import math
 import time
 import tomllib
 from collections.abc import Callable
@@ -13,11 +14,10 @@ from typing import Any
 import pytest
 import torch
 
-from launcher.measure.attention import measure_attention, slices_of
+from launcher.measure.attention import measure_attention, measure_products, slices_of
 from launcher.measure.clock import Clock
 from launcher.measure.elementwise import measure_elementwise
 from launcher.measure.figures import Figure, mean_over_ranks, profile_text
-from launcher.measure.products import measure_products
 from launcher.measure.rank import measure_together
 from launcher.measure.run import MeasureOptions, measure_machine
 from launcher.measure.sizes import SMALLEST
@@ -26,7 +26,7 @@ from longctx.errors import ConfigError
 from longctx.kernels.attention.slices import slice_table
 from parallel.schedule.bands import area
 from tests.helpers import run_distributed
-from tests.launcher.cli.calls import call
+from tests.launcher.cli.calls import refused
 
 ORDERS = {"device": "cpu", "cpu_time": False, "sizes": "smallest", "timeout_seconds": 60.0}
 ALWAYS_MEASURED = {name for name in SIZES if name != "network_bandwidth"}
@@ -83,9 +83,7 @@ def test_what_fails_in_a_process_is_said(tmp_path):
 def test_tables_have_a_value_for_each_point():
     clock = Clock(torch.device("cpu"), round_seconds=0.0)
     for figure in measure_elementwise(clock, SMALLEST):
-        points = 1
-        for axis in figure.axes.values():
-            points *= len(axis)
+        points = math.prod(map(len, figure.axes.values()))
         assert set(figure.values) == {"float32", "bfloat16"}
         assert all(len(values) == points for values in figure.values.values())
 
@@ -188,21 +186,11 @@ def test_ranks_repeat_as_often_what_they_do_together_however_long_it_takes_them(
     run_distributed(measure_unevenly, 2, timeout=20.0)
 
 
-class FakeEvents:
-    """In place of ``torch.cuda``: counts how often the host waits."""
-
-    waits = 0
-
-    @classmethod
-    def synchronize(cls, device: torch.device) -> None:
-        cls.waits += 1
-
-
 def test_a_gpu_is_waited_for_before_and_after(monkeypatch):
-    monkeypatch.setattr(torch.cuda, "synchronize", FakeEvents.synchronize)
-    FakeEvents.waits = 0
+    waits: list[torch.device] = []
+    monkeypatch.setattr(torch.cuda, "synchronize", waits.append)
     Clock(torch.device("cuda"), round_seconds=0.0).once(lambda: None)
-    assert FakeEvents.waits == 2
+    assert len(waits) == 2
 
 
 @pytest.mark.parametrize(
@@ -215,8 +203,7 @@ def test_a_gpu_is_waited_for_before_and_after(monkeypatch):
 def test_what_it_cannot_measure_is_refused(arguments, message, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     Path("there.toml").touch()
-    code, _, said = call(capsys, "measure", *arguments, "--device", "cpu")
-    assert code == 2
+    said = refused(capsys, 2, "measure", *arguments, "--device", "cpu")
     assert message in said
 
 

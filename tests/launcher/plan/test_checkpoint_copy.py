@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from launcher.checkpoint import host_copy
-from launcher.plan.checkpoint_copy import copy_bytes
+from launcher.plan.memory import copy_bytes
 from launcher.plan.world import World
 from parallel.comm.world import gather_objects
 from tests.launcher.runs import tiny_config

@@ -7,7 +7,7 @@ import dataclasses
 import pytest
 
 from launcher.config.check import check_run
-from launcher.config.chunks import chunk_choices
+from launcher.config.kept import chunk_choices
 from launcher.config.load import load_run_config
 from launcher.config.sections import LEAST_CHUNK, RunConfig
 from launcher.plan.estimate import HEADROOM, estimate_run, peak_bytes, planned

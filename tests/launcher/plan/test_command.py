@@ -8,9 +8,9 @@ import subprocess
 import pytest
 
 from launcher.config.load import load_run_config
+from tests.fake_cuda.process import variables
 from tests.helpers import REPOSITORY
-from tests.launcher.cli.calls import call
-from tests.launcher.trace.cuda_build import environment
+from tests.launcher.cli.calls import call, refused, succeed
 
 pytestmark = pytest.mark.timeout(600)
 QUICK = ("--config", "quickstart", "--data.seq_len", "64", "--train.tokens_per_step", "64")
@@ -26,8 +26,7 @@ def test_a_plan_is_one_screen(capsys):
 
 def test_the_json_of_a_plan_has_bytes_and_seconds_of_each_rank(capsys):
     words = ("--parallel.context", "2", "--ranks", "4", "--train.tokens_per_step", "128")
-    code, out, _ = call(capsys, "plan", *QUICK, *words, "--json")
-    assert code == 0
+    out = succeed(capsys, "plan", *QUICK, *words, "--json")
     told = json.loads(out)
     assert told["world"] == {"ranks": 4, "ranks_per_node": 4}
     assert told["fits"] is True
@@ -40,22 +39,19 @@ def test_the_json_of_a_plan_has_bytes_and_seconds_of_each_rank(capsys):
 def test_a_search_writes_a_config_that_a_run_takes(capsys, tmp_path):
     path = tmp_path / "found.toml"
     words = ("--search", "--ranks", "2", "--output", str(path), "--train.keep", "attention")
-    code, out, err = call(capsys, "plan", *QUICK, *words)
-    assert code == 0, err
+    out = succeed(capsys, "plan", *QUICK, *words)
     assert "->" in out
     found = load_run_config(["--config", str(path)])
     assert found.train.keep == "attention", "a flag is never changed"
     assert found.data.seq_len == 64
-    code, _, err = call(capsys, "plan", *QUICK, *words)
-    assert code == 2, "a file is not overwritten"
+    err = refused(capsys, 2, "plan", *QUICK, *words)
     assert "--overwrite" in err
 
 
 def test_where_nothing_fits_it_says_what_would(capsys):
     rows = ("--data.seq_len", "16777216", "--train.tokens_per_step", "16777216")
     words = ("--model.preset", "llama-3.1-8b", "--parallel.expert", "1", "--parallel.ulysses", "1", "--ranks", "2")
-    code, out, err = call(capsys, "plan", "--config", "quickstart", *rows, *words, "--search")
-    assert (code, out) == (2, "")
+    err = refused(capsys, 2, "plan", "--config", "quickstart", *rows, *words, "--search")
     assert "Nothing fits 2 ranks" in err
     assert "ranks: context" in err
     assert len(err.splitlines()) < 15
@@ -69,15 +65,14 @@ def test_where_nothing_fits_it_says_what_would(capsys):
     ],
 )
 def test_wrong_words_are_refused_on_one_screen(capsys, words, says):
-    code, out, err = call(capsys, "plan", *QUICK, *words)
-    assert (code, out) == (2, "")
+    err = refused(capsys, 2, "plan", *QUICK, *words)
     assert says.lower() in err.lower()
     assert err.count("\n") < 12
 
 
 def plan(python: str, *words: str) -> subprocess.CompletedProcess[str]:
     command = [python, "-m", "launcher", "plan", *words]
-    return subprocess.run(command, cwd=REPOSITORY, env=environment(), capture_output=True, text=True, timeout=580)
+    return subprocess.run(command, cwd=REPOSITORY, env=variables(), capture_output=True, text=True, timeout=580)
 
 
 @pytest.mark.slow

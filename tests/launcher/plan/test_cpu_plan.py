@@ -10,10 +10,10 @@ import pytest
 from launcher.config.load import load_run_config
 from launcher.metrics.throughput import matmul_parameters
 from launcher.plan.attention import Part, attention_of_rank
+from launcher.plan.computing import weights_in
 from launcher.plan.estimate import RunEstimate, estimate_run
 from launcher.plan.hardware import FOLDER, Hardware, from_values, load_hardware
-from launcher.plan.parameters import num_parameters
-from launcher.plan.products import weights_of_layers
+from launcher.plan.parameters import build_shapes, num_parameters
 from launcher.plan.search import variants
 from launcher.plan.world import World
 from longctx.architecture.mixers.softmax import Softmax
@@ -102,7 +102,7 @@ def test_weights_are_all_that_tokens_are_multiplied_by(preset):
     config = load_run_config(["--config", "quickstart", "--model.preset", preset, "--parallel.expert", "1"])
     model = config.model.config()
     counted = model.vocab_size * model.hidden_size
-    for weight, count in weights_of_layers(config).items():
+    for weight, count in weights_in(build_shapes(config).model.layers).items():
         share = 1.0
         if weight.num_experts:
             share = model.experts_per_token / weight.num_experts
@@ -128,7 +128,8 @@ def test_slices_of_all_ranks_are_the_attention_of_the_row(context, ulysses, leng
     if documents.num_tokens % (2 * context // ulysses):
         pytest.skip("zigzag cuts even chunks")
     total = sum(
-        attention_of_rank(model, config.parallel, 4, world, rank, documents).total_flops for rank in range(context)
+        sum(attention_of_rank(model, config.parallel, 4, world, rank, documents).flops.values())
+        for rank in range(context)
     )
     assert total == pytest.approx(LAYERS * Softmax().flops(model, lengths))
 

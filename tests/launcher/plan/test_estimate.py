@@ -8,9 +8,8 @@ import pytest
 
 from benchmarks.plan_bytes import CASES, LEAST, MOST, errors, load_rows, planned
 from launcher.config.load import load_run_config
-from launcher.plan.estimate import estimate_run
+from launcher.plan.estimate import estimate_run, longest_row
 from launcher.plan.hardware import load_hardware
-from launcher.plan.longest import longest_row
 from launcher.plan.world import World
 from longctx.errors import ConfigError
 
@@ -70,9 +69,10 @@ def test_utilisation_is_known_where_the_peak_is(tmp_path):
 
 
 @pytest.mark.parametrize("limit", [0, 1, 127, 128, 129, 12345, 1 << 20])
-def test_the_longest_row_is_the_longest(limit):
-    found = longest_row(lambda n: n <= limit, unit=128)
-    assert found == limit // 128 * 128
+def test_the_longest_row_is_the_longest(limit, monkeypatch):
+    monkeypatch.setattr("launcher.plan.estimate.fits", lambda config, *_, **__: config.data.seq_len <= limit)
+    run = estimate("--data.seq_len", "128", "--train.tokens_per_step", "128", "--parallel.context", "1")
+    assert longest_row(run.config, run.world, run.hardware) == limit // 128 * 128
 
 
 def _profile(tmp_path: Path, **changes: str) -> str:

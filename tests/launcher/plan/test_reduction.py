@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from launcher.config.load import load_run_config
-from launcher.plan.reduction import Reduction, reduction_bytes
+from launcher.plan.zero import Reduction, reduction_bytes
 from tests.launcher.runs import resolved
 
 LAYERS = 4

@@ -8,8 +8,8 @@ from launcher.cli.plan import _longer, _longest
 from launcher.config.load import load_run_config
 from launcher.plan.estimate import RunEstimate, estimate_run
 from launcher.plan.hardware import load_hardware
+from launcher.plan.screen import flags, words
 from launcher.plan.search import FIXED_DEGREE, search
-from launcher.plan.settings import flags, words
 from launcher.plan.world import World
 
 LLAMA = [
@@ -70,7 +70,7 @@ def test_the_longest_row_is_what_the_ranks_may_hold():
     longer = _longer(run, 16384)
     assert longer is not None
     assert longer.config.data.seq_len == 32768
-    assert "8,192 tokens a rank" in words(longer.settings)
+    assert "8,192 tokens a rank" in words(longer.config)
 
 
 def test_a_search_keeps_the_key():

@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from launcher.config.load import load_run_config
+from launcher.plan.documents import synthetic_batch
 from launcher.plan.world import World, rank_kinds
-from launcher.trace.assumed import EvenRouting, even_sizes
-from launcher.trace.batch import synthetic_batch
+from launcher.trace.assumed import EvenRouting
 from launcher.trace.host_waits import HostWaits
 from parallel.mesh import Mesh
 from tests.helpers import REPOSITORY
@@ -69,7 +69,7 @@ def test_the_batch_has_full_rows_of_documents_of_one_length(documents, bounds):
 def test_even_routing_sends_what_random_choices_send_on_average(ranks, experts, chosen):
     model = tiny_config(num_experts=experts, experts_per_token=chosen)
     mesh = Mesh(rank=0, world_size=ranks, context=1, expert=ranks)
-    sizes = even_sizes(4096, EvenRouting(mesh, model, HostWaits()))
+    sizes = EvenRouting(mesh, model, HostWaits()).even_sizes(4096)
     assert sizes.num_assignments == 4096 * chosen
     torch.manual_seed(0)
     picks = torch.rand(4096, experts).topk(chosen).indices // (experts // ranks)

@@ -8,13 +8,13 @@ from typing import Any
 import pytest
 
 from launcher.config.load import load_run_config
-from launcher.trace.batch import synthetic_batch
+from launcher.plan.documents import synthetic_batch
 from launcher.trace.links import BETWEEN, WITHIN
 from longctx.architecture.size import count_parameters
 from parallel.layout.sequence import SequenceLayout
 from parallel.schedule.heads import AttentionShape
 from parallel.schedule.schedule import Schedule
-from tests.launcher.trace.cuda_build import under_cuda_build
+from tests.fake_cuda.process import json_on_fake_cuda
 
 pytestmark = pytest.mark.timeout(600)
 M, HEADS, KV_HEADS, HEAD, T = 64, 4, 2, 16, 256
@@ -103,13 +103,13 @@ def mended(cuda_python) -> dict[str, dict[str, Any]]:
 
 def traced(python: str, cases: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
     """These cases, each in a process that the first one forks."""
-    found = under_cuda_build(python, "tests.launcher.trace.traces", json.dumps(list(cases.values())))
+    found = json_on_fake_cuda(python, "tests.launcher.trace.traces", json.dumps(list(cases.values())))
     return dict(zip(cases, found, strict=True))
 
 
 @pytest.fixture(scope="module")
 def programs(cuda_python) -> dict[str, Any]:
-    return under_cuda_build(cuda_python, "tests.launcher.trace.programs")
+    return json_on_fake_cuda(cuda_python, "tests.launcher.trace.programs")
 
 
 KIB = 1024

@@ -7,11 +7,6 @@ import os
 import sys
 from typing import Any
 
-from launcher.trace.stand_in import has_driver, load_stand_in
-
-if __name__ == "__main__" and not has_driver():
-    load_stand_in()()
-
 from launcher.config.load import load_run_config
 from launcher.plan.world import World
 from launcher.trace.step import trace_rank
@@ -59,5 +54,3 @@ def in_child(case: dict[str, Any]) -> dict[str, Any]:
 if __name__ == "__main__":
     results = [in_child(case) for case in json.loads(sys.argv[1])]
     sys.stdout.write(json.dumps(results) + "\n")
-    sys.stdout.flush()
-    os._exit(0)

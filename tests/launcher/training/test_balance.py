@@ -10,7 +10,6 @@ import pytest
 
 from data_pipeline.loader import build_loader
 from launcher.config.load import load_run_config
-from launcher.config.lockstep import in_lockstep
 from launcher.metrics.throughput import training_flops
 from longctx.config import PRESETS
 from longctx.tokenizer import load_tokenizer
@@ -100,4 +99,4 @@ def test_ranks_have_as_much_work_and_the_rows_of_the_step(uneven: Path):
 )
 def test_data_ranks_meet_in_each_micro_batch_where_gradients_weights_or_experts_do(flags, waits):
     words = [word for key, value in flags.items() for word in (f"--{key}", str(value))]
-    assert in_lockstep(resolved(load_run_config(["--config", "quickstart", *words]))) == waits
+    assert resolved(load_run_config(["--config", "quickstart", *words])).in_lockstep == waits

@@ -7,13 +7,11 @@ import json
 import os
 import signal
 import subprocess
-import sys
 import time
 import warnings
 from collections.abc import Iterator
 from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
-from typing import Any
 
 import psutil
 import pytest
@@ -21,9 +19,8 @@ import torch.distributed as dist
 
 from longctx.errors import LongCtxError
 from parallel.mesh import Mesh
-from tests.helpers import REPOSITORY, run_distributed
-from tests.launcher.cli.calls import call
-from tests.launcher.runs import free_port
+from tests.helpers import run_distributed
+from tests.launcher.cli.calls import call, deepspeed, hear_interrupts
 
 SCREEN = 25
 CHOOSING = {
@@ -235,22 +232,11 @@ def test_text_streams_from_two_ranks_and_ctrl_c_ends_them(run):
 
 def start_deepspeed(words: list[str]) -> subprocess.Popen[bytes]:
     """The command that a user types, on two ranks of this machine, in a terminal of its own."""
-    folder = Path(sys.executable).parent
-    environment = {
-        **os.environ,
-        "OMP_NUM_THREADS": "1",
-        "DS_ACCELERATOR": "cpu",
-        "PATH": f"{folder}:{os.environ['PATH']}",
-    }
-    options: dict[str, Any] = {"cwd": REPOSITORY, "env": environment, "start_new_session": True}
-    launcher = [f"{folder}/deepspeed", "--num_gpus", "2", "--master_port", f"{free_port()}", "launcher/generate.py"]
+    command, options = deepspeed("launcher/generate.py", *words)
     return subprocess.Popen(
-        [*launcher, *words],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True, preexec_fn=hear_interrupts,
         **options,
-    )
+    )  # fmt: skip
 
 
 def finished(process: subprocess.Popen[bytes], timeout: float = 90.0) -> tuple[int, str, str]:
