@@ -53,18 +53,20 @@ def console_line(
     """A record as one line: fixed order, units; what the record does not know is left out."""
     step = str(record["step"])
     if total_steps is not None:
+        # 100% only at the last step.
+        done = f"{100 * record['step'] // max(1, total_steps)}%"
         # As wide as the last step, so that the columns of a run stand below each other.
-        step = f"{record['step']:>{len(str(total_steps))}}/{total_steps} {percent(record['step'], total_steps):>4}"
-    parts = {"train": _train_parts, "validation": _validation_parts, "event": _event_parts}[record["kind"]](record)
-    parts.insert(0, f"step {step}")
+        step = f"{record['step']:>{len(str(total_steps))}}/{total_steps} {done:>4}"
+    parts = [f"step {step}"]
+    if record["kind"] == "train":
+        parts += _train_parts(record)
+    elif record["kind"] == "validation":
+        parts += _validation_parts(record)
+    else:
+        parts.append(record["event"])
     if seconds_left:
         parts.append(f"{short_duration(seconds_left)} left")
     return "  ".join(parts)
-
-
-def percent(step: int, total_steps: int) -> str:
-    """The share of a run's steps that is done; 100% only at the last one."""
-    return f"{100 * step // max(1, total_steps)}%"
 
 
 def _train_parts(record: Mapping[str, Any]) -> list[str]:
@@ -104,7 +106,3 @@ def _validation_parts(record: Mapping[str, Any]) -> list[str]:
     if record.get("num_targets") is not None:
         parts.append(f"{short_number(record['num_targets'])} targets")
     return parts
-
-
-def _event_parts(record: Mapping[str, Any]) -> list[str]:
-    return [str(record["event"])]

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from launcher.cluster.suspects import AUDIT_EVENT
-from launcher.metrics.record import METRICS_FILE, STOP_EVENT, Record, decode, settle
+from launcher.metrics.record import METRICS_FILE, STOP_EVENT, Record, decode, truncate_after
 from longctx.checkpoint_format import list_checkpoints
 
 _TAIL_BYTES = 1 << 18
@@ -46,7 +46,7 @@ def _newest_first(folder: Path) -> Iterator[Record]:
     for line in reversed(lines):
         try:
             yield decode(line)
-        except (ValueError, LookupError, TypeError, AttributeError):
+        except ValueError:
             # A run that was killed leaves half a line, and the tail may begin with one.
             continue
 
@@ -60,5 +60,5 @@ def newest_checkpoint(folder: Path) -> int | None:
 def begin_anew(folder: Path) -> None:
     """Set a run without any checkpoint aside: its metrics move to ``metrics.discarded.jsonl``."""
     if (folder / METRICS_FILE).exists():
-        settle(folder, last_step=-1)
+        truncate_after(folder, -1)
         (folder / METRICS_FILE).unlink()

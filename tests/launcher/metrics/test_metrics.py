@@ -6,20 +6,23 @@ import base64
 import json
 import math
 import zlib
+from contextlib import closing
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from launcher.metrics.console import Pace, console_line
-from launcher.metrics.expert_history import idle_experts, shortened, steps_between_loads
 from launcher.metrics.expert_load import (
+    idle_experts,
     idle_share,
     layer_numbers,
     load_entropy,
     max_over_mean,
     max_violation,
     mean_violation,
+    shortened,
+    steps_between_loads,
     worst_max_over_mean,
 )
 from launcher.metrics.record import missing_steps, read_metrics, truncate_after
@@ -66,7 +69,7 @@ def train(step: int, **changes: object) -> dict:
 
 
 def write_all(folder: Path, records: list[dict]) -> None:
-    with MetricsWriter(folder) as writer:
+    with closing(MetricsWriter(folder)) as writer:
         for record in records:
             writer.write(record)
 
@@ -86,14 +89,14 @@ def test_what_is_written_is_read_back(tmp_path: Path) -> None:
 
 
 def test_each_line_is_on_disk_when_write_returns(tmp_path: Path) -> None:
-    with MetricsWriter(tmp_path) as writer:
+    with closing(MetricsWriter(tmp_path)) as writer:
         writer.write(TRAIN)
         assert read_metrics(tmp_path) == [TRAIN]
 
 
 def test_a_file_that_was_removed_takes_no_more(tmp_path: Path) -> None:
     """The system would take every line, and nobody could read one."""
-    with MetricsWriter(tmp_path) as writer:
+    with closing(MetricsWriter(tmp_path)) as writer:
         writer.write(train(1))
         (tmp_path / "metrics.jsonl").unlink()
         with pytest.raises(OSError, match="somebody has removed the run's metrics"):
@@ -120,7 +123,7 @@ def test_non_finite_numbers_survive_strict_json(tmp_path: Path) -> None:
     [{"kind": "training", "step": 1}, {"kind": "train", "step": 1}, train(1.5), {"kind": "event", "step": 1}],  # type: ignore[arg-type]
 )
 def test_writer_refuses_a_record_no_reader_would_take(tmp_path: Path, record: dict) -> None:
-    with MetricsWriter(tmp_path) as writer, pytest.raises(ValueError, match=r"kind|lacks|step"):
+    with closing(MetricsWriter(tmp_path)) as writer, pytest.raises(ValueError, match=r"kind|lacks|step"):
         writer.write(record)
     assert read_metrics(tmp_path) == []
 
@@ -280,7 +283,7 @@ def test_ten_thousand_steps_of_a_large_model_stay_under_50_mb(tmp_path):
     rng = np.random.default_rng(0)
     size = 0
     steps = [*range(1, 3), *range(1001, 1065)]  # 64 steps between two records with all counts
-    with MetricsWriter(tmp_path) as writer:
+    with closing(MetricsWriter(tmp_path)) as writer:
         for step in steps:
             loads_LE = rng.multinomial(2_097_152, [1 / 128] * 128, size=48)
             loads_LE[:, rng.choice(128, 5)] = 0
@@ -322,8 +325,8 @@ def test_idle_experts_take_no_more_room_than_there_are_experts(idle: str, said: 
 def test_a_small_models_counts_stand_in_every_step():
     record = train(3)
     assert shortened(record) == record
-    assert steps_between_loads(8, 64) == 1
-    assert steps_between_loads(48, 128) == 64
+    assert steps_between_loads(8 * 64) == 1
+    assert steps_between_loads(48 * 128) == 64
 
 
 def test_gaps_between_rows_are_found(tmp_path):

@@ -9,11 +9,9 @@ from time import sleep
 
 import pytest
 
-from launcher.metrics.goodput.account import KINDS, Goodput, effective_share, read_goodput
-from launcher.metrics.goodput.clock import Clock, process_age
+from launcher.metrics.goodput.account import KINDS, LEAST, Goodput, Median, UsualStep, effective_share, read_goodput
 from launcher.metrics.goodput.live import LiveGoodput, RunTime, in_words
-from launcher.metrics.goodput.timeline import TIMELINE_FILE, Timeline, read_timeline
-from launcher.metrics.goodput.usual import LEAST, Median, UsualStep
+from launcher.metrics.goodput.timeline import TIMELINE_FILE, Clock, Timeline, process_age, read_timeline
 
 DAY = 86400.0
 
