@@ -57,8 +57,7 @@ def generate(
         beyond_positions: Allow prompt and answer to go beyond the model's positions.
         ranks: Device, memory, and ranks that deepspeed or torchrun starts.
     """
-    from launcher.generation.options import Options
-    from launcher.generation.prompts import PromptSource
+    from launcher.generation.options import Options, PromptSource
 
     options = Options(
         checkpoint=checkpoint,

@@ -18,7 +18,13 @@ from typing import Any
 import numpy as np
 
 from launcher.metrics.record import METRICS_FILE
+from longctx.config import ModelConfig
 from longctx.errors import DataError
+
+
+def expert_layers(model: ModelConfig) -> list[int]:
+    """The layers that have experts, in order: the rows of every tensor with an L axis."""
+    return [layer for layer in range(model.num_layers) if model.has_experts(layer)]
 
 
 def max_over_mean(counts: Sequence[float]) -> float:

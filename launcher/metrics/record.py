@@ -31,6 +31,8 @@ Record = dict[str, Any]
 METRICS_FILE = "metrics.jsonl"
 STOP_EVENT = "stop"
 """The event of a run that was asked to stop."""
+AUDIT_EVENT = "audit"
+"""The event of a wrong number that was found (``run.audit_every``, ``run.replicas_every``)."""
 DISCARDED_FILE = "metrics.discarded.jsonl"
 
 TIMING_KEYS = frozenset(

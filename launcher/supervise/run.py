@@ -13,14 +13,20 @@ from typing import Any
 from launcher.checkpoint.store import store_at
 from launcher.cluster.exit import FAILED, INTERRUPTED
 from launcher.cluster.hostfile import read_hostfile
-from launcher.cluster.suspects import hosts_of, suspected_ranks
 from launcher.config.load import load_run_config
 from launcher.config.sections import AUTO, RunConfig
-from launcher.metrics.record import Record
+from launcher.metrics.record import STOP_EVENT, Record
 from launcher.supervise.attempt import Ending, Stop, attempt
 from launcher.supervise.command import TrainingCommand
-from launcher.supervise.hosts import largest_valid, silent_hosts, trusted_hosts, write_hostfile
-from launcher.supervise.progress import begin_anew, last_audit, last_step, last_stop, newest_checkpoint
+from launcher.supervise.hosts import (
+    hosts_of,
+    largest_valid,
+    silent_hosts,
+    suspected_ranks,
+    trusted_hosts,
+    write_hostfile,
+)
+from launcher.supervise.progress import begin_anew, last_event, last_step, newest_checkpoint
 from launcher.supervise.verdict import AGAIN, Judge, Patience, State
 from longctx.errors import DataError
 
@@ -63,7 +69,7 @@ class Supervised:
                 line = self._line(stop)
                 if line is None:
                     return INTERRUPTED
-                earlier = last_stop(self.folder), last_audit(self.folder)
+                earlier = last_event(self.folder)
                 ending = attempt(line.started, stop)
                 if ending.left_behind:
                     self.tell(f"longctx run: ended {ending.left_behind} processes that the launcher had left behind.")
@@ -82,17 +88,16 @@ class Supervised:
                 if stop.wait(seconds):
                     return INTERRUPTED
 
-    def _state(self, earlier: tuple[Record | None, Record | None], line: TrainingCommand) -> State:
-        """What the folder says; ``earlier`` are the stop and the wrong number that it spoke of before the attempt."""
-        stop, audit = last_stop(self.folder), last_audit(self.folder)
-        reason, wrong = None, []
-        if stop is not None and stop != earlier[0]:
-            reason = stop["reason"]
-        if audit is not None and audit != earlier[1]:
+    def _state(self, earlier: Record | None, line: TrainingCommand) -> State:
+        """What the folder says; ``earlier`` is the last event that it spoke of before the attempt."""
+        event, reason, wrong = last_event(self.folder), None, []
+        if event is not None and event != earlier and event["event"] == STOP_EVENT:
+            reason = event["reason"]
+        elif event is not None and event != earlier:
             slots = {}
             if line.hostfile is not None:
                 slots = read_hostfile(line.hostfile)
-            wrong = hosts_of(suspected_ranks(audit), slots, audit["world_size"])
+            wrong = hosts_of(suspected_ranks(event), slots, event["world_size"])
         return State(step=last_step(self.folder), saved=self._saved, stopped=reason, wrong=wrong)
 
     @property

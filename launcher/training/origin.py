@@ -56,6 +56,11 @@ class Origin:
     begins_again: bool = False
     """Whether an earlier start of the run has recorded something, and ended before its first checkpoint."""
 
+    @property
+    def goes_on(self) -> bool:
+        """Whether the run's folder holds what an earlier start of it did."""
+        return self.kind == "resumed" or self.begins_again
+
 
 def find_origin(config: RunConfig, model: ModelConfig, run_folder: Path) -> Origin:
     """Find what the run goes on from, and check that its model is the run's; nothing is read but manifests. Collective.

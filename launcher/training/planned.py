@@ -16,6 +16,7 @@ from launcher.plan.hardware import FOLDER, MEASURED, MEASURED_FILE, Hardware, lo
 from launcher.plan.memory import gib
 from launcher.plan.seconds import StepSeconds, slowest
 from launcher.plan.world import World
+from launcher.wording import short_duration
 from longctx.batch import PackedDocuments
 from longctx.errors import ConfigError
 
@@ -51,7 +52,7 @@ class Expected:
         if self.seconds is None:
             return f"{line}; no profile says how fast {self.hardware} is."
         total = self.seconds.total
-        return f"{line}; {total:.3g} s a step, {_duration(total * self.steps)} for all steps, as {self.hardware}."
+        return f"{line}; {total:.3g} s a step, {short_duration(total * self.steps)} for all steps, as {self.hardware}."
 
     def record(self, step: int) -> Record:
         """The same for metrics.jsonl."""
@@ -76,22 +77,18 @@ def expect(
 
     ``device_name`` is "cpu" or a GPU's name.
     """
-    hardware, known = hardware_of(device_name)
+    known = find_hardware(device_name)
+    # Bytes do not depend on how fast a GPU is.
+    hardware = known or load_hardware("h100")
     if hardware.device_type == "cpu":
         resident = psutil.Process().memory_info().rss
         hardware = dataclasses.replace(hardware, process_bytes=max(resident, hardware.process_bytes))
     ranks, host_bytes = estimate_ranks(config, world, hardware, documents)
     seconds, name = None, device_name
-    if known:
-        seconds, name = slowest([rank.seconds for rank in ranks]), hardware.name
+    if known is not None:
+        seconds, name = slowest([rank.seconds for rank in ranks]), known.name
     largest = max((rank.bytes for rank in ranks), key=lambda of_rank: of_rank.peak)
     return Expected(hardware=name, bytes=largest, host_bytes=host_bytes, seconds=seconds, steps=steps)
-
-
-def hardware_of(device_name: str) -> tuple[Hardware, bool]:
-    """The profile of a run's devices, and whether it describes them: bytes do not depend on how fast a GPU is."""
-    found = find_hardware(device_name)
-    return found or load_hardware("h100"), found is not None
 
 
 def find_hardware(device_name: str) -> Hardware | None:
@@ -110,14 +107,6 @@ def find_hardware(device_name: str) -> Hardware | None:
         return load_hardware("cpu")
     shipped = sorted(path.stem for path in FOLDER.glob("*.toml") if path.stem != "cpu")
     return next((load_hardware(stem) for stem in shipped if stem.upper() in device_name.upper()), None)
-
-
-def _duration(seconds: float) -> str:
-    if seconds < 100:
-        return f"{seconds:.0f} s"
-    if seconds < 6000:
-        return f"{seconds / 60:.0f} minutes"
-    return f"{seconds / 3600:,.1f} hours"
 
 
 def check_planned_memory(config: ResolvedConfig, expected: Expected, *, ranks_here: int, free_bytes: int) -> None:

@@ -1,4 +1,4 @@
-"""How a run ends if a number was wrong: the event and the way out that audit, replicas and messages share."""
+"""How a run ends if a number was wrong: the event and the way out that hooks share."""
 
 from __future__ import annotations
 
@@ -6,8 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from launcher.cluster.suspects import AUDIT_EVENT
-from launcher.metrics.record import Record
+from launcher.metrics.record import AUDIT_EVENT, Record
 from launcher.training.run import Run
 from longctx.checkpoint_format import list_checkpoints
 
@@ -19,6 +18,13 @@ def newest_checkpoint(run: Run, *, without: str = "") -> Path | None:
     """
     run.saver.finish()
     return next((path for path in reversed(list_checkpoints(run.folder)) if path.name != without), None)
+
+
+def way_out(checkpoint: Path | None) -> str:
+    """Return how to go on from a checkpoint, None if there is none; without the end of the sentence."""
+    if checkpoint is None:
+        return "There is no checkpoint yet: start again"
+    return f"Go on from the newest checkpoint, {checkpoint} (--run.resume latest)"
 
 
 def suspicion(ranks: Sequence[int], hosts: Sequence[str], what: str, **details: Any) -> Record:

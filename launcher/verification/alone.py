@@ -14,8 +14,8 @@ from torch import Tensor
 
 from launcher.config.resolved import ResolvedConfig
 from launcher.verification.choices import RouterState, recorded_routers
+from launcher.verification.compare import StepState
 from launcher.verification.rows import micro_batch
-from launcher.verification.state import StepState
 from longctx.batch import Batch
 from longctx.model.decoder import Decoder
 from longctx.model.experts.balance import load_share, move_selection_bias_

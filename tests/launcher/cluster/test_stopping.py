@@ -82,7 +82,8 @@ def test_a_signal_before_the_first_step_is_one_line(capfd):
 
 
 def test_a_limit_leaves_room_for_a_step_and_a_save():
-    stop = Stop(max_seconds=1000.0)
+    stop = Stop()
+    stop.max_seconds = 1000.0
     stop._began = time.time() - 900.0
     assert not stop.is_asked()
     stop.step_seconds, stop.save_seconds = 40.0, 50.0
@@ -103,7 +104,8 @@ def ends(monkeypatch):
 
 
 def test_orphans_that_agree_in_time_are_not_ended(ends):
-    stop = Stop(orphan_seconds=SECONDS)
+    stop = Stop()
+    stop.orphan_seconds = SECONDS
     stop.begin_steps()
     thread = threading.Thread(target=stop.lose_launcher, args=("deepspeed's launcher (process 7)",))
     thread.start()
@@ -116,7 +118,8 @@ def test_orphans_that_agree_in_time_are_not_ended(ends):
 
 
 def test_orphans_are_ended_only_when_a_save_under_way_is_done(ends):
-    stop = Stop(orphan_seconds=0.01)
+    stop = Stop()
+    stop.orphan_seconds = 0.01
     stop.begin_steps()
     thread = threading.Thread(target=stop.lose_launcher, args=("torchrun (process 7)",))
     with stop.saving:
@@ -131,7 +134,9 @@ def test_orphans_are_ended_only_when_a_save_under_way_is_done(ends):
 
 
 def test_orphans_before_the_first_step_are_ended_at_once(ends):
-    Stop(orphan_seconds=SECONDS).lose_launcher("torchrun (process 7)")
+    stop = Stop()
+    stop.orphan_seconds = SECONDS
+    stop.lose_launcher("torchrun (process 7)")
     assert "before the first step: there was nothing to save" in ends[0]
 
 

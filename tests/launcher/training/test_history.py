@@ -10,14 +10,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from launcher.training.history import LEAST, NO_HISTORY, WINDOW, History
+from launcher.training.history import LEAST, WINDOW, History
 from longctx.errors import CheckpointError
 
 FINITE = st.floats(-1e6, 1e6)
 
 
 def after(values: list[float]) -> History:
-    history = NO_HISTORY
+    history = History()
     for value in values:
         history = history.taken(value, 1.0 + value)
     return history
@@ -58,7 +58,7 @@ def test_a_checkpoint_has_all_of_it(values, left_out):
 
 
 def test_that_of_an_earlier_release_has_none():
-    assert History.of({"step": 3}) == NO_HISTORY
+    assert History.of({"step": 3}) == History()
 
 
 @pytest.mark.parametrize(
@@ -73,7 +73,7 @@ def test_that_of_an_earlier_release_has_none():
 )
 def test_another_is_refused(change):
     with pytest.raises(CheckpointError, match="history is damaged"):
-        History.of({"history": NO_HISTORY.state() | change})
+        History.of({"history": History().state() | change})
 
 
 @pytest.mark.parametrize(

@@ -11,8 +11,8 @@ import pytest
 import torch.distributed as dist
 
 from launcher.checkpoint.host_copy import HostCopy
-from launcher.cluster.suspects import suspected_ranks
 from launcher.metrics.record import Record
+from launcher.supervise.hosts import suspected_ranks
 from launcher.training.hooks.replicas import ReplicaWatch
 from launcher.training.run import Progress, Run
 from launcher.training.step import TrainStep

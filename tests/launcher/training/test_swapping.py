@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -11,8 +12,7 @@ import torch
 
 from launcher.config.load import load_run_config
 from launcher.plan.memory import GIB
-from launcher.training import swap_folder
-from launcher.training.swap_folder import check_swap_folders
+from launcher.training.place import check_swap_folders
 from longctx.checkpoint_format import CHECKPOINTS, CheckpointReader
 from longctx.errors import ConfigError
 from tests.helpers import run_distributed
@@ -113,7 +113,7 @@ def test_so_is_one_that_belongs_to_another(tmp_path):
 
 
 def test_a_disk_without_room_is_refused_with_the_arithmetic(tmp_path, monkeypatch):
-    monkeypatch.setattr(swap_folder.shutil, "disk_usage", lambda path: SimpleNamespace(free=GIB))
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=GIB))
     large = ["--model.preset=llama-2-7b", "--data.seq_len=4096", "--train.tokens_per_step=4096"]
     # Masters, moments, gradients and weights in float32: 20 bytes a parameter over the two ranks of this machine.
     said = refusal(tmp_path, *large)

@@ -10,9 +10,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from launcher.config.load import load_run_config
-from launcher.training.broken_step import rows_from
-from launcher.training.expert_record import expert_layers, expert_record
+from launcher.metrics.expert_load import expert_layers
 from launcher.training.hooks.dead_experts import DeadExperts
+from launcher.training.hooks.non_finite import rows_from
+from launcher.training.step import expert_record
 from launcher.training.totals import StepSums, StepTotals
 from longctx.config import ModelConfig
 from longctx.model.experts.router import RouterDiagnostics

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from launcher.config.sections import TrainSection
-from launcher.training.learning_rate import learning_rate
+from launcher.training.step import learning_rate
 from launcher.training.validation import entropy, position_edges
 
 
