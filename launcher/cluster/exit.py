@@ -189,7 +189,6 @@ def _report_together(member: Member, failure: Failure) -> None:
 
 
 def _code_of(ending: SystemExit) -> int:
-    """The exit code of a SystemExit."""
     if not ending.code:
         return DONE
     if isinstance(ending.code, int):

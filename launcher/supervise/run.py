@@ -37,9 +37,6 @@ RESTARTS_FILE = "restarts.jsonl"
 HOSTFILE = "hostfile.restart"
 """In the run's folder: the hosts of an attempt on fewer of them."""
 
-Tell = Callable[[str], None]
-"""Says a line to the user."""
-
 
 @dataclass(frozen=True)
 class Supervised:
@@ -48,10 +45,11 @@ class Supervised:
     command: TrainingCommand
     config: RunConfig
     judge: Judge
-    tell: Tell
+    tell: Callable[[str], None]
+    """Says a line to the user."""
 
     @classmethod
-    def of(cls, command: TrainingCommand, patience: Patience, tell: Tell) -> Supervised:
+    def of(cls, command: TrainingCommand, patience: Patience, tell: Callable[[str], None]) -> Supervised:
         """ConfigError if the command's settings make no run."""
         config = load_run_config(list(command.arguments))
         return cls(command, config, Judge(patience, config.last_step, config.checkpoint.every_steps > 0), tell)
@@ -124,7 +122,14 @@ class Supervised:
         return self._on_answering(line, read_hostfile(line.hostfile), stop)
 
     def _is_in_store(self) -> bool:
-        return has_checkpoint(self.config.checkpoint.store, self.tell)
+        """Whether the run's store has a checkpoint: the folder may lie on a disk that is gone."""
+        store = self.config.checkpoint.store
+        try:
+            return bool(store) and bool(store_at(store).committed())
+        except DataError as error:
+            # The start will say so too, and refuse to begin anew beside a store that it cannot ask.
+            self.tell(f"longctx run: checkpoint.store: {error}")
+            return False
 
     def _on_answering(self, line: TrainingCommand, slots: dict[str, int], stop: Stop) -> TrainingCommand | None:
         """The same on the hosts that answer; waits where these are too few."""
@@ -199,15 +204,3 @@ def begun_anew(line: TrainingCommand, config: RunConfig) -> TrainingCommand:
     if line.resume is None and config.run.resume != "no":
         return line.resuming("no")
     return line.resuming(None)
-
-
-def has_checkpoint(store: str, tell: Tell) -> bool:
-    """Whether a run's store has a checkpoint: the folder may lie on a disk that is gone. False for ""."""
-    if not store:
-        return False
-    try:
-        return bool(store_at(store).committed())
-    except DataError as error:
-        # The start will say so too, and refuse to begin anew beside a store that it cannot ask.
-        tell(f"longctx run: checkpoint.store: {error}")
-        return False

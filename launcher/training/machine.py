@@ -34,15 +34,12 @@ def machine_of_ranks(machine: Machine, config: RunConfig, mesh: Mesh, device: to
     """The ``machine`` with what the rest of ``config`` depends on: compilers and free memory. Collective."""
     wish = config.train.compile
     if wish == "on" or (wish == AUTO and machine.device_type != "cpu"):
-        machine = dataclasses.replace(machine, compile_problem=_compile_problem(device))
+        problems = gather_objects(missing_for_compiling(device.type))
+        first = next((f"on rank {rank} {problem}" for rank, problem in enumerate(problems) if problem), "")
+        machine = dataclasses.replace(machine, compile_problem=first)
     if config.train.chunk_tokens == AUTO:
         machine = _with_memory(machine, mesh, device)
     return machine
-
-
-def _compile_problem(device: torch.device) -> str:
-    problems = gather_objects(missing_for_compiling(device.type))
-    return next((f"on rank {rank} {problem}" for rank, problem in enumerate(problems) if problem), "")
 
 
 def _with_memory(machine: Machine, mesh: Mesh, device: torch.device) -> Machine:

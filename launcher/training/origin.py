@@ -100,7 +100,6 @@ def _begins(resume: str, run_folder: Path, store: Store) -> bool:
 
 
 def _resumed(folder: Path, model: ModelConfig) -> Origin:
-    """A checkpoint to go on from."""
     reader = CheckpointReader(folder)
     check_model(reader, model)
     check_tensors(reader)

@@ -76,7 +76,7 @@ class TrainStep:
             for hook in self.hooks:
                 hook.before_update(step)
             try:
-                step.grad_norm = run.engine.step(step.lr, step.accepts)
+                step.grad_norm = run.engine.step(step.lr, lambda norm: not step.refused(norm))
             except GradientError as error:
                 # Its frames hold the step's tensors.
                 step.failure = error.with_traceback(None)

@@ -151,7 +151,6 @@ class Trainer:
         writer.write({**record, "step": self.progress.step})
 
     def _compare_with_plan(self, writer: RecordWriter) -> None:
-        """Record what the plan was wrong by."""
         plan = self._train_step.hook(PlanWatch)
         if plan is not None:
             compared = plan.compared(self.progress.step)

@@ -99,7 +99,6 @@ def entropy(histogram: Tensor) -> float:
 
 
 def _by_source(names: Sequence[str], nll: Tensor, targets: Tensor) -> dict[str, dict[str, Any]]:
-    """Loss and targets of each source that has any."""
     return {
         name: {"loss": float(nll[i]) / int(targets[i]), "num_targets": int(targets[i])}
         for i, name in enumerate(names)

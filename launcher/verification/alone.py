@@ -61,13 +61,18 @@ class Alone:
                     p.copy_(self.masters[name].to(self.config.dtype))
             streams = [micro_batch(self.config, step, rows).to(self.device) for rows in self._rows]
             batches = [self.lm.prepare(stream) for stream in streams]
-            tokens = [_tokens_of(rows, self.config.data.seq_len) for rows in self._rows]
+            seq_len = self.config.data.seq_len
+            tokens = [slice(rows.start * seq_len, rows.stop * seq_len) for rows in self._rows]
             nll, counts_LE, counts, routers = _gradients(
                 self.lm, self.masters, batches, tokens, self.config, step, load_LE, theirs.experts_LTk
             )
             norm = _clip(self.masters, self.config.train.clip_norm)
             gradients = {name: _gradient(master).clone().flatten() for name, master in self.masters.items()}
-            self._update(theirs.gradients)
+            # AdamW's step with the run's gradients.
+            for name, master in self.masters.items():
+                master.grad = theirs.gradients[name].to(master).view_as(master)
+            self.optimizer.step()
+            self.optimizer.zero_grad()
             if counts_LE is not None:
                 load_LE = load_share(counts_LE)
                 if model.selection_bias_rate:
@@ -79,25 +84,10 @@ class Alone:
                 weights=self.weights(),
                 routers=tuple(routers),
             )
-            self._follow(theirs.weights)
-
-    def _update(self, gradients: dict[str, Tensor]) -> None:
-        """Take AdamW's step with the run's gradients."""
-        for name, master in self.masters.items():
-            master.grad = gradients[name].to(master).view_as(master)
-        self.optimizer.step()
-        self.optimizer.zero_grad()
-
-    @torch.no_grad()
-    def _follow(self, weights: dict[str, Tensor]) -> None:
-        """Take the run's weights for the next step."""
-        for name, master in self.masters.items():
-            master.copy_(weights[name].view_as(master))
-
-
-def _tokens_of(rows: range, seq_len: int) -> slice:
-    """The tokens of a micro-batch among those of its step."""
-    return slice(rows.start * seq_len, rows.stop * seq_len)
+            # The next step begins with the run's weights.
+            with torch.no_grad():
+                for name, master in self.masters.items():
+                    master.copy_(theirs.weights[name].view_as(master))
 
 
 def _gradients(

@@ -198,7 +198,6 @@ class TrackerThread(threading.Thread):
 
 
 def _flat(config: Mapping[str, Any], prefix: str = "") -> list[tuple[str, Any]]:
-    """Return settings by dotted key."""
     found: list[tuple[str, Any]] = []
     for key, value in config.items():
         if isinstance(value, Mapping):

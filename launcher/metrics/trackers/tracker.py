@@ -100,7 +100,6 @@ def curves(record: Mapping[str, Any]) -> dict[str, float]:
 
 
 def _of_layers(record: Mapping[str, Any]) -> list[tuple[str, float]]:
-    """The curves of each expert layer."""
     pairs: list[tuple[str, float]] = []
     layers = layer_numbers(record)
     for layer, counts in zip(layers, record["expert_load"], strict=True):

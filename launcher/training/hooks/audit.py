@@ -107,7 +107,6 @@ class StepAudit(StepHook):
         return lines
 
     def _who(self, num_ranks: int) -> str:
-        """Who makes a call again."""
         limit = f"{LIMIT_BYTES >> 20} MiB"
         if num_ranks == 1:
             return f"An audit makes one call of a step, of up to {limit}, once more on this rank, which is alone"
@@ -117,7 +116,6 @@ class StepAudit(StepHook):
         )
 
     def _error(self, step: int, findings: Sequence[Finding], *, update: bool) -> TrainingError:
-        """Return what ends the run."""
         said = message(step, findings, update=update, checkpoint=newest_checkpoint(self._run))
         return TrainingError(said, wrong_number(self._run, step, [_suspicion(finding) for finding in findings]))
 

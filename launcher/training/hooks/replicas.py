@@ -99,7 +99,6 @@ def _message(run: Run, odd: Sequence[Odd], hosts: Sequence[str], where: str, ste
 
 
 def _way_out(run: Run, odd: Sequence[Odd], step: int) -> str:
-    """Return from which checkpoint to go on."""
     suspect = ""
     if any(one.own for one in odd):
         # Ranks compare before they save. What one rank alone holds may have changed since its update, and been saved.
