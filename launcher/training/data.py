@@ -68,7 +68,7 @@ def _open_loaders(
     open_folder = partial(ShardSet.open, **opening)
     if origin != "new":
         open_folder = partial(open_for_model, vocab_size=model.vocab_size, **opening)
-    # Ranks of one context group get the same rows: each cuts its own shard out of them (``Run.shard_batch``).
+    # Ranks of one context group get the same rows: each cuts its own shard out of them (``Run.place``).
     cost = None
     if config.data.balance:
         cost = partial(training_flops, model)

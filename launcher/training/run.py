@@ -19,11 +19,11 @@ from launcher.config.resolved import ResolvedConfig
 from launcher.metrics.expert_load import expert_layers
 from launcher.training.feed import StepData, StepFeed
 from launcher.training.history import History
-from launcher.training.model import shard_batch, share_of
+from launcher.training.model import share_of
 from launcher.training.origin import Origin
 from launcher.training.planned import Expected
 from launcher.training.routing_files import RoutingFiles
-from longctx.batch import Batch, PackedDocuments
+from longctx.batch import PackedDocuments
 from longctx.config import ModelConfig
 from parallel.mesh import Mesh
 from parallel.zero.engine import ZeroEngine
@@ -117,10 +117,6 @@ class Run:
     def place(self, documents: PackedDocuments) -> Share:
         """Which tokens of a micro-batch with these documents are this rank's."""
         return share_of(documents, self.config, self.mesh)
-
-    def shard_batch(self, batch: Batch) -> Batch:
-        """This rank's tokens of a micro-batch that did not come from a loader, where the batch is: on the CPU."""
-        return shard_batch(batch, self.config, self.mesh)
 
     def first_tokens(self, rows: Sequence[int]) -> tuple[int, ...]:
         """The indices, among all tokens of a step, of the first ones of its rows of these numbers."""

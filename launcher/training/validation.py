@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from launcher.metrics.record import Record
+from launcher.training.model import shard_batch
 from launcher.training.run import Run
 from longctx.batch import IGNORED_TARGET, PADDING_DOCUMENT, Batch, PackedDocuments
 from longctx.compact_batch import CompactBatch
@@ -145,7 +146,7 @@ class Sampler:
         run = self.run
         # All is read anew for each token, along the path of a validation: that runs on every mesh and at any ZeRO
         # stage, and a few dozen tokens cost less than the validation itself.
-        shard = run.shard_batch(self._batch(ids)).to(run.device)
+        shard = shard_batch(self._batch(ids), run.config, run.mesh).to(run.device)
         decoder = run.engine.model.network
         hidden_BtM = decoder(
             shard.tokens,

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from launcher.metrics.record import AUDIT_EVENT, Record
 from launcher.training.run import Run
@@ -27,13 +26,11 @@ def way_out(checkpoint: Path | None) -> str:
     return f"Go on from the newest checkpoint, {checkpoint} (--run.resume latest)"
 
 
-def suspicion(ranks: Sequence[int], hosts: Sequence[str], what: str, **details: Any) -> Record:
-    """Return one finding of the event: ranks of which one is at fault, the host of each, and what was wrong."""
-    return {"ranks": list(ranks), "hosts": list(hosts), "what": what, **details}
-
-
 def wrong_number(run: Run, step: int, findings: Sequence[Record]) -> Record:
-    """Return the event of the run's metrics, by which ``longctx run`` knows whom to leave out."""
+    """Return the event of the run's metrics, by which ``longctx run`` knows whom to leave out.
+
+    Each finding has ``ranks`` of which one is at fault, the ``hosts`` of these, and ``what`` was wrong.
+    """
     return {
         "kind": "event",
         "event": AUDIT_EVENT,

@@ -12,7 +12,7 @@ from torch import Tensor
 from launcher.metrics.record import Record
 from launcher.training.hook import Step, StepHook
 from launcher.training.run import Run
-from launcher.training.verdict import newest_checkpoint, suspicion, wrong_number
+from launcher.training.verdict import newest_checkpoint, wrong_number
 from launcher.wording import plural
 from longctx.errors import TrainingError
 from parallel.audit.auditor import LIMIT_BYTES, Audited, Auditor
@@ -152,16 +152,16 @@ def message(step: int, findings: Sequence[Finding], *, update: bool, checkpoint:
 def _suspicion(finding: Finding) -> Record:
     """Return a finding as the run's metrics have it."""
     difference = finding.difference
-    return suspicion(
-        finding.suspects,
-        finding.hosts,
-        finding.place.describe(),
-        rank_of_call=finding.of,
-        values=difference.values,
-        of_values=difference.total,
-        bits=list(difference.bits),
-        evidence=finding.evidence,
-    )
+    return {
+        "ranks": list(finding.suspects),
+        "hosts": list(finding.hosts),
+        "what": finding.place.describe(),
+        "rank_of_call": finding.of,
+        "values": difference.values,
+        "of_values": difference.total,
+        "bits": list(difference.bits),
+        "evidence": finding.evidence,
+    }
 
 
 def _way_out(findings: Sequence[Finding], checkpoint: Path | None) -> str:
