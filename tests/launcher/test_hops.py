@@ -6,11 +6,9 @@ What stops ranks from going on is the watch's to find; what arrives with other b
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 
-from tests.faults import FaultRow, FaultRows, verdict
+from tests.faults import FaultRow, verdict
 from tests.launcher.test_accidents import Accident, Place
 from tests.launcher.test_hangs import END_SECONDS, TIMEOUT, screen
 from tests.launcher.test_hangs import run as run_accident
@@ -33,17 +31,17 @@ KINDS = {
 """What happens to a hop of rank 0: its name, and what the user reads."""
 
 
-def check_hop(kind: str, shards: Path, folder: Path, fault_rows: FaultRows) -> None:
-    """The run ends within the time-out, and one that goes on has the records of an undisturbed one."""
-    outcome = run_accident(Accident(rank=0, place=START, kind=kind, ranks=2), shards, folder, KEYS)
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_hop_that_does_not_come_as_it_should_ends_the_run_in_time(kind, shards, tmp_path, fault_rows):
+    outcome = run_accident(Accident(rank=0, place=START, kind=kind, ranks=2), shards, tmp_path, KEYS)
     assert outcome.codes == [1, 1], outcome.text
     assert outcome.seconds < TIMEOUT + END_SECONDS, outcome.text
     name, expected = KINDS[kind]
     for words in expected:
         assert words in "\n".join(screen(outcome.text)), outcome.text
-    assert [row["step"] for row in rows(folder / "run") if row["kind"] == "train"] == [1, 2]
-    run(train, 2, shards, folder / "quiet", KEYS)
-    run(train, 2, shards, folder / "run", {**KEYS, "run.resume": "latest"})
+    assert [row["step"] for row in rows(tmp_path / "run") if row["kind"] == "train"] == [1, 2]
+    run(train, 2, shards, tmp_path / "quiet", KEYS)
+    run(train, 2, shards, tmp_path / "run", {**KEYS, "run.resume": "latest"})
     fault_rows.add(
         FaultRow(
             group="ring",
@@ -53,11 +51,6 @@ def check_hop(kind: str, shards: Path, folder: Path, fault_rows: FaultRows) -> N
             seconds=outcome.seconds,
             steps_lost=0,
             beyond_checkpoint=0,
-            equal=rows(folder / "run") == rows(folder / "quiet"),
+            equal=rows(tmp_path / "run") == rows(tmp_path / "quiet"),
         )
     )
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_hop_that_does_not_come_as_it_should_ends_the_run_in_time(kind, shards, tmp_path, fault_rows):
-    check_hop(kind, shards, tmp_path, fault_rows)

@@ -11,10 +11,13 @@ import time
 
 import psutil
 import pytest
+import torch
+from torch.torch_version import TorchVersion
 
 from launcher.cluster import stopping
 from launcher.cluster.exit import run_to_exit_code
 from launcher.cluster.stopping import Reason, Signalled, Stop
+from launcher.training.stopping import SHUTDOWN_TIMEOUT, launcher_seconds
 from parallel.runtime.parents import Launcher
 from tests.helpers import REPOSITORY
 
@@ -155,3 +158,21 @@ def test_two_ctrl_c_end_a_lone_process_at_once():
 def test_a_reason_is_one_line():
     reason = Reason(kind="signal", what="SIGTERM came", rank=3, host="n1", time=0.0)
     assert reason.words().startswith("The reason: SIGTERM came, heard by rank 3 on n1 at 19")
+
+
+# torchrun does not look at it before torch 2.12.
+READ = 280.0 if TorchVersion(torch.__version__) >= (2, 12) else 30.0
+
+
+@pytest.mark.parametrize(
+    ("environment", "seconds"),
+    [
+        ({}, 30.0),
+        ({"TORCHELASTIC_RUN_ID": "none"}, 30.0),
+        ({"TORCHELASTIC_RUN_ID": "none", SHUTDOWN_TIMEOUT: "280"}, READ),
+        # DeepSpeed's launcher does not look at it.
+        ({SHUTDOWN_TIMEOUT: "280"}, 30.0),
+    ],
+)
+def test_seconds_that_a_launcher_grants(environment, seconds):
+    assert launcher_seconds(environment) == seconds

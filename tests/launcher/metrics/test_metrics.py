@@ -82,16 +82,12 @@ def no_constants(name: str) -> float:
     raise AssertionError(f"{name} in a file that should be strict JSON")
 
 
-def test_what_is_written_is_read_back(tmp_path: Path) -> None:
-    event = {"kind": "event", "event": "resume", "step": 12, "time": "2025-01-01T00:00:02.000+00:00"}
-    write_all(tmp_path, [TRAIN, VALIDATION, event])
-    assert read_metrics(tmp_path) == [TRAIN, VALIDATION, event]
-
-
-def test_each_line_is_on_disk_when_write_returns(tmp_path: Path) -> None:
+def test_what_is_written_is_read_back_as_soon_as_write_returns(tmp_path: Path) -> None:
+    records = [TRAIN, VALIDATION, {"kind": "event", "event": "resume", "step": 12, "time": TRAIN["time"]}]
     with closing(MetricsWriter(tmp_path)) as writer:
-        writer.write(TRAIN)
-        assert read_metrics(tmp_path) == [TRAIN]
+        for number, record in enumerate(records, start=1):
+            writer.write(record)
+            assert read_metrics(tmp_path) == records[:number]
 
 
 def test_a_file_that_was_removed_takes_no_more(tmp_path: Path) -> None:
@@ -185,21 +181,18 @@ def test_truncate_with_nothing_to_move_touches_nothing(tmp_path: Path) -> None:
     assert not (tmp_path / "metrics.discarded.jsonl").exists()
 
 
-def test_torn_text_moves_as_it_is(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("step", "moved", "left"), [(1, 2, [1, 3]), (None, 1, [1, 2, 3])])
+def test_torn_text_moves_as_it_is_and_no_record_joins_it(tmp_path: Path, step, moved, left) -> None:
     write_all(tmp_path, [train(1), train(2)])
     with (tmp_path / "metrics.jsonl").open("ab") as file:
         file.write(b'{"kind": "train", "st')
-    assert truncate_after(tmp_path, 1) == 2
-    assert lines_of(tmp_path / "metrics.discarded.jsonl")[-1] == b'{"kind": "train", "st'
-    assert [record["step"] for record in read_metrics(tmp_path)] == [1]
-
-
-def test_a_record_never_joins_a_torn_line(tmp_path: Path) -> None:
-    write_all(tmp_path, [train(1)])
-    with (tmp_path / "metrics.jsonl").open("ab") as file:
-        file.write(b'{"kind": "train", "st')
-    write_all(tmp_path, [train(2)])
-    assert [record["step"] for record in read_metrics(tmp_path)] == [1, 2]
+    # Of itself the writer moves torn text alone.
+    if step is not None:
+        assert truncate_after(tmp_path, step) == moved
+    write_all(tmp_path, [train(3)])
+    discarded = lines_of(tmp_path / "metrics.discarded.jsonl")
+    assert (len(discarded), discarded[-1]) == (moved, b'{"kind": "train", "st')
+    assert [record["step"] for record in read_metrics(tmp_path)] == left
 
 
 def test_rows_are_safe_before_the_file_is_replaced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -223,19 +216,11 @@ def test_expert_figures_by_hand() -> None:
     assert str(load_entropy([7, 0])) == "0.0"
     assert worst_max_over_mean([[1, 1], [3, 1], [0, 0]]) == 1.5
     assert worst_max_over_mean([]) is None
-
-
-def test_violations_by_hand() -> None:
     assert max_violation([6, 2, 0, 0]) == 2.0
     assert mean_violation([6, 2, 0, 0]) == (4 + 0 + 2 + 2) / (4 * 2)
     assert max_violation([5, 5]) == mean_violation([5, 5]) == 0.0
-
-
-def test_expert_figures_of_a_layer_without_tokens() -> None:
-    assert math.isnan(max_over_mean([0, 0]))
-    assert math.isnan(max_violation([0, 0]))
-    assert math.isnan(mean_violation([0, 0]))
-    assert math.isnan(load_entropy([0, 0]))
+    # Of a layer without tokens.
+    assert all(math.isnan(figure([0, 0])) for figure in (max_over_mean, max_violation, mean_violation, load_entropy))
     assert idle_share([0, 0]) == 1.0
 
 

@@ -51,16 +51,7 @@ def test_a_rank_is_killed_and_longctx_run_goes_on(shards, tmp_path):
     started += ["launcher/pretrain.py", *flags(shards, folder, LONGER)]
     began = time.monotonic()
     supervisor = subprocess.Popen(
-        [
-            sys.executable,
-            "-m",
-            "launcher",
-            "run",
-            "--wait-seconds",
-            "2",
-            "--",
-            *started,
-        ],
+        [sys.executable, "-m", "launcher", "run", "--wait-seconds", "2", "--", *started],
         cwd=REPOSITORY,
         env={**os.environ, "OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu", "PATH": f"{programs}:{os.environ['PATH']}"},
         stdout=subprocess.PIPE,
