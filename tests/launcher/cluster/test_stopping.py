@@ -16,7 +16,7 @@ from torch.torch_version import TorchVersion
 
 from launcher.cluster import stopping
 from launcher.cluster.exit import run_to_exit_code
-from launcher.cluster.stopping import Reason, Signalled, Stop
+from launcher.cluster.stopping import Signalled, Stop
 from launcher.training.stopping import SHUTDOWN_TIMEOUT, launcher_seconds
 from parallel.runtime.parents import Launcher
 from tests.helpers import REPOSITORY
@@ -137,9 +137,7 @@ def test_orphans_are_ended_only_when_a_save_under_way_is_done(ends):
 
 
 def test_orphans_before_the_first_step_are_ended_at_once(ends):
-    stop = Stop()
-    stop.orphan_seconds = SECONDS
-    stop.lose_launcher("torchrun (process 7)")
+    Stop().lose_launcher("torchrun (process 7)")
     assert "before the first step: there was nothing to save" in ends[0]
 
 
@@ -153,11 +151,6 @@ def test_two_ctrl_c_end_a_lone_process_at_once():
     environment = {**os.environ, "PYTHONPATH": str(REPOSITORY)}
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment, check=False)
     assert (done.returncode, done.stdout) == (130, "SIGINT came\n"), done.stderr
-
-
-def test_a_reason_is_one_line():
-    reason = Reason(kind="signal", what="SIGTERM came", rank=3, host="n1", time=0.0)
-    assert reason.words().startswith("The reason: SIGTERM came, heard by rank 3 on n1 at 19")
 
 
 # torchrun does not look at it before torch 2.12.
