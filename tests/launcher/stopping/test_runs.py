@@ -204,10 +204,8 @@ def test_over_two_hosts(shards, tmp_path, undisturbed, fault_rows, number, whom,
         chosen = {"rank": is_rank_1, "ssh": lambda process: process.name() == "ssh"}[whom]
         next(process for process in launch.family() if chosen(process)).send_signal(number)
 
-    (tmp_path / "cluster").mkdir()
-    with two_hosts(tmp_path / "cluster") as (hostfile, environment):
-        options = {"hostfile": hostfile, "environment": environment}
-        found = disturbed(shards, tmp_path / "run", act, **options)
+    with two_hosts(tmp_path) as (hostfile, environment):
+        found = disturbed(shards, tmp_path / "run", act, hostfile=hostfile, environment=environment)
     check_saved(found, kind)
     # Whatever is left of pdsh and ssh: it goes to the terminal itself.
     check_screen(found, "deepspeed --hostfile")
