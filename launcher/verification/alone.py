@@ -22,7 +22,7 @@ from longctx.model.experts.balance import load_share, move_selection_bias_
 from longctx.model.experts.replay import RoutingReplay
 from longctx.model.training_pass import Execution, TrainingPass
 from longctx.objectives.build import build_objective
-from longctx.objectives.task import Counts, Task
+from longctx.objectives.task import Counts
 
 
 class Alone:
@@ -63,9 +63,7 @@ class Alone:
             batches = [self.lm.prepare(stream) for stream in streams]
             seq_len = self.config.data.seq_len
             tokens = [slice(rows.start * seq_len, rows.stop * seq_len) for rows in self._rows]
-            nll, counts_LE, counts, routers = _gradients(
-                self.lm, self.masters, batches, tokens, self.config, step, load_LE, theirs.experts_LTk
-            )
+            nll, counts_LE, counts, routers = self._gradients(batches, tokens, step, load_LE, theirs.experts_LTk)
             norm = _clip(self.masters, self.config.train.clip_norm)
             gradients = {name: _gradient(master).clone().flatten() for name, master in self.masters.items()}
             # AdamW's step with the run's gradients.
@@ -89,47 +87,39 @@ class Alone:
                 for name, master in self.masters.items():
                     master.copy_(theirs.weights[name].view_as(master))
 
-
-def _gradients(
-    lm: Task,
-    masters: dict[str, Tensor],
-    batches: list[Batch],
-    tokens: list[slice],
-    config: ResolvedConfig,
-    step: int,
-    load_LE: Tensor | None,
-    experts_LTk: Tensor | None,
-) -> tuple[float, Tensor | None, Counts, list[RouterState]]:
-    """Add up the step's gradients in float32. Returns Σ nll, the experts' counts, the step's, and the routers."""
-    counts, nll, counts_LE = lm.count(batches), 0.0, None
-    routers: list[RouterState] = []
-    for batch, of_batch in zip(batches, tokens, strict=True):
-        replay, chosen_LNk = None, ()
-        if experts_LTk is not None:
-            replay = RoutingReplay(experts_LTk[:, of_batch])
-            chosen_LNk = replay.experts_LNk
-        training_pass = TrainingPass(
-            seed=config.run.seed * 0x9E3779B1 + step,
-            first_tokens=(of_batch.start,),
-            expert_load_LE=load_LE,
-            replay=replay,
-        )
-        # Rows of a micro-batch are one sequence to a run; here they stay rows, each with its documents.
-        with recorded_routers(lm, tuple(chosen_LNk), routers):
-            loss = lm.loss_sum(lm(batch, training_pass))
-        lm.loss(loss, counts).backward()
-        nll += float(loss[lm.reported])
-        if loss.counts_LE is not None:
-            counts_LE = loss.counts_LE if counts_LE is None else counts_LE + loss.counts_LE
-        for name, p in lm.network.named_parameters():
-            if p.grad is None:
-                continue
-            master = masters[name]
-            if master.grad is None:
-                master.grad = torch.zeros_like(master)
-            master.grad += p.grad
-            p.grad = None
-    return nll, counts_LE, counts, routers
+    def _gradients(
+        self, batches: list[Batch], tokens: list[slice], step: int, load_LE: Tensor | None, experts_LTk: Tensor | None
+    ) -> tuple[float, Tensor | None, Counts, list[RouterState]]:
+        """Add up the step's gradients in float32. Returns Σ nll, the experts' counts, the step's, and the routers."""
+        counts, nll, counts_LE = self.lm.count(batches), 0.0, None
+        routers: list[RouterState] = []
+        for batch, of_batch in zip(batches, tokens, strict=True):
+            replay, chosen_LNk = None, ()
+            if experts_LTk is not None:
+                replay = RoutingReplay(experts_LTk[:, of_batch])
+                chosen_LNk = replay.experts_LNk
+            training_pass = TrainingPass(
+                seed=self.config.run.seed * 0x9E3779B1 + step,
+                first_tokens=(of_batch.start,),
+                expert_load_LE=load_LE,
+                replay=replay,
+            )
+            # Rows of a micro-batch are one sequence to a run; here they stay rows, each with its documents.
+            with recorded_routers(self.lm, tuple(chosen_LNk), routers):
+                loss = self.lm.loss_sum(self.lm(batch, training_pass))
+            self.lm.loss(loss, counts).backward()
+            nll += float(loss[self.lm.reported])
+            if loss.counts_LE is not None:
+                counts_LE = loss.counts_LE if counts_LE is None else counts_LE + loss.counts_LE
+            for name, p in self.lm.network.named_parameters():
+                if p.grad is None:
+                    continue
+                master = self.masters[name]
+                if master.grad is None:
+                    master.grad = torch.zeros_like(master)
+                master.grad += p.grad
+                p.grad = None
+        return nll, counts_LE, counts, routers
 
 
 def _clip(masters: dict[str, Tensor], clip_norm: float) -> float:

@@ -37,7 +37,6 @@ KINDS: dict[Kind, str] = {
     "paused": "after a stop that was asked for, until the next attempt",
 }
 """Every kind, in the order shown, and what it is."""
-_NAMES: list[Kind] = list(KINDS)
 _OF_DOING: dict[str, Kind] = {"starting": "starting", "saving": "saving", "validating": "validation"}
 _ON_PURPOSE = ("done", "stopped")
 """Ends that somebody wanted."""
@@ -139,9 +138,9 @@ class Tally:
             parts.append((_OF_DOING.get(line["in"], "other"), seconds))
         return self._count(parts)
 
-    def end(self, until: float, kind: Kind) -> list[tuple[Kind, float]]:
+    def end(self, until: float, kind: Kind) -> None:
         """Count what follows the last line until the attempt's end."""
-        return self._count([(kind, max(0.0, until - self.until))])
+        self._count([(kind, max(0.0, until - self.until))])
 
     def seconds(self) -> Seconds:
         """By kind, as far as it is known now."""
@@ -152,7 +151,7 @@ class Tally:
 
     @property
     def warm_up(self) -> float:
-        """Of the productive seconds, those that are none: of the first step that was taken."""
+        """Seconds of the first step that was taken which are not productive."""
         return self.usual.warm_up
 
     def _step(self, line: Line, seconds: float) -> list[tuple[Kind, float]]:
@@ -186,41 +185,48 @@ class Attempt:
     """What lies between it and the next one; None of the last one."""
     alive: Line | None = None
     """The last sign of life, if nothing has ended since."""
-    # One number for each part: a run may have millions of them.
-    kinds: array[int] = field(default_factory=lambda: array("b"))
-    lengths: array[float] = field(default_factory=lambda: array("d"))
+    redone: float = 0.0
+    """Productive seconds of steps that later attempts have done again."""
+    # Of the steps that were taken: a run may have millions of them.
     steps: array[int] = field(default_factory=lambda: array("q"))
+    lengths: array[float] = field(default_factory=lambda: array("d"))
 
     def see(self, line: Line) -> None:
         """Take in a line that is not a beginning."""
         self.shift = line.get("shift", self.shift)
+        if line.get("event") == "alive":
+            self.alive = line
+            return
+        self.alive = None
         if line.get("event") == "end":
             self.how = line.get("how")
             kind = _kind_of_rest(line)
             if self.how != "failed" and kind == "lost":
                 # It had taken its last step: no other one was under way.
                 kind = "other"
-            self._place(self.tally.end(line["until"], kind), step=0)
-            self.alive = None
-        elif line.get("event") == "alive":
-            self.alive = line
-        else:
-            self._place(self.tally.add(line), line.get("step", 0))
-            self.alive = None
+            self.tally.end(line["until"], kind)
+            return
+        for kind, seconds in self.tally.add(line):
+            if kind == "productive":
+                self.steps.append(line["step"])
+                self.lengths.append(seconds)
 
     def close(self, redone_from: float) -> None:
         """No line follows. Steps behind ``redone_from`` were done again by later attempts, or will be."""
         if self.alive is not None:
-            self._place(self.tally.end(self.alive["until"], _kind_of_rest(self.alive)), step=0)
-        self._settle_first_step()
-        kinds, steps = np.frombuffer(self.kinds, dtype=np.int8), np.frombuffer(self.steps, dtype=np.int64)
-        kinds[(kinds == _NAMES.index("productive")) & (steps > redone_from)] = _NAMES.index("lost")
+            self.tally.end(self.alive["until"], _kind_of_rest(self.alive))
+        steps, lengths = np.frombuffer(self.steps, dtype=np.int64), np.frombuffer(self.lengths)
+        self.redone = float(lengths[steps > redone_from].sum())
+        if self.redone and steps[0] > redone_from:
+            # What the first step took beyond others is none of them.
+            self.redone -= self.tally.warm_up
 
     def seconds(self) -> Seconds:
         """By kind, without what comes after it."""
-        kinds, lengths = np.frombuffer(self.kinds, dtype=np.int8), np.frombuffer(self.lengths)
-        sums = np.bincount(kinds, lengths, minlength=len(_NAMES))
-        return dict(zip(_NAMES, sums.tolist(), strict=True))
+        found = self.tally.seconds()
+        found["productive"] -= self.redone
+        found["lost"] += self.redone
+        return found
 
     @property
     def began(self) -> float:
@@ -236,24 +242,6 @@ class Attempt:
             if gap >= 0:
                 return gap
         return later.began - (self.began + self.tally.until + self.shift)
-
-    def _place(self, parts: list[tuple[Kind, float]], step: int) -> None:
-        for kind, seconds in parts:
-            if seconds > 0:
-                self.kinds.append(_NAMES.index(kind))
-                self.lengths.append(seconds)
-                self.steps.append(step)
-
-    def _settle_first_step(self) -> None:
-        """Split what the first step took beyond others from its part."""
-        first = next((at for at, kind in enumerate(self.kinds) if _NAMES[kind] == "productive"), None)
-        if first is None or not self.tally.warm_up:
-            return
-        warm_up = min(self.tally.warm_up, self.lengths[first])
-        self.lengths[first] -= warm_up
-        self.kinds.insert(first, _NAMES.index("warm_up"))
-        self.lengths.insert(first, warm_up)
-        self.steps.insert(first, self.steps[first])
 
 
 @dataclass(frozen=True, kw_only=True)
