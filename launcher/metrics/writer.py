@@ -13,10 +13,9 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from launcher.metrics.console import Pace, console_line
+from launcher.metrics.console import LiveLine, Pace, console_line, is_watched
 from launcher.metrics.expert_load import shortened
 from launcher.metrics.goodput.live import RunTime
-from launcher.metrics.live import LiveLine, is_watched
 from launcher.metrics.record import METRICS_FILE, Record, check_record, encode, truncate_after
 from launcher.metrics.trackers.thread import Trackers
 from parallel.runtime.spans import begin

@@ -14,7 +14,7 @@ from launcher.plan.estimate import HEADROOM, fits, peak_bytes
 from launcher.plan.hardware import Hardware, load_hardware
 from launcher.plan.memory import gib
 from launcher.plan.world import World
-from launcher.training.planned import find_hardware
+from launcher.training.start import find_hardware
 from longctx.kernels.memory import available_bytes
 from longctx.kernels.processor import has_native_bfloat16
 from longctx.kernels.regions import missing_for_compiling

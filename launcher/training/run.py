@@ -21,8 +21,8 @@ from launcher.training.feed import StepData, StepFeed
 from launcher.training.history import History
 from launcher.training.model import share_of
 from launcher.training.origin import Origin
-from launcher.training.planned import Expected
 from launcher.training.routing_files import RoutingFiles
+from launcher.training.start import Expected
 from longctx.batch import PackedDocuments
 from longctx.config import ModelConfig
 from parallel.mesh import Mesh
