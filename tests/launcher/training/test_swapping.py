@@ -1,4 +1,4 @@
-"""A run whose state is on a disk, from its config to its checkpoints, and the folders that it refuses."""
+"""A run whose state is in the machine's memory or on a disk, from its config to its checkpoints; folders it refuses."""
 
 from __future__ import annotations
 
@@ -16,8 +16,7 @@ from longctx.checkpoint_format import CHECKPOINTS, CheckpointReader
 from longctx.errors import ConfigError
 from tests.helpers import run_distributed
 from tests.launcher.runs import SCREEN, resolved
-from tests.launcher.training.test_offloading import check_same
-from tests.launcher.workers import rows, train_each_swapping
+from tests.launcher.workers import rows, train_each, train_each_swapping
 
 SMALL = {"zero.stage": 3, "zero.sub_group_size": 3000, "zero.param_persistence_threshold": 0}
 """Several sub-groups of a tiny run."""
@@ -113,3 +112,32 @@ def test_a_disk_without_room_is_refused_with_the_arithmetic(tmp_path, monkeypatc
     assert "has 1.0 GiB free, and 2 ranks of this machine will swap 125.5 GiB" in said
     assert "62.8 GiB each" in said
     check(tmp_path, *large, "--run.memory_check", "false")
+
+
+OFFLOADED = {"zero.stage": 3, "zero.offload": "cpu", "zero.offload_parameters": "cpu"}
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(800)
+def test_it_trains_like_one_on_the_device_and_goes_on_from_its_checkpoint(shards, tmp_path):
+    """The first run of a machine compiles DeepSpeed's AdamW, for minutes."""
+    plain, offloaded, resumed = (tmp_path / name for name in ("plain", "offloaded", "resumed"))
+    run_distributed(train_each, 2, shards, {plain: {"zero.stage": 2}, offloaded: OFFLOADED}, timeout=350)
+    check_same(offloaded, plain)
+    log = (offloaded / "logs/rank_0.log").read_text()
+    assert "DeepSpeed's AdamW for the machine's memory was ready" in log
+    assert "of it offloaded" in log
+    changed = {**OFFLOADED, "run.resume": plain / CHECKPOINTS / "step_000004"}
+    run_distributed(train_each, 2, shards, {resumed: changed}, timeout=350)
+    assert next(row["step"] for row in rows(resumed)) == 5
+    check_same(resumed, plain)
+
+
+def check_same(got: Path, wanted: Path) -> None:
+    """Losses and norms of the steps that both took."""
+    theirs = {(row["kind"], row["step"]): row for row in rows(wanted)}
+    for row in rows(got):
+        other = theirs[row["kind"], row["step"]]
+        assert row["loss"] == pytest.approx(other["loss"], rel=1e-5)
+        if row["kind"] == "train":
+            assert row["grad_norm"] == pytest.approx(other["grad_norm"], rel=1e-4)
