@@ -122,14 +122,7 @@ class Supervised:
         return self._on_answering(line, read_hostfile(line.hostfile), stop)
 
     def _is_in_store(self) -> bool:
-        """Whether the run's store has a checkpoint: the folder may lie on a disk that is gone."""
-        store = self.config.checkpoint.store
-        try:
-            return bool(store) and bool(store_at(store).committed())
-        except DataError as error:
-            # The start will say so too, and refuse to begin anew beside a store that it cannot ask.
-            self.tell(f"longctx run: checkpoint.store: {error}")
-            return False
+        return has_checkpoint(self.config.checkpoint.store, self.tell)
 
     def _on_answering(self, line: TrainingCommand, slots: dict[str, int], stop: Stop) -> TrainingCommand | None:
         """The same on the hosts that answer; waits where these are too few."""
@@ -204,3 +197,13 @@ def begun_anew(line: TrainingCommand, config: RunConfig) -> TrainingCommand:
     if line.resume is None and config.run.resume != "no":
         return line.resuming("no")
     return line.resuming(None)
+
+
+def has_checkpoint(store: str, tell: Callable[[str], None]) -> bool:
+    """Whether a run's store has a checkpoint: the folder may lie on a disk that is gone. False for ""."""
+    try:
+        return bool(store) and bool(store_at(store).committed())
+    except DataError as error:
+        # The start will say so too, and refuse to begin anew beside a store that it cannot ask.
+        tell(f"longctx run: checkpoint.store: {error}")
+        return False

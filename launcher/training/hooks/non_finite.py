@@ -86,7 +86,6 @@ class NonFinite(StepHook):
         return BrokenStep(
             step=step.number,
             loss=step.loss,
-            lr=step.lr,
             grad_norm=grad_norm,
             routers=self._routers,
             gradients=gradients,
@@ -110,8 +109,6 @@ class BrokenStep:
 
     step: int
     loss: float
-    lr: float
-    """The step's own rate."""
     grad_norm: float | None
     """None when the loss or a router was not finite either: then the gradient says nothing more."""
     routers: Sequence[str]
@@ -142,7 +139,13 @@ class BrokenStep:
     def error(self) -> TrainingError:
         """What ends the run."""
         # The trainer writes this record too: the curves then end with the step that broke.
-        record = {"kind": "train", "step": self.step, "loss": self.loss, "lr": self.lr, "grad_norm": self.grad_norm}
+        record = {
+            "kind": "train",
+            "step": self.step,
+            "loss": self.loss,
+            "lr": self.train.lr,
+            "grad_norm": self.grad_norm,
+        }
         return TrainingError(self.message(), record)
 
     def warning(self) -> str:
