@@ -42,7 +42,9 @@ def main(argv: list[str]) -> int | None:
         raise ConfigError("lm-eval is not installed. Install it: pip install -e '.[lm-eval]'")
     # One process needs no group, and lm-eval makes the model.
     if world_size == 1:
-        _run(arguments)
+        from launcher.evaluation.harness.model import run_command
+
+        run_command(arguments)
         return None
     _, wish = take_flag(arguments, "--device")
     device = choose_device(device_wish(wish), "--device")
@@ -53,24 +55,17 @@ def main(argv: list[str]) -> int | None:
         ranks = Ranks(device)
         if rank != 0:
             return ranks.serve()
-        from launcher.evaluation.harness.model import share_ranks
+        from launcher.evaluation.harness.model import run_command, share_ranks
 
         share_ranks(ranks)
         try:
-            _run(arguments)
+            run_command(arguments)
         except SystemExit:
             # Help, or what is wrong with the options, is printed; any other error ends all ranks by itself.
             ranks.end()
             raise
         ranks.end()
         return None
-
-
-def _run(arguments: list[str]) -> None:
-    """lm-eval's own command line, with our model unless another is named."""
-    from launcher.evaluation.harness.model import run_command
-
-    run_command(arguments)
 
 
 if __name__ == "__main__":

@@ -48,7 +48,7 @@ def main(argv: list[str], stop: Stop | None = None) -> int:
     check_run(config, world_size)
     traces = Path(config.run.output_dir) / LOGS
     stop = stop or Stop()
-    stop.set_limits(max_seconds=config.run.max_seconds, orphan_seconds=config.run.orphan_seconds)
+    stop.max_seconds, stop.orphan_seconds = config.run.max_seconds, config.run.orphan_seconds
     start_process_group(
         timeout_seconds=config.run.timeout_seconds, meet_seconds=config.run.meet_seconds, device=device, traces=traces
     )

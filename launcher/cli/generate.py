@@ -136,8 +136,7 @@ def generate(
         beyond_positions: Allow prompt and answer to go beyond the model's positions.
         ranks: Device, memory, and ranks that deepspeed or torchrun starts.
     """
-    from launcher.generation.options import Options
-    from launcher.generation.prompts import PromptSource
+    from launcher.generation.options import Options, PromptSource
     from launcher.generation.run import session
     from parallel.runtime.launched import environment_rank
 

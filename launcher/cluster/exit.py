@@ -117,7 +117,10 @@ def run_to_exit_code(action: Callable[[], int | None], *, interrupted: str = _GO
             return _end(_failure_of(error, interrupted))
     except KeyboardInterrupt:
         # It came while an error was told: the user's, or the watch's, which knows of another rank's failure.
-        return _code_of_first() or INTERRUPTED
+        member = watching()
+        if member is None or member.line.first is None:
+            return INTERRUPTED
+        return member.line.first.code or INTERRUPTED
 
 
 def _failure_of(error: BaseException, interrupted: str) -> Failure:
@@ -189,20 +192,11 @@ def _report_together(member: Member, failure: Failure) -> None:
 
 
 def _code_of(ending: SystemExit) -> int:
-    """The exit code of a SystemExit."""
     if not ending.code:
         return DONE
     if isinstance(ending.code, int):
         return ending.code
     return FAILED
-
-
-def _code_of_first() -> int | None:
-    """The exit code of the run's first failure, if there is one."""
-    member = watching()
-    if member is None or member.line.first is None:
-        return None
-    return member.line.first.code
 
 
 def _is_lost_peer(error: BaseException | None) -> bool:

@@ -41,7 +41,7 @@ def check_hostfile(setting: str, world_size: int, command: Sequence[str] | None 
         command = launcher_command()
     path = setting
     if setting == "launcher":
-        path = _flag_value(command, ("--hostfile", "-H"))
+        path = flag_value(command, ("--hostfile", "-H"))
         if path is None and command and DEFAULT_HOSTFILE.is_file():
             path = str(DEFAULT_HOSTFILE)
     if path is None:
@@ -124,7 +124,7 @@ def _own_arguments(command: list[str]) -> list[str]:
     return command
 
 
-def _flag_value(command: Sequence[str], names: tuple[str, ...]) -> str | None:
+def flag_value(command: Sequence[str], names: tuple[str, ...]) -> str | None:
     """The value of a flag of one of these names, after a space or a ``=``."""
     for index, argument in enumerate(command):
         flag, _, value = argument.partition("=")

@@ -63,12 +63,12 @@ class Reason:
 class Stop:
     """Whether this process has been asked to stop, and why."""
 
-    def __init__(self, *, max_seconds: float = 0.0, orphan_seconds: float = 10.0) -> None:
-        """``max_seconds`` count from the start of the process, 0 for no limit.
-
-        ``orphan_seconds`` has a run whose launcher is gone until it begins to save.
-        """
-        self._max_seconds, self._orphan_seconds = max_seconds, orphan_seconds
+    def __init__(self) -> None:
+        # A process looks after its launcher before it knows its settings, which set the two.
+        self.max_seconds = 0.0
+        """Of the process since its start; 0 for no limit."""
+        self.orphan_seconds = 10.0
+        """Until a run whose launcher is gone begins to save."""
         self._began = psutil.Process().create_time()
         self._steps_have_begun, self._interrupts = False, 0
         self._agreed = threading.Event()
@@ -84,10 +84,6 @@ class Stop:
     def reserve_seconds(self) -> float:
         """What is left aside of a limit of time: it is looked at once a step."""
         return self.step_seconds + self.save_seconds
-
-    def set_limits(self, *, max_seconds: float, orphan_seconds: float) -> None:
-        """The same as the constructor's: a process looks after its launcher before it knows its settings."""
-        self._max_seconds, self._orphan_seconds = max_seconds, orphan_seconds
 
     def listen(self) -> None:
         """Hear signals from now on. The main thread calls this, once ranks are watched over.
@@ -115,8 +111,8 @@ class Stop:
 
     def is_asked(self) -> bool:
         """Whether this rank wants to stop."""
-        if self._max_seconds and time.time() - self._began + self.reserve_seconds > self._max_seconds:
-            self.ask(Reason.here("max_seconds", f"run.max_seconds={self._max_seconds:g} is nearly over"))
+        if self.max_seconds and time.time() - self._began + self.reserve_seconds > self.max_seconds:
+            self.ask(Reason.here("max_seconds", f"run.max_seconds={self.max_seconds:g} is nearly over"))
         return self.reason is not None
 
     def agree(self) -> None:
@@ -129,10 +125,10 @@ class Stop:
         self.ask(Reason.here(LAUNCHER, lost))
         how = "before the first step: there was nothing to save"
         if self._steps_have_begun:
-            if self._agreed.wait(self._orphan_seconds):
+            if self._agreed.wait(self.orphan_seconds):
                 return
             how = (
-                f"without a save: its step took longer than run.orphan_seconds={self._orphan_seconds:g}.\n"
+                f"without a save: its step took longer than run.orphan_seconds={self.orphan_seconds:g}.\n"
                 "Go on from the newest checkpoint with --run.resume latest"
             )
         with self.saving:

@@ -22,7 +22,7 @@ from launcher.measure.sizes import Sizes
 from launcher.plan.documents import synthetic_batch
 from launcher.plan.parameters import num_parameters
 from launcher.training.model import shard_batch
-from launcher.training.weights import build_engine
+from launcher.training.setup import build_engine
 from longctx.kernels.processor import fastest_products
 from parallel.comm.world import meet_patiently, num_ranks
 from parallel.loss import count_step

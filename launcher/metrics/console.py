@@ -1,14 +1,20 @@
-"""A record as one line of the console, and the time that a run has left."""
+"""A record as one line of the console, the time that a run has left, and the living line of a terminal."""
 
 from __future__ import annotations
 
+import logging
 import math
+import os
+import sys
 from collections import deque
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any, TextIO
 
 from launcher.metrics.expert_load import worst_max_over_mean
 from launcher.wording import short_duration
+
+if TYPE_CHECKING:  # rich is imported where a terminal is watched, and nowhere else
+    from rich.progress import Progress
 
 
 def short_number(value: float) -> str:
@@ -53,18 +59,20 @@ def console_line(
     """A record as one line: fixed order, units; what the record does not know is left out."""
     step = str(record["step"])
     if total_steps is not None:
+        # 100% only at the last step.
+        done = f"{100 * record['step'] // max(1, total_steps)}%"
         # As wide as the last step, so that the columns of a run stand below each other.
-        step = f"{record['step']:>{len(str(total_steps))}}/{total_steps} {percent(record['step'], total_steps):>4}"
-    parts = {"train": _train_parts, "validation": _validation_parts, "event": _event_parts}[record["kind"]](record)
-    parts.insert(0, f"step {step}")
+        step = f"{record['step']:>{len(str(total_steps))}}/{total_steps} {done:>4}"
+    parts = [f"step {step}"]
+    if record["kind"] == "train":
+        parts += _train_parts(record)
+    elif record["kind"] == "validation":
+        parts += _validation_parts(record)
+    else:
+        parts.append(record["event"])
     if seconds_left:
         parts.append(f"{short_duration(seconds_left)} left")
     return "  ".join(parts)
-
-
-def percent(step: int, total_steps: int) -> str:
-    """The share of a run's steps that is done; 100% only at the last one."""
-    return f"{100 * step // max(1, total_steps)}%"
 
 
 def _train_parts(record: Mapping[str, Any]) -> list[str]:
@@ -106,5 +114,72 @@ def _validation_parts(record: Mapping[str, Any]) -> list[str]:
     return parts
 
 
-def _event_parts(record: Mapping[str, Any]) -> list[str]:
-    return [str(record["event"])]
+def is_watched(stream: TextIO) -> bool:
+    """Whether the stream is a terminal that can redraw a line."""
+    return stream.isatty() and os.environ.get("TERM") != "dumb"
+
+
+class LiveLine:
+    """A bar of the steps with loss, speed, what happens now and the time left."""
+
+    def __init__(self, total_steps: int, *, is_shown: bool) -> None:
+        self._total_steps, self._is_shown = total_steps, is_shown
+        self._bar: Progress | None = None
+        self._redirected: list[tuple[logging.StreamHandler, TextIO]] = []
+
+    def start(self) -> None:
+        """Draw the line, and let the log's lines appear above it."""
+        if not self._is_shown:
+            return
+        from rich.console import Console
+        from rich.progress import BarColumn, Progress, SpinnerColumn, TaskProgressColumn, TextColumn, TimeElapsedColumn
+
+        columns = (
+            SpinnerColumn(),
+            TextColumn("{task.description}", markup=False),
+            BarColumn(bar_width=24),
+            TaskProgressColumn(show_speed=False),
+            TextColumn("{task.fields[note]}", markup=False),
+            TimeElapsedColumn(),
+        )
+        terminal = sys.stdout
+        # Four times a second: redrawing takes processor time from the step.
+        self._bar = Progress(*columns, console=Console(file=terminal), transient=True, refresh_per_second=4)
+        self._bar.add_task("step 1", total=self._total_steps, note="")
+        self._bar.start()
+        # From now on sys.stdout writes above the line; the log's handler still holds the terminal itself.
+        for handler in logging.getLogger("launcher").handlers:
+            if isinstance(handler, logging.StreamHandler) and handler.stream is terminal:
+                handler.setStream(sys.stdout)
+                self._redirected.append((handler, terminal))
+
+    def update(self, record: Mapping[str, Any], *, seconds_left: float | None) -> None:
+        """Show a step that was taken."""
+        if self._bar is None:
+            return
+        parts = [f"loss {record['loss']:.4f}"]
+        if record.get("tokens_per_second"):
+            parts.append(f"{short_number(record['tokens_per_second'])} tok/s")
+        if seconds_left is not None:
+            parts.append(f"{short_duration(seconds_left)} left")
+        self._bar.update(
+            self._bar.task_ids[0],
+            completed=record["step"],
+            description=f"step {record['step']}/{self._total_steps}",
+            note="  ".join(parts),
+        )
+
+    def say(self, what: str) -> None:
+        """Show what happens between two steps."""
+        if self._bar is not None:
+            self._bar.update(self._bar.task_ids[0], note=what)
+
+    def stop(self) -> None:
+        """Take the line away and give the terminal back to the log. Safe to call twice."""
+        if self._bar is None:
+            return
+        for handler, terminal in self._redirected:
+            handler.setStream(terminal)
+        self._redirected.clear()
+        self._bar.stop()
+        self._bar = None

@@ -1,4 +1,4 @@
-"""The record of a run: ``metrics.jsonl``, and the console line and trackers' curves made from the same records.
+"""The record of a run: the lines of ``metrics.jsonl``.
 
 Rank 0 alone writes. A record is a plain dict of one of three kinds, which its ``kind`` names: ``train`` (one a step,
 made by ``launcher/training/step.py``), ``validation`` and ``event`` (a resume). ``docs/run-folder.md`` defines every
@@ -31,6 +31,8 @@ Record = dict[str, Any]
 METRICS_FILE = "metrics.jsonl"
 STOP_EVENT = "stop"
 """The event of a run that was asked to stop."""
+AUDIT_EVENT = "audit"
+"""The event of a wrong number that was found (``run.audit_every``, ``run.replicas_every``)."""
 DISCARDED_FILE = "metrics.discarded.jsonl"
 
 TIMING_KEYS = frozenset(
@@ -40,18 +42,10 @@ TIMING_KEYS = frozenset(
 )
 """Keys that may differ between two runs that computed the same thing."""
 
-REQUIRED_KEYS: Mapping[str, tuple[str, ...]] = {
-    "train": ("step", "loss"),
-    "validation": ("step", "loss"),
-    "event": ("step", "event"),
-}
+REQUIRED_KEYS = {"train": ("step", "loss"), "validation": ("step", "loss"), "event": ("step", "event")}
 """What every record of a kind carries; readers treat any other key as optional."""
 
 _NON_FINITE = "non_finite"
-_DECODE_ERRORS = (ValueError, LookupError, TypeError, AttributeError)
-"""What ``decode`` may raise on a damaged line."""
-
-# Records as text.
 
 
 def without_timing(record: Mapping[str, Any]) -> Record:
@@ -70,15 +64,16 @@ def encode(record: Mapping[str, Any]) -> str:
         return json.dumps({**finite, _NON_FINITE: found}, allow_nan=False)
 
 
-def decode(line: str | bytes) -> Record:
+def decode(line: bytes) -> Record:
     """The record of one line; ValueError says what is wrong with it."""
-    if isinstance(line, str):
-        line = line.encode()
     record = parse_json(line)
     if not isinstance(record, dict):
         raise ValueError("not a JSON object")
-    for path, text in record.pop(_NON_FINITE, {}).items():
-        _put_back(record, path, float(text))
+    try:
+        for path, text in record.pop(_NON_FINITE, {}).items():
+            _put_back(record, path, float(text))
+    except (LookupError, TypeError, AttributeError) as error:
+        raise ValueError(f"{_NON_FINITE}: {error!r}") from error
     check_record(record)
     return record
 
@@ -108,23 +103,16 @@ def _take_non_finite(value: Any, path: str, found: dict[str, str]) -> Any:
     return value
 
 
-def _put_back(record: Record, path: str, number: float) -> None:
+def _put_back(holder: Any, path: str, number: float) -> None:
     """Set the number at a dotted path, whose parts are keys of objects and indices of lists."""
-    holder: Any = record
-    *parents, last = path.split(".")
-    for part in parents:
-        holder = holder[_key(holder, part)]
-    holder[_key(holder, last)] = number
-
-
-def _key(holder: Any, part: str) -> str | int:
-    """A part of a dotted path as the key of this object or list."""
+    part, _, rest = path.partition(".")
+    key: Any = part
     if isinstance(holder, list):
-        return int(part)
-    return part
-
-
-# Reading and cutting the file.
+        key = int(part)
+    if rest:
+        _put_back(holder[key], rest, number)
+    else:
+        holder[key] = number
 
 
 def read_metrics(folder: Path | str) -> list[Record]:
@@ -139,16 +127,6 @@ def read_metrics(folder: Path | str) -> list[Record]:
     if torn:
         logger.warning("%s:%d: passed over a line that was cut short", path, len(lines) + 1)
     return list(_decode_lines(path, lines))
-
-
-def truncate_after(folder: Path | str, step: int) -> int:
-    """Move rows of later steps than ``step`` to ``metrics.discarded.jsonl``; returns how many lines moved.
-
-    Called on resume, before the writer opens, with the checkpoint's step (-1 moves everything). A torn last line
-    moves as it is. The rows are safe in the second file before the first is replaced, so being killed in between
-    can repeat rows there but never lose one.
-    """
-    return settle(Path(folder), last_step=step)
 
 
 def missing_steps(folder: Path | str, step: int) -> list[range]:
@@ -173,8 +151,13 @@ def missing_steps(folder: Path | str, step: int) -> list[range]:
     return found
 
 
-def settle(folder: Path, *, last_step: int | None) -> int:
-    """Leave only whole lines of steps up to ``last_step`` (None: of any step) in ``metrics.jsonl``."""
+def truncate_after(folder: Path, step: int | None) -> int:
+    """Move rows of later steps than ``step`` to ``metrics.discarded.jsonl``; returns how many lines moved.
+
+    Called on resume, before the writer opens, with the checkpoint's step (-1 moves everything, None only a torn last
+    line, which moves as it is). The rows are safe in the second file before the first is replaced, so being killed in
+    between can repeat rows there but never lose one.
+    """
     path = folder / METRICS_FILE
     if not path.is_file():
         return 0
@@ -183,14 +166,13 @@ def settle(folder: Path, *, last_step: int | None) -> int:
     remaining: list[bytes] = []
     moved: list[bytes] = []
     for line, record in zip(lines, _decode_lines(path, lines), strict=True):
-        if last_step is None or record["step"] <= last_step:
+        if step is None or record["step"] <= step:
             remaining.append(line)
         else:
             moved.append(line)
     if torn:
         moved.append(torn)
     text = b"".join(line + b"\n" for line in remaining)
-    # First append, then replace: a process killed in between leaves rows twice, but never loses one.
     if moved:
         _append_durably(folder / DISCARDED_FILE, moved)
     if text != data:
@@ -202,26 +184,19 @@ def settle(folder: Path, *, last_step: int | None) -> int:
 def _split_lines(data: bytes) -> tuple[list[bytes], bytes]:
     """Whole lines, and what a killed writer left after them. An unfinished line that is a whole record is a line."""
     *lines, tail = data.split(b"\n")
-    # The writer may have been killed between a record and its line feed.
-    if tail and _is_record(tail):
-        lines.append(tail)
-        tail = b""
-    return lines, tail
-
-
-def _is_record(line: bytes) -> bool:
     try:
-        decode(line)
-    except _DECODE_ERRORS:
-        return False
-    return True
+        decode(tail)
+    except ValueError:
+        return lines, tail
+    # The writer was killed between a record and its line feed.
+    return [*lines, tail], b""
 
 
 def _decode_lines(path: Path, lines: Sequence[bytes]) -> Iterator[Record]:
     for number, line in enumerate(lines, start=1):
         try:
             yield decode(line)
-        except _DECODE_ERRORS as error:
+        except ValueError as error:
             raise DataError(
                 f"{path}:{number}: not a metrics record: {error}.\n"
                 "The file is written one JSON object a line; mend or remove this line."

@@ -11,14 +11,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
-from launcher.metrics.console import Pace, console_line
-from launcher.metrics.expert_history import shortened
+from launcher.metrics.console import LiveLine, Pace, console_line, is_watched
+from launcher.metrics.expert_load import shortened
 from launcher.metrics.goodput.live import RunTime
-from launcher.metrics.live import LiveLine, is_watched
-from launcher.metrics.record import METRICS_FILE, Record, check_record, encode, settle
+from launcher.metrics.record import METRICS_FILE, Record, check_record, encode, truncate_after
 from launcher.metrics.trackers.thread import Trackers
 from parallel.runtime.spans import begin
 
@@ -34,7 +32,7 @@ class MetricsWriter:
     def __init__(self, folder: Path | str) -> None:
         folder = Path(folder)
         folder.mkdir(parents=True, exist_ok=True)
-        settle(folder, last_step=None)
+        truncate_after(folder, None)
         self._path = folder / METRICS_FILE
         self._file = self._path.open("a", encoding="utf-8")
 
@@ -44,7 +42,8 @@ class MetricsWriter:
         ValueError: a required key is missing. OSError: the disk refuses the line.
         """
         if "time" not in record:
-            record = {**record, "time": timestamp()}
+            # ISO 8601: UTC, milliseconds.
+            record = {**record, "time": datetime.now(UTC).isoformat(timespec="milliseconds")}
         check_record(record)
         record = shortened(record)
         # The system takes writes to a file that was removed, and nobody would ever read them.
@@ -58,19 +57,6 @@ class MetricsWriter:
     def close(self) -> None:
         """Close the file; safe to call twice."""
         self._file.close()
-
-    def __enter__(self) -> MetricsWriter:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
-
-
-def timestamp() -> str:
-    """Now, as the ISO 8601 text that records carry: UTC, milliseconds."""
-    return datetime.now(UTC).isoformat(timespec="milliseconds")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -6,8 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from launcher.cluster.suspects import AUDIT_EVENT
-from launcher.metrics.record import DISCARDED_FILE, Record, decode
+from launcher.metrics.record import AUDIT_EVENT, DISCARDED_FILE, Record, decode
 from launcher.report.section import Section, Table
 from launcher.wording import plural
 
@@ -28,7 +27,7 @@ def audit_events(folder: Path, records: Sequence[Record]) -> list[Record]:
                 continue
             try:
                 record = decode(line)
-            except (ValueError, LookupError, TypeError, AttributeError):
+            except ValueError:
                 # Cut short by a kill.
                 continue
             # A resume that was killed may have set the same line aside twice.

@@ -16,10 +16,10 @@ from matplotlib.figure import Figure
 from matplotlib.image import AxesImage
 from matplotlib.ticker import FuncFormatter, MaxNLocator, MultipleLocator, PercentFormatter
 
-from launcher.metrics.expert_history import idle_experts
 from launcher.metrics.expert_load import (
     DEAD_AFTER_STEPS,
     expert_name,
+    idle_experts,
     idle_share,
     layer_numbers,
     load_entropy,
@@ -53,7 +53,7 @@ def routed_records(train: Sequence[Record]) -> list[Record]:
 
 
 def whole_records(routed: Sequence[Record]) -> list[Record]:
-    """Those with all counts: all of a small model, some of a large one (``launcher.metrics.expert_history``)."""
+    """Those with all counts: all of a small model, some of a large one (``launcher.metrics.expert_load``)."""
     return [record for record in routed if record.get("expert_load")]
 
 

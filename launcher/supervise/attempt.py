@@ -126,23 +126,13 @@ def _ranks(members: Sequence[psutil.Process]) -> list[psutil.Process]:
     # All that is started by a rank has one, also this process where that is what started it.
     if _RANK in os.environ:
         return []
-    found = {process.pid: process for process in members if _has_rank(process)}
-    return [process for process in found.values() if _parent(process) not in found]
-
-
-def _has_rank(process: psutil.Process) -> bool:
-    try:
-        return _RANK in process.environ()
-    except (OSError, psutil.Error):
-        # It has ended meanwhile.
-        return False
-
-
-def _parent(process: psutil.Process) -> int | None:
-    try:
-        return process.ppid()
-    except psutil.Error:
-        return None
+    parents: dict[int, int] = {}
+    for process in members:
+        # It may have ended meanwhile.
+        with suppress(OSError, psutil.Error):
+            if _RANK in process.environ():
+                parents[process.pid] = process.ppid()
+    return [process for process in members if process.pid in parents and parents[process.pid] not in parents]
 
 
 def _end_all(session: int) -> int:

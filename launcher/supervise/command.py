@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path, PurePath
 
 from launcher.cluster.command import SCRIPT
-from launcher.cluster.hostfile import FILTERS
+from launcher.cluster.hostfile import FILTERS, flag_value
 from launcher.config.flags import take_flag
 from longctx.errors import ConfigError
 
@@ -65,13 +65,8 @@ class TrainingCommand:
         """The hostfile of a line that starts with ``deepspeed``; None where that picks hosts from it by a filter."""
         if any(word.partition("=")[0] in FILTERS for word in self.starter):
             return None
-        for number, word in enumerate(self.starter):
-            flag, equals, value = word.partition("=")
-            if flag in _HOSTFILE and equals:
-                return Path(value)
-            if flag in _HOSTFILE and number + 1 < len(self.starter):
-                return Path(self.starter[number + 1])
-        return None
+        value = flag_value(self.starter, _HOSTFILE)
+        return None if value is None else Path(value)
 
     def resuming(self, resume: str | None) -> TrainingCommand:
         """The same with another ``--run.resume``, or without one."""

@@ -6,6 +6,7 @@ import subprocess
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 from launcher.config.check import check_run
 from launcher.config.sections import RunConfig
@@ -26,6 +27,23 @@ def silent_hosts(slots: Mapping[str, int]) -> list[str]:
     with ThreadPoolExecutor(min(len(hosts), _AT_ONCE)) as pool:
         answers = list(pool.map(_answers, hosts))
     return [host for host, answered in zip(hosts, answers, strict=True) if not answered]
+
+
+def suspected_ranks(record: Mapping[str, Any]) -> list[int]:
+    """The ranks that an audit's event names with certainty; none of a finding that leaves it open."""
+    named = [finding["ranks"][0] for finding in record["findings"] if len(finding["ranks"]) == 1]
+    return sorted(set(named))
+
+
+def hosts_of(ranks: Sequence[int], slots: Mapping[str, int], world_size: int) -> list[str]:
+    """The hosts of these ranks by a hostfile's ``slots``; of a run without one, or on other hosts, "this machine".
+
+    Ranks are counted through the hosts, slot by slot.
+    """
+    if ranks and sum(slots.values()) != world_size:
+        return ["this machine"]
+    places = [host for host, count in slots.items() for _ in range(count)]
+    return list(dict.fromkeys(places[rank] for rank in ranks))
 
 
 def trusted_hosts(

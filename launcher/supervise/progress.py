@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
-from launcher.cluster.suspects import AUDIT_EVENT
-from launcher.metrics.record import METRICS_FILE, STOP_EVENT, Record, decode, settle
+from launcher.metrics.record import AUDIT_EVENT, METRICS_FILE, STOP_EVENT, Record, decode, truncate_after
 from longctx.checkpoint_format import list_checkpoints
 
 _TAIL_BYTES = 1 << 18
@@ -18,18 +17,10 @@ def last_step(folder: Path) -> int | None:
     return next((record["step"] for record in _newest_first(folder) if record.get("kind") == "train"), None)
 
 
-def last_stop(folder: Path) -> Record | None:
-    """The event of the stop that was asked for, where that is the last thing that the run has recorded."""
+def last_event(folder: Path) -> Record | None:
+    """The stop that was asked for, or the wrong number, if that is the last thing that the run has recorded."""
     newest = next(_newest_first(folder), None)
-    if newest is None or newest.get("event") != STOP_EVENT:
-        return None
-    return newest
-
-
-def last_audit(folder: Path) -> Record | None:
-    """The event of a wrong number, where that is the last thing that the run has recorded."""
-    newest = next(_newest_first(folder), None)
-    if newest is None or newest.get("event") != AUDIT_EVENT:
+    if newest is None or newest.get("event") not in (STOP_EVENT, AUDIT_EVENT):
         return None
     return newest
 
@@ -46,7 +37,7 @@ def _newest_first(folder: Path) -> Iterator[Record]:
     for line in reversed(lines):
         try:
             yield decode(line)
-        except (ValueError, LookupError, TypeError, AttributeError):
+        except ValueError:
             # A run that was killed leaves half a line, and the tail may begin with one.
             continue
 
@@ -60,5 +51,5 @@ def newest_checkpoint(folder: Path) -> int | None:
 def begin_anew(folder: Path) -> None:
     """Set a run without any checkpoint aside: its metrics move to ``metrics.discarded.jsonl``."""
     if (folder / METRICS_FILE).exists():
-        settle(folder, last_step=-1)
+        truncate_after(folder, -1)
         (folder / METRICS_FILE).unlink()

@@ -13,14 +13,20 @@ from typing import Any
 from launcher.checkpoint.store import store_at
 from launcher.cluster.exit import FAILED, INTERRUPTED
 from launcher.cluster.hostfile import read_hostfile
-from launcher.cluster.suspects import hosts_of, suspected_ranks
 from launcher.config.load import load_run_config
 from launcher.config.sections import AUTO, RunConfig
-from launcher.metrics.record import Record
+from launcher.metrics.record import STOP_EVENT, Record
 from launcher.supervise.attempt import Ending, Stop, attempt
 from launcher.supervise.command import TrainingCommand
-from launcher.supervise.hosts import largest_valid, silent_hosts, trusted_hosts, write_hostfile
-from launcher.supervise.progress import begin_anew, last_audit, last_step, last_stop, newest_checkpoint
+from launcher.supervise.hosts import (
+    hosts_of,
+    largest_valid,
+    silent_hosts,
+    suspected_ranks,
+    trusted_hosts,
+    write_hostfile,
+)
+from launcher.supervise.progress import begin_anew, last_event, last_step, newest_checkpoint
 from launcher.supervise.verdict import AGAIN, Judge, Patience, State
 from longctx.errors import DataError
 
@@ -31,9 +37,6 @@ RESTARTS_FILE = "restarts.jsonl"
 HOSTFILE = "hostfile.restart"
 """In the run's folder: the hosts of an attempt on fewer of them."""
 
-Tell = Callable[[str], None]
-"""Says a line to the user."""
-
 
 @dataclass(frozen=True)
 class Supervised:
@@ -42,10 +45,11 @@ class Supervised:
     command: TrainingCommand
     config: RunConfig
     judge: Judge
-    tell: Tell
+    tell: Callable[[str], None]
+    """Says a line to the user."""
 
     @classmethod
-    def of(cls, command: TrainingCommand, patience: Patience, tell: Tell) -> Supervised:
+    def of(cls, command: TrainingCommand, patience: Patience, tell: Callable[[str], None]) -> Supervised:
         """ConfigError if the command's settings make no run."""
         config = load_run_config(list(command.arguments))
         return cls(command, config, Judge(patience, config.last_step, config.checkpoint.every_steps > 0), tell)
@@ -63,7 +67,7 @@ class Supervised:
                 line = self._line(stop)
                 if line is None:
                     return INTERRUPTED
-                earlier = last_stop(self.folder), last_audit(self.folder)
+                earlier = last_event(self.folder)
                 ending = attempt(line.started, stop)
                 if ending.left_behind:
                     self.tell(f"longctx run: ended {ending.left_behind} processes that the launcher had left behind.")
@@ -82,17 +86,16 @@ class Supervised:
                 if stop.wait(seconds):
                     return INTERRUPTED
 
-    def _state(self, earlier: tuple[Record | None, Record | None], line: TrainingCommand) -> State:
-        """What the folder says; ``earlier`` are the stop and the wrong number that it spoke of before the attempt."""
-        stop, audit = last_stop(self.folder), last_audit(self.folder)
-        reason, wrong = None, []
-        if stop is not None and stop != earlier[0]:
-            reason = stop["reason"]
-        if audit is not None and audit != earlier[1]:
+    def _state(self, earlier: Record | None, line: TrainingCommand) -> State:
+        """What the folder says; ``earlier`` is the last event that it spoke of before the attempt."""
+        event, reason, wrong = last_event(self.folder), None, []
+        if event is not None and event != earlier and event["event"] == STOP_EVENT:
+            reason = event["reason"]
+        elif event is not None and event != earlier:
             slots = {}
             if line.hostfile is not None:
                 slots = read_hostfile(line.hostfile)
-            wrong = hosts_of(suspected_ranks(audit), slots, audit["world_size"])
+            wrong = hosts_of(suspected_ranks(event), slots, event["world_size"])
         return State(step=last_step(self.folder), saved=self._saved, stopped=reason, wrong=wrong)
 
     @property
@@ -196,12 +199,10 @@ def begun_anew(line: TrainingCommand, config: RunConfig) -> TrainingCommand:
     return line.resuming(None)
 
 
-def has_checkpoint(store: str, tell: Tell) -> bool:
+def has_checkpoint(store: str, tell: Callable[[str], None]) -> bool:
     """Whether a run's store has a checkpoint: the folder may lie on a disk that is gone. False for ""."""
-    if not store:
-        return False
     try:
-        return bool(store_at(store).committed())
+        return bool(store) and bool(store_at(store).committed())
     except DataError as error:
         # The start will say so too, and refuse to begin anew beside a store that it cannot ask.
         tell(f"longctx run: checkpoint.store: {error}")

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -19,8 +18,7 @@ from launcher.checkpoint.tokenizers import check_same_data, check_same_tokenizer
 from launcher.config.resolved import ResolvedConfig
 from launcher.config.sections import DataSection
 from launcher.metrics.throughput import training_flops
-from launcher.training.data_check import check_data
-from launcher.training.data_fetch import fetch_data
+from launcher.training.data_check import check_data, fetch_data
 from launcher.training.origin import Kind, Origin
 from longctx.chat.carried import tuned_files
 from longctx.config import ModelConfig
@@ -31,32 +29,28 @@ from longctx.tokenizer.load import has_tokenizer
 from parallel.comm.world import on_every_rank
 from parallel.mesh import Mesh
 
-log = logging.getLogger(__name__)
 
-
-class RunData(NamedTuple):
-    """What a run reads."""
-
-    loader: Loader
-    validation: ValidationLoader | None
-    """None if nothing is held out, or the run does not validate."""
-    tokenizer_files: dict[str, bytes]
-    """For the run's checkpoints; on rank 0 alone."""
-
-
-def open_data(config: ResolvedConfig, model: ModelConfig, mesh: Mesh, origin: Origin) -> RunData:
+def open_data(
+    config: ResolvedConfig, model: ModelConfig, mesh: Mesh, origin: Origin
+) -> tuple[Loader, ValidationLoader | None, dict[str, bytes]]:
     """Open what a run reads, fetch and check the files, and go on where ``origin`` stood. Collective.
 
+    Returns the loaders of training and of validation data, None if the run does not validate, and the tokenizer's files
+    for the run's checkpoints, on rank 0 alone.
     ConfigError if the model has too few tokens; DataError for files that are damaged, or differ between ranks, or were
     not made by the tokenizer of the weights that the run goes on from.
     """
     loader, validation = on_every_rank(lambda: _open_loaders(config, model, mesh, origin.kind))
-    _check_files(config, loader, validation)
+    folders = list(loader.folders)
+    if validation is not None:
+        folders += validation.folders
+    fetch_data(folders)
+    check_data(folders, config.data.verify)
     files = on_every_rank(lambda: _tokenizer_files(origin.folder, loader, validation, mesh))
     if origin.order is not None:
         order = origin.order
         on_every_rank(lambda: loader.load_state_dict(order))
-    return RunData(loader, validation, files)
+    return loader, validation, files
 
 
 def _open_loaders(
@@ -74,7 +68,7 @@ def _open_loaders(
     open_folder = partial(ShardSet.open, **opening)
     if origin != "new":
         open_folder = partial(open_for_model, vocab_size=model.vocab_size, **opening)
-    # Ranks of one context group get the same rows: each cuts its own shard out of them (``Run.shard_batch``).
+    # Ranks of one context group get the same rows: each cuts its own shard out of them (``Run.place``).
     cost = None
     if config.data.balance:
         cost = partial(training_flops, model)
@@ -113,38 +107,6 @@ def _validation_data(data: DataSection) -> tuple[str | Path | None, bool]:
     if locate(folder).exists():
         return folder, False
     return None, False
-
-
-def _check_files(config: ResolvedConfig, loader: Loader, validation: ValidationLoader | None) -> None:
-    """Read the files that data.verify asks for; the log says how much that was. Collective.
-
-    What is not here yet is fetched first.
-    """
-    folders = _all_folders(loader, validation)
-    fetch_data(folders)
-    checked = check_data(folders, config.data.verify)
-    log.info(
-        "data.verify=%s: %d shards (%.1f GB); read here against their checksums: %d (%.1f GB).",
-        config.data.verify,
-        checked.files,
-        checked.bytes / 1e9,
-        checked.read_files,
-        checked.read_bytes / 1e9,
-    )
-    if checked.without_sums:
-        log.info(
-            "Built by a release without sums of blocks: %s. What a run reads there cannot be checked as it is read, so "
-            "the files are read before the first step, as with data.verify=start. Build the data again to change that.",
-            " and ".join(checked.without_sums),
-        )
-
-
-def _all_folders(loader: Loader, validation: ValidationLoader | None) -> list[ShardSet]:
-    """Return the shard folders of training and validation."""
-    folders = list(loader.folders)
-    if validation is not None:
-        folders += validation.folders
-    return folders
 
 
 def _tokenizer_files(

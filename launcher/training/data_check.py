@@ -1,34 +1,25 @@
-"""``check_data``: the checksums of a run's shards, each file read by one rank, and the same data on every rank."""
+"""A run's shards before its first step: fetched to every host, read against their checksums, the same on every rank."""
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
+from data_pipeline.shards.copies import LocalCopy
+from data_pipeline.shards.manifest import ShardEntry
 from data_pipeline.shards.reader import ShardSet
+from data_pipeline.shards.stamps import place_of
 from data_pipeline.shards.verify import FolderCheck, Verify, deal
 from longctx.errors import DataError
 from parallel.comm.world import gather_objects, on_every_rank, own_rank
 
 log = logging.getLogger(__name__)
 
+Source = TypeVar("Source", LocalCopy, FolderCheck)
 _SHOWN = 8
 """Damaged files that a message names."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class CheckedData:
-    """What a start had to read of its data."""
-
-    files: int
-    bytes: int
-    """Of all shards."""
-    read_files: int
-    read_bytes: int
-    """Of those that this rank read against their checksums."""
-    without_sums: list[str]
-    """Folders that were read only because reads of them cannot be checked."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,40 +33,53 @@ class _View:
     has_pending: bool
 
 
-def check_data(folders: Sequence[ShardSet], verify: Verify) -> CheckedData:
+def check_data(folders: Sequence[ShardSet], verify: Verify) -> list[ShardEntry]:
     """Read what ``data.verify`` asks for, dealt out over the ranks that see the same files. Collective.
 
-    DataError on every rank when a file is damaged on any, and when ranks see different data under one path.
+    Returns the shards that this rank has read. DataError on every rank when a file is damaged on any, and when ranks
+    see different data under one path.
     """
     checks = on_every_rank(lambda: [FolderCheck(shards.folder, shards.manifest, verify) for shards in folders])
-    views: list[_View] = gather_objects(_view(checks))
-    rank = own_rank()
-    _check_same(folders, views)
     pending = [(check, entry) for check in checks for entry in check.pending]
+    view = _View(
+        data=tuple(check.manifest_hash for check in checks),
+        copy=" ".join(check.view for check in checks),
+        has_pending=bool(pending),
+    )
+    views = gather_objects(view)
+    _check_same(folders, views)
     # Hosts with copies of their own read each theirs; those that see one file system share the reading.
-    readers = [other for other, view in enumerate(views) if view.copy == views[rank].copy]
-    shares = deal([entry.bytes for _, entry in pending], len(readers))
-    own = [pending[number] for number in shares[readers.index(rank)]]
+    own = _own_share(pending, [view.copy for view in views])
     if any(view.has_pending for view in views):
         problems = [check.problem(entry) for check, entry in own]
         # Shares take unequal times: the control group waits for the longest.
-        raise_damage([problem for problem in problems if problem is not None])
+        _raise_damage([problem for problem in problems if problem is not None])
         _keep_stamps(checks)
-    return CheckedData(
-        files=sum(len(check.shards) for check in checks),
-        bytes=sum(entry.bytes for check in checks for entry in check.shards),
-        read_files=len(own),
-        read_bytes=sum(entry.bytes for _, entry in own),
-        without_sums=[str(check.folder) for check in checks if check.lacks_sums],
+    shards, read = [entry for check in checks for entry in check.shards], [entry for _, entry in own]
+    log.info(
+        "data.verify=%s: %d shards (%.1f GB); read here against their checksums: %d (%.1f GB).",
+        verify,
+        len(shards),
+        sum(entry.bytes for entry in shards) / 1e9,
+        len(read),
+        sum(entry.bytes for entry in read) / 1e9,
     )
+    without_sums = [str(check.folder) for check in checks if check.lacks_sums]
+    if without_sums:
+        log.info(
+            "Built by a release without sums of blocks: %s. What a run reads there cannot be checked as it is read, so "
+            "the files are read before the first step, as with data.verify=start. Build the data again to change that.",
+            " and ".join(without_sums),
+        )
+    return read
 
 
-def _view(checks: Sequence[FolderCheck]) -> _View:
-    return _View(
-        data=tuple(check.manifest_hash for check in checks),
-        copy=" ".join(check.view for check in checks),
-        has_pending=any(check.pending for check in checks),
-    )
+def _own_share(shards: Sequence[tuple[Source, ShardEntry]], places: Sequence[str]) -> list[tuple[Source, ShardEntry]]:
+    """Return this rank's of the shards, which are dealt out over the ranks of one of the ``places``, one a rank."""
+    rank = own_rank()
+    readers = [other for other, place in enumerate(places) if place == places[rank]]
+    shares = deal([entry.bytes for _, entry in shards], len(readers))
+    return [shards[number] for number in shares[readers.index(rank)]]
 
 
 def _check_same(folders: Sequence[ShardSet], views: Sequence[_View]) -> None:
@@ -97,7 +101,7 @@ def _check_same(folders: Sequence[ShardSet], views: Sequence[_View]) -> None:
         )
 
 
-def raise_damage(own: list[str]) -> None:
+def _raise_damage(own: list[str]) -> None:
     """DataError on every rank, with the damaged files of all of them."""
     # The first few of each rank: what travels must stay small, however much of a disk is broken.
     found = gather_objects((len(own), own[:_SHOWN]))
@@ -119,3 +123,38 @@ def _keep_stamps(checks: Sequence[FolderCheck]) -> None:
         log.warning(
             "%s\nThe next start will read the data's checksums again (LONGCTX_CACHE names another folder).", error
         )
+
+
+def fetch_data(folders: Sequence[ShardSet]) -> None:
+    """Bring what is missing of copies, dealt out over the ranks that share a cache. Collective.
+
+    DataError on every rank when an object is missing or damaged, and before anything is fetched where a host has no
+    room for all. What came before an error is kept.
+    """
+    copies = [shards.copy for shards in folders if shards.copy is not None]
+    missing = [(copy, entry) for copy in copies for entry in copy.missing()]
+    # On every rank, also where nothing is a copy: hosts may have folders of their own.
+    caches = gather_objects(" ".join(f"{place_of(copy.folder)} {copy.folder.resolve()}" for copy in copies))
+    if not any(caches):
+        return
+    on_every_rank(lambda: _check_room(copies))
+    # Ranks that share a cache miss the same shards: all have looked before the first one fetches.
+    _raise_damage(_fetch(_own_share(missing, caches)))
+    # Another run may fetch into the same cache, and fail: what is still missing is taken here.
+    _raise_damage(_fetch([(copy, entry) for copy in copies for entry in copy.missing()]))
+
+
+def _check_room(copies: Sequence[LocalCopy]) -> None:
+    for copy in copies:
+        copy.check_room()
+
+
+def _fetch(shards: Sequence[tuple[LocalCopy, ShardEntry]]) -> list[str]:
+    """Fetch shards, one after the other; what is wrong with the first that cannot be."""
+    for number, (copy, entry) in enumerate(shards, start=1):
+        try:
+            copy.bring(entry)
+        except DataError as error:
+            return [str(error)]
+        log.info("fetched %s of %s (%d of %d here)", entry.file, copy.origin, number, len(shards))
+    return []

@@ -8,39 +8,17 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from multiprocessing.pool import ThreadPool
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
-from data_pipeline.loader import Taken
+from data_pipeline.loader import Loader, Taken
 from data_pipeline.rows.batches import Place
 from longctx.compact_batch import CompactBatch
 from parallel.schedule.degrees import Degrees, degrees_of
 
 _PATIENCE_SECONDS = 5.0
 """How long an end waits for the thread: a disk that hangs must not keep a failing rank from saying so."""
-
-
-class StepLoader(Protocol):
-    """What a feed reads: ``data_pipeline.loader.Loader``."""
-
-    @property
-    def micro_batches_per_step(self) -> int:
-        """Micro-batches of one step."""
-        ...
-
-    @property
-    def tokens_consumed(self) -> int:
-        """Tokens of all completed steps."""
-        ...
-
-    def claim(self) -> Callable[[Place], Taken]:
-        """What reads this rank's part of the next micro-batch, in any thread."""
-        ...
-
-    def state_dict(self) -> dict[str, Any]:
-        """Where the last completed step ended."""
-        ...
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,13 +41,6 @@ class StepData:
     """How each micro-batch lies on its ranks; none where nobody asked for it."""
 
 
-@dataclass(frozen=True)
-class _Failure:
-    """What the thread could not go on from."""
-
-    error: BaseException
-
-
 class StepFeed:
     """Gives step after step; the next one is prepared meanwhile.
 
@@ -79,7 +50,7 @@ class StepFeed:
 
     def __init__(
         self,
-        loader: StepLoader,
+        loader: Loader,
         place: Place,
         *,
         num_steps: int,
@@ -100,7 +71,7 @@ class StepFeed:
         self._measure = measure
         self._loader, self._place, self._device = loader, place, device
         self._num_steps, self._given = num_steps, 0
-        self._ready: queue.SimpleQueue[StepData | _Failure] = queue.SimpleQueue()
+        self._ready: queue.SimpleQueue[StepData | BaseException] = queue.SimpleQueue()
         self._room = threading.Semaphore(prefetch_steps)
         self._prefetches = prefetch_steps > 0
         self._num_workers = workers
@@ -126,14 +97,14 @@ class StepFeed:
         """The next step's data, and the seconds that it was waited for; raises what preparing it raised."""
         started = time.perf_counter()
         if self._given >= self._num_steps or not self._prefetches:
-            step: StepData | _Failure = self._prepare()
+            step: StepData | BaseException = self._prepare()
         else:
             self._start()
             step = self._ready.get()
             self._room.release()
-        if isinstance(step, _Failure):
+        if isinstance(step, BaseException):
             self.close()
-            raise step.error
+            raise step
         self._given += 1
         self._last = step
         return step, time.perf_counter() - started
@@ -169,7 +140,7 @@ class StepFeed:
                     return
                 self._ready.put(self._prepare())
         except BaseException as error:  # whatever it is, the main thread raises it
-            self._ready.put(_Failure(error))
+            self._ready.put(error)
 
     def _begin_thread(self, threads: int) -> None:
         # PyTorch would give a new thread all of the machine's cores, which its ranks share.

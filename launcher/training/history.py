@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import statistics
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from longctx.errors import CheckpointError
@@ -32,7 +32,8 @@ class History:
 
     def taken(self, loss: float, norm: float) -> History:
         """After a step that was taken."""
-        return replace(self, losses=_moved(self.losses, loss), norms=_moved(self.norms, norm), in_row=0)
+        losses, norms = (*self.losses, loss)[-WINDOW:], (*self.norms, norm)[-WINDOW:]
+        return replace(self, losses=losses, norms=norms, in_row=0)
 
     def left_out(self) -> History:
         """After a step that was left out."""
@@ -57,12 +58,7 @@ class History:
 
     def state(self) -> dict[str, Any]:
         """As a checkpoint has it."""
-        return {
-            "losses": list(self.losses),
-            "norms": list(self.norms),
-            "skipped": self.skipped,
-            "in_row": self.in_row,
-        }
+        return asdict(self)
 
     @classmethod
     def of(cls, training: dict[str, Any]) -> History:
@@ -88,12 +84,3 @@ class History:
         ):
             raise CheckpointError("the checkpoint's history is damaged: a run keeps up to 128 losses and norms.")
         return history
-
-
-def _moved(window: tuple[float, ...], value: float) -> tuple[float, ...]:
-    """The window one step further."""
-    return (*window, value)[-WINDOW:]
-
-
-NO_HISTORY = History()
-"""Before the first step."""

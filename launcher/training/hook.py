@@ -64,10 +64,6 @@ class Step:
         """
         self._refusals.append((why, when))
 
-    def accepts(self, norm: float) -> bool:
-        """Whether the update is made with a gradient of this norm."""
-        return not self.refused(norm)
-
     def refused(self, norm: float) -> str:
         """Return why an update with a gradient of this norm is refused; empty if it is not."""
         return next((why for why, when in self._refusals if when(norm)), "")

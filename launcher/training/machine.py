@@ -11,10 +11,10 @@ from launcher.config.resolve import Machine
 from launcher.config.resolved import AUTO, ResolvedConfig
 from launcher.config.sections import RunConfig
 from launcher.plan.estimate import HEADROOM, fits, peak_bytes
-from launcher.plan.hardware import Hardware
+from launcher.plan.hardware import Hardware, load_hardware
 from launcher.plan.memory import gib
 from launcher.plan.world import World
-from launcher.training.planned import hardware_of
+from launcher.training.start import find_hardware
 from longctx.kernels.memory import available_bytes
 from longctx.kernels.processor import has_native_bfloat16
 from longctx.kernels.regions import missing_for_compiling
@@ -34,15 +34,12 @@ def machine_of_ranks(machine: Machine, config: RunConfig, mesh: Mesh, device: to
     """The ``machine`` with what the rest of ``config`` depends on: compilers and free memory. Collective."""
     wish = config.train.compile
     if wish == "on" or (wish == AUTO and machine.device_type != "cpu"):
-        machine = dataclasses.replace(machine, compile_problem=_compile_problem(device))
+        problems = gather_objects(missing_for_compiling(device.type))
+        first = next((f"on rank {rank} {problem}" for rank, problem in enumerate(problems) if problem), "")
+        machine = dataclasses.replace(machine, compile_problem=first)
     if config.train.chunk_tokens == AUTO:
         machine = _with_memory(machine, mesh, device)
     return machine
-
-
-def _compile_problem(device: torch.device) -> str:
-    problems = gather_objects(missing_for_compiling(device.type))
-    return next((f"on rank {rank} {problem}" for rank, problem in enumerate(problems) if problem), "")
 
 
 def _with_memory(machine: Machine, mesh: Mesh, device: torch.device) -> Machine:
@@ -54,7 +51,7 @@ def _with_memory(machine: Machine, mesh: Mesh, device: torch.device) -> Machine:
     # Read once, and by the rank that asks: a profile that was measured lies in the working folder of rank 0.
     @cache
     def hardware() -> Hardware:
-        profile, _ = hardware_of(device_name(device))
+        profile = find_hardware(device_name(device)) or load_hardware("h100")
         # What a program takes is taken already.
         return dataclasses.replace(profile, memory_bytes=on_device, host_memory_bytes=on_host, process_bytes=0)
 

@@ -10,7 +10,6 @@ import torch
 from data_pipeline.rows.batches import Share
 from launcher.config.resolved import ResolvedConfig
 from launcher.config.side_by_side import padded_documents, padded_tokens
-from launcher.training.compiling import compiler_of
 from longctx.batch import PackedDocuments, Stream
 from longctx.model.experts.dispatch import TokenDispatcher
 from longctx.model.training_pass import Execution
@@ -84,3 +83,10 @@ def shard_batch(batch: Tokens, config: ResolvedConfig, mesh: Mesh) -> Tokens:
     layout = build_layout(config, mesh, batch.documents)
     shard = batch.map_tokens(lambda x: layout.split(x, mesh.context_rank, 1))
     return dataclasses.replace(shard, placement=layout)
+
+
+def compiler_of(config: ResolvedConfig) -> str | None:
+    """``Execution.compiler`` of a config."""
+    if config.train.compile == "on":
+        return "inductor"
+    return None

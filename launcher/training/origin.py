@@ -56,6 +56,11 @@ class Origin:
     begins_again: bool = False
     """Whether an earlier start of the run has recorded something, and ended before its first checkpoint."""
 
+    @property
+    def goes_on(self) -> bool:
+        """Whether the run's folder holds what an earlier start of it did."""
+        return self.kind == "resumed" or self.begins_again
+
 
 def find_origin(config: RunConfig, model: ModelConfig, run_folder: Path) -> Origin:
     """Find what the run goes on from, and check that its model is the run's; nothing is read but manifests. Collective.
@@ -95,7 +100,6 @@ def _begins(resume: str, run_folder: Path, store: Store) -> bool:
 
 
 def _resumed(folder: Path, model: ModelConfig) -> Origin:
-    """A checkpoint to go on from."""
     reader = CheckpointReader(folder)
     check_model(reader, model)
     check_tensors(reader)

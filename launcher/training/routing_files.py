@@ -20,7 +20,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from launcher.training.expert_record import expert_layers
+from launcher.metrics.expert_load import expert_layers
 from longctx.config import ModelConfig
 from longctx.errors import ConfigError, DataError
 from longctx.files import replaced_file

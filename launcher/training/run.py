@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -16,14 +16,14 @@ from data_pipeline.rows.batches import Share
 from launcher.checkpoint.saver import Saver, run_saver
 from launcher.cluster.stopping import Stop
 from launcher.config.resolved import ResolvedConfig
-from launcher.training.expert_record import expert_layers
+from launcher.metrics.expert_load import expert_layers
 from launcher.training.feed import StepData, StepFeed
-from launcher.training.history import NO_HISTORY, History
-from launcher.training.model import shard_batch, share_of
-from launcher.training.origin import Kind
-from launcher.training.planned import Expected
+from launcher.training.history import History
+from launcher.training.model import share_of
+from launcher.training.origin import Origin
 from launcher.training.routing_files import RoutingFiles
-from longctx.batch import Batch, PackedDocuments
+from launcher.training.start import Expected
+from longctx.batch import PackedDocuments
 from longctx.config import ModelConfig
 from parallel.mesh import Mesh
 from parallel.zero.engine import ZeroEngine
@@ -37,7 +37,7 @@ class Progress:
     """Optimiser steps taken."""
     expert_load_LE: Tensor | None = None
     """How many tokens chose each expert in the last step; None before the first, and in a dense model."""
-    history: History = NO_HISTORY
+    history: History = field(default_factory=History)
     """What the steps before say of the next one."""
     stop_asked: bool = False
     """Whether any rank has been asked to stop: the run ends here."""
@@ -73,9 +73,7 @@ class Run:
     """None where the run never validates."""
     engine: ZeroEngine
     routing: RoutingFiles
-    origin: Kind
-    begins_again: bool
-    """Whether an earlier start of it left metrics and no checkpoint: these are set aside."""
+    origin: Origin
     model_type: str | None
     """Hugging Face's type of the model that the weights came from, which an export keeps; None of new weights."""
     progress: Progress
@@ -119,10 +117,6 @@ class Run:
     def place(self, documents: PackedDocuments) -> Share:
         """Which tokens of a micro-batch with these documents are this rank's."""
         return share_of(documents, self.config, self.mesh)
-
-    def shard_batch(self, batch: Batch) -> Batch:
-        """This rank's tokens of a micro-batch that did not come from a loader, where the batch is: on the CPU."""
-        return shard_batch(batch, self.config, self.mesh)
 
     def first_tokens(self, rows: Sequence[int]) -> tuple[int, ...]:
         """The indices, among all tokens of a step, of the first ones of its rows of these numbers."""

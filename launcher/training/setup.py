@@ -2,27 +2,33 @@
 
 from __future__ import annotations
 
+import logging
 from dataclasses import replace
 
 import torch
 
 from data_pipeline.loader import Loader
+from launcher.checkpoint.load import load_checkpoint, load_weights
 from launcher.cluster.stopping import Stop
 from launcher.config.resolve import Choice, Data, Machine, resolve, settle
 from launcher.config.resolved import AUTO, ResolvedConfig
 from launcher.config.sections import RunConfig
+from launcher.config.zero import zero_options
 from launcher.training.data import leaves_remainders, open_data
+from launcher.training.history import History
 from launcher.training.machine import device_of_ranks, machine_of_ranks
-from launcher.training.origin import converted, find_origin, hf_type
+from launcher.training.model import build_task
+from launcher.training.origin import Origin, converted, find_origin, hf_type
 from launcher.training.place import prepare_place
 from launcher.training.routing_files import RoutingFiles
-from launcher.training.run import Run
+from launcher.training.run import Progress, Run
 from launcher.training.start import say_choice, say_start
-from launcher.training.weights import build_engine, set_weights
 from longctx.config import ModelConfig
 from parallel.comm.world import on_every_rank, on_rank_0
 from parallel.mesh import Mesh
 from parallel.runtime.spans import begin
+from parallel.zero.engine import ZeroEngine
+from parallel.zero.optimizer import OptimizerOptions
 
 
 def build_run(asked: RunConfig, device: torch.device, stop: Stop | None = None) -> Run:
@@ -64,8 +70,10 @@ def build_run(asked: RunConfig, device: torch.device, stop: Stop | None = None) 
     progress = set_weights(origin, engine, model, seed=config.run.seed)
 
     # Last, because only now the steps that this process takes are known.
-    goes_on = origin.kind == "resumed" or origin.begins_again
-    routing = _open_routing(config, model, first_step=progress.step + 1, resumes=goes_on)
+    train = config.train
+    routing = RoutingFiles(train.record_routing, train.replay_routing, model, train.tokens_per_step)
+    steps = range(progress.step + 1, config.last_step + 1)
+    on_every_rank(lambda: routing.prepare(steps, resumes=origin.goes_on))
     return Run(
         config=config,
         model=model,
@@ -76,8 +84,7 @@ def build_run(asked: RunConfig, device: torch.device, stop: Stop | None = None) 
         validation=validation,
         engine=engine,
         routing=routing,
-        origin=origin.kind,
-        begins_again=origin.begins_again,
+        origin=origin,
         model_type=hf_type(origin),
         progress=progress,
         tokenizer_files=tokenizer_files,
@@ -97,9 +104,53 @@ def _resolved(
     return resolve(settled, machine, data, say=choices.append), choices
 
 
-def _open_routing(config: ResolvedConfig, model: ModelConfig, *, first_step: int, resumes: bool) -> RoutingFiles:
-    """Return the files that the run's routing is recorded in and replayed from. Collective."""
+log = logging.getLogger(__name__)
+
+
+def build_engine(config: ResolvedConfig, mesh: Mesh, *, accumulation: int) -> ZeroEngine:
+    """Return the model over the mesh's ranks, under ZeRO; its weights are unset."""
     train = config.train
-    routing = RoutingFiles(train.record_routing, train.replay_routing, model, train.tokens_per_step)
-    on_every_rank(lambda: routing.prepare(range(first_step, config.last_step + 1), resumes=resumes))
-    return routing
+    options = OptimizerOptions(
+        betas=(train.beta1, train.beta2), eps=train.eps, weight_decay=train.weight_decay, clip_norm=train.clip_norm
+    )
+    return ZeroEngine(
+        build_task(config, mesh),
+        stage=config.zero.stage,
+        dtype=config.dtype,
+        accumulation=accumulation,
+        options=options,
+        zero=zero_options(config.zero),
+    )
+
+
+def set_weights(origin: Origin, engine: ZeroEngine, model: ModelConfig, *, seed: int) -> Progress:
+    """Set the weights: from a run's checkpoint with its moments, from other weights, or drawn. Collective.
+
+    Returns where the run stands.
+    """
+    if origin.kind == "resumed":
+        return _resume(origin, engine, model)
+    if origin.kind == "started":
+        _start(origin, engine, model)
+    else:
+        engine.initialize(seed)
+    return Progress()
+
+
+def _resume(origin: Origin, engine: ZeroEngine, model: ModelConfig) -> Progress:
+    """Take weights and moments from a checkpoint; return where its run stood. Collective."""
+    assert origin.folder is not None
+    training = load_checkpoint(origin.folder, engine, model).manifest["training"]
+    load_LE = None
+    if training.get("expert_load"):
+        load_LE = torch.tensor(training["expert_load"])
+    log.info("Resumed from %s at step %d.", origin.folder, origin.step)
+    due = bool(training.get("validation_due", False))
+    return Progress(step=origin.step, expert_load_LE=load_LE, history=History.of(training), validation_due=due)
+
+
+def _start(origin: Origin, engine: ZeroEngine, model: ModelConfig) -> None:
+    """Take a checkpoint's weights and nothing else. Collective."""
+    assert origin.folder is not None
+    load_weights(origin.folder, engine, model)
+    log.info("Started from the weights of %s.", origin.folder)

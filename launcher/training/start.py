@@ -2,22 +2,33 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import shutil
+from dataclasses import dataclass
+from pathlib import Path
 
+import psutil
 import torch
 
 from data_pipeline.loader import Loader
 from launcher.config.resolve import Choice
 from launcher.config.resolved import ResolvedConfig
 from launcher.config.side_by_side import padded_documents
-from launcher.plan.memory import free_bytes, memory_of_rank
+from launcher.metrics.record import Record
+from launcher.plan.estimate import estimate_ranks
+from launcher.plan.hardware import FOLDER, MEASURED, MEASURED_FILE, Hardware, load_hardware
+from launcher.plan.memory import free_bytes, gib, memory_of_rank
+from launcher.plan.seconds import StepSeconds, slowest
 from launcher.plan.world import World
+from launcher.plan.zero import StepBytes
 from launcher.training.model import build_layout
 from launcher.training.origin import Origin
-from launcher.training.planned import Expected, check_planned_memory, expect
 from launcher.training.summary import Start, summary, warnings
+from launcher.wording import short_duration
+from longctx.batch import PackedDocuments
 from longctx.config import ModelConfig
+from longctx.errors import ConfigError
 from parallel.mesh import Mesh
 from parallel.runtime.device import device_name
 from parallel.schedule.degrees import Degrees, degrees_of
@@ -81,3 +92,109 @@ def first_degrees(config: ResolvedConfig, mesh: Mesh, loader: Loader) -> list[De
         padded = padded_documents(config, documents)
         found.append(degrees_of(build_layout(config, mesh, padded), padded))
     return found
+
+
+@dataclass(frozen=True, kw_only=True)
+class Expected:
+    """One step of the rank that needs most, and of the one that takes longest."""
+
+    hardware: str
+    bytes: StepBytes
+    host_bytes: int
+    """Of the machine's memory, for each rank, beside a GPU's own."""
+    seconds: StepSeconds | None
+    """None on a GPU that no profile describes."""
+    steps: int
+    """That this process takes."""
+
+    def line(self) -> str:
+        """One line for the log."""
+        b = self.bytes
+        parts = {
+            "program": b.process,
+            "weights": b.weights + b.gathered,
+            "gradients": b.gradients + b.reduction,
+            "optimizer": b.optimizer,
+            "kept": b.kept,
+            "passing": b.passing,
+        }
+        told = ", ".join(f"{name} {gib(size)}" for name, size in parts.items() if size)
+        line = f"Plan: {gib(b.peak)} a rank at the peak ({told})"
+        if self.host_bytes:
+            line += f", {gib(self.host_bytes)} on its host"
+        if self.seconds is None:
+            return f"{line}; no profile says how fast {self.hardware} is."
+        total = self.seconds.total
+        return f"{line}; {total:.3g} s a step, {short_duration(total * self.steps)} for all steps, as {self.hardware}."
+
+    def record(self, step: int) -> Record:
+        """The same for metrics.jsonl."""
+        found: Record = {
+            "kind": "event",
+            "event": "plan",
+            "step": step,
+            "hardware": self.hardware,
+            "peak_bytes": self.bytes.peak,
+            "bytes": dataclasses.asdict(self.bytes),
+            "host_bytes": self.host_bytes,
+        }
+        if self.seconds is not None:
+            found |= {"step_seconds": self.seconds.total, "seconds": dataclasses.asdict(self.seconds)}
+        return found
+
+
+def expect(
+    config: ResolvedConfig, world: World, documents: PackedDocuments, *, device_name: str, steps: int
+) -> Expected:
+    """The arithmetic for a settled ``config``; ``documents`` are those of a micro-batch on this rank's context group.
+
+    ``device_name`` is "cpu" or a GPU's name.
+    """
+    known = find_hardware(device_name)
+    # Bytes do not depend on how fast a GPU is.
+    hardware = known or load_hardware("h100")
+    if hardware.device_type == "cpu":
+        resident = psutil.Process().memory_info().rss
+        hardware = dataclasses.replace(hardware, process_bytes=max(resident, hardware.process_bytes))
+    ranks, host_bytes = estimate_ranks(config, world, hardware, documents)
+    seconds, name = None, device_name
+    if known is not None:
+        seconds, name = slowest([rank.seconds for rank in ranks]), known.name
+    largest = max((rank.bytes for rank in ranks), key=lambda of_rank: of_rank.peak)
+    return Expected(hardware=name, bytes=largest, host_bytes=host_bytes, seconds=seconds, steps=steps)
+
+
+def find_hardware(device_name: str) -> Hardware | None:
+    """The profile of a run's devices: the one that ``measure`` left in the working folder, else a shipped one.
+
+    None for a GPU that neither describes. ConfigError where the measured one cannot be read.
+    """
+    device_type = "cuda"
+    if device_name == "cpu":
+        device_type = "cpu"
+    if Path(MEASURED_FILE).is_file():
+        measured = load_hardware(MEASURED)
+        if measured.device_type == device_type:
+            return measured
+    if device_type == "cpu":
+        return load_hardware("cpu")
+    shipped = sorted(path.stem for path in FOLDER.glob("*.toml") if path.stem != "cpu")
+    return next((load_hardware(stem) for stem in shipped if stem.upper() in device_name.upper()), None)
+
+
+def check_planned_memory(config: ResolvedConfig, expected: Expected, *, ranks_here: int, free_bytes: int) -> None:
+    """ConfigError where a rank's peak is more than is free; ``free_bytes`` are a GPU's, or for all ranks."""
+    if not config.run.memory_check:
+        return
+    needs, whose = expected.bytes.peak, "on its GPU"
+    if expected.bytes.process:
+        # What the ranks hold already is not among what is free.
+        needs, whose = ranks_here * (needs - expected.bytes.process), f"for the {ranks_here} of this machine"
+    if needs <= free_bytes:
+        return
+    raise ConfigError(
+        f"This run does not fit: its plan comes to {gib(expected.bytes.peak)} a rank at the peak, and "
+        f"{gib(free_bytes)} are free {whose}.\n{expected.line()}\n"
+        "`longctx plan --search` with the same config finds settings that fit. --run.memory_check false starts all the "
+        "same."
+    )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
@@ -9,6 +10,8 @@ from typing import Any, TypeVar
 
 from torch import Tensor
 
+from launcher.config.sections import TrainSection
+from launcher.metrics.expert_load import max_violation, mean_violation
 from launcher.metrics.record import Record
 from launcher.metrics.throughput import (
     mfu,
@@ -17,11 +20,9 @@ from launcher.metrics.throughput import (
     tokens_per_second,
     training_flops,
 )
-from launcher.training.expert_record import expert_record
 from launcher.training.feed import StepData
 from launcher.training.hook import Step, StepHook
 from launcher.training.hooks import step_hooks
-from launcher.training.learning_rate import learning_rate
 from launcher.training.run import Progress, Run
 from launcher.training.totals import StepSums, StepTotals
 from longctx.errors import GradientError
@@ -75,7 +76,7 @@ class TrainStep:
             for hook in self.hooks:
                 hook.before_update(step)
             try:
-                step.grad_norm = run.engine.step(step.lr, step.accepts)
+                step.grad_norm = run.engine.step(step.lr, lambda norm: not step.refused(norm))
             except GradientError as error:
                 # Its frames hold the step's tensors.
                 step.failure = error.with_traceback(None)
@@ -190,3 +191,39 @@ def _speed(run: Run, counts: Counts, totals: StepTotals, *, seconds: float, wait
         "model_tflops": model_tflops(totals.flops, seconds, num_devices=world_size),
         "mfu": mfu(totals.flops, seconds, peak_flops),
     }
+
+
+def expert_record(totals: StepTotals, layers: Sequence[int], num_tokens: int) -> Record:
+    """The fields of a train record about experts, empty lists in a dense model. Formulas: ``docs/run-folder.md``.
+
+    ``num_tokens`` is the step's, without padding.
+    """
+    loads, routers = totals.counts_LE.tolist(), totals.diagnostics
+    # A step of nothing but padding divides by 1, not by 0.
+    tokens = max(1, num_tokens)
+    chosen_L = totals.counts_LE.sum(1).clamp(min=1)
+    balance_loss = router_z_loss = None
+    if loads:
+        balance_loss = totals.sums["balance"] / tokens / len(loads)
+        router_z_loss = totals.sums["router_z"] / tokens
+    return {
+        "balance_loss": balance_loss,
+        "router_z_loss": router_z_loss,
+        "expert_layers": list(layers),
+        "expert_load": loads,
+        "expert_max_violation": [max_violation(counts) for counts in loads],
+        "expert_mean_violation": [mean_violation(counts) for counts in loads],
+        "expert_dropped_share": (routers.dropped_assignments / chosen_L).tolist(),
+        "router_entropy": (routers.entropy / tokens).tolist(),
+        "router_logit_rms": (routers.squared_logits / tokens).sqrt().tolist(),
+    }
+
+
+def learning_rate(step: int, train: TrainSection) -> float:
+    """Rate of the ``step``-th step (from 1): linear warm-up, then a cosine from ``lr`` to ``final_lr_ratio`` of it."""
+    if step <= train.warmup_steps:
+        return train.lr * step / train.warmup_steps
+    # max(1, …): a run that is all warm-up has no cosine to divide.
+    progress = (step - train.warmup_steps) / max(1, train.steps - train.warmup_steps)
+    floor = train.final_lr_ratio
+    return train.lr * (floor + (1 - floor) * 0.5 * (1 + math.cos(math.pi * min(1.0, progress))))

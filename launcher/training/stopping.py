@@ -113,7 +113,6 @@ class Stopping:
 
 
 def _event(reason: Reason, step: int) -> Record:
-    """The stop as a record."""
     return {
         "kind": "event",
         "event": STOP_EVENT,

@@ -71,7 +71,6 @@ def summary(start: Start) -> list[str]:
 
 
 def _model(start: Start) -> str:
-    """The model's size and experts."""
     model = start.model
     counts = count_parameters(model)
     line = f"Model: {_short(sum(counts.values()))} parameters"
@@ -113,7 +112,6 @@ def _origin(start: Start) -> list[str]:
 
 
 def _ranks(start: Start) -> str:
-    """The mesh, and how ranks divide the work."""
     config, mesh = start.config, start.mesh
     rows = config.parallel.layout
     if mesh.context > 1:
@@ -143,7 +141,6 @@ def _side_by_side(start: Start) -> list[str]:
 
 
 def _memory(start: Start) -> str:
-    """Bytes a rank, beside what the machine has."""
     need, here = start.memory, plural(start.mesh.ranks_per_node, "rank")
     if start.device != "cpu":
         here = "each"
@@ -175,7 +172,6 @@ def _stages(start: Start) -> list[str]:
 
 
 def _steps(start: Start) -> str:
-    """Steps to come, their rows and tokens, and the learning rate."""
     config, train = start.config, start.config.train
     each = f"{plural(config.rows_per_step, 'row')} of {config.data.seq_len:,} tokens"
     micro_batches = plural(config.accumulation(start.mesh.world_size), "micro-batch").replace("batchs", "batches")
@@ -214,7 +210,6 @@ def _sources(forecast: Forecast) -> str:
 
 
 def _checkpoints(start: Start) -> str:
-    """Checkpoints to come, and their size."""
     line = f"Checkpoints: {start.num_checkpoints} to come, {gib(start.checkpoint_bytes)} each"
     if start.config.checkpoint.keep_last:
         line += f"; the newest {start.config.checkpoint.keep_last} stay"

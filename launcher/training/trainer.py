@@ -7,7 +7,6 @@ import logging
 import math
 from collections.abc import Mapping
 from contextlib import closing
-from pathlib import Path
 from typing import Any
 
 from launcher.checkpoint.folder import remove_leftovers, set_aside_newer
@@ -16,17 +15,16 @@ from launcher.metrics.record import DISCARDED_FILE, METRICS_FILE, Record, missin
 from launcher.metrics.trackers.thread import Trackers, open_trackers
 from launcher.metrics.writer import Lines, RecordWriter
 from launcher.run_folder import write_config_and_environment
+from launcher.training.hooks.message_sums import settle_validation
 from launcher.training.hooks.plan import PlanWatch, checked_line
 from launcher.training.hooks.replicas import ReplicaWatch
-from launcher.training.messages import settle_between_steps
 from launcher.training.run import Progress, Run
-from launcher.training.sample import Sampler
 from launcher.training.step import TrainStep
 from launcher.training.stopping import Stopping, agree_on_stop
-from launcher.training.validation import validate
+from launcher.training.validation import Sampler, validate
 from longctx.checkpoint_format import list_checkpoints
 from longctx.errors import TrainingError
-from parallel.comm.world import broadcast_object, on_every_rank
+from parallel.comm.world import broadcast_object, on_rank_0
 
 log = logging.getLogger(__name__)
 
@@ -70,13 +68,11 @@ class Trainer:
             run.folder, lines, is_rank_0=run.is_rank_0, trackers=_open_trackers(run, self.progress.step)
         )
         with closing(run.feed), records as writer:
-            if run.origin == "resumed":
+            if run.origin.kind == "resumed":
                 writer.write({"kind": "event", "event": "resume", "step": self.progress.step})
-            record = run.expected.record(self.progress.step)
-            if record is not None:
-                writer.write(record)
+            writer.write(run.expected.record(self.progress.step))
             # The first point of the curve: what the weights can do before this run changes them.
-            if config.validation.rows and (run.origin == "started" or self.progress.validation_due):
+            if config.validation.rows and (run.origin.kind == "started" or self.progress.validation_due):
                 self._validate(writer)
             while self.progress.step < last and not self.progress.stop_asked:
                 self._take_recorded_step(writer)
@@ -105,8 +101,8 @@ class Trainer:
         """Let the folder's history end where this process begins, and give it this process's config."""
         run = self.run
         # Only here: everything that could refuse this start has agreed to it, and a refused one changes no file.
-        if run.origin == "resumed" or run.begins_again:
-            on_every_rank(lambda: _rewind_on_rank_0(run, self.progress.step))
+        if run.origin.goes_on:
+            on_rank_0(lambda: _rewind(run, self.progress.step))
         if run.is_rank_0:
             write_config_and_environment(run.folder, run.config, run.mesh, run.engine.num_parameters)
         run.saver.kept.begin()
@@ -142,7 +138,7 @@ class Trainer:
             source_names=run.validation.source_names,
             stops=lambda: self.progress.stop_asked or agree_on_stop(run.stop),
         )
-        settle_between_steps(run, "the validation", self.progress.step)
+        settle_validation(run, self.progress.step)
         # A stop is not kept waiting: the process that goes on validates first.
         self.progress = dataclasses.replace(self.progress, stop_asked=record is None, validation_due=record is None)
         if record is None:
@@ -155,7 +151,6 @@ class Trainer:
         writer.write({**record, "step": self.progress.step})
 
     def _compare_with_plan(self, writer: RecordWriter) -> None:
-        """Record what the plan was wrong by."""
         plan = self._train_step.hook(PlanWatch)
         if plan is not None:
             compared = plan.compared(self.progress.step)
@@ -185,7 +180,7 @@ def _open_trackers(run: Run, step: int) -> Trackers:
     if not run.is_rank_0:
         return Trackers()
     first_step = 0
-    if run.origin == "resumed":
+    if run.origin.kind == "resumed":
         first_step = step + 1
     return open_trackers(
         config.run.trackers,
@@ -235,15 +230,18 @@ def _finish(run: Run, step: int) -> bool:
     return is_in_store
 
 
-def _rewind_on_rank_0(run: Run, step: int) -> None:
-    if not run.is_rank_0:
-        return
-    if not run.begins_again:
-        rewind(run.folder, step)
+def _rewind(run: Run, step: int) -> None:
+    """Set aside what a run did after this step: it will be done anew. The process may be killed at any point."""
+    if run.origin.begins_again:
+        # Also what was recorded of step 0.
+        step = -1
+    remove_leftovers(run.folder)
+    # Checkpoints go first: metrics may be newer than the newest checkpoint, never older.
+    set_aside_newer(run.folder, step)
+    moved = truncate_after(run.folder, step)
+    if not run.origin.begins_again:
         _say_missing_rows(run, step)
         return
-    # Also what was recorded of step 0.
-    moved = rewind(run.folder, -1)
     log.info(
         "An earlier start of this run ended before its first checkpoint: the run begins anew, and %d lines of %s went "
         "to %s.",
@@ -273,14 +271,3 @@ def _say_missing_rows(run: Run, step: int) -> None:
 
 _MISSING_NAMED = 5
 """Gaps that a warning names."""
-
-
-def rewind(folder: Path, step: int) -> int:
-    """Set aside what a run did after this step: it will be done anew. Returns how many lines of metrics moved.
-
-    The process may be killed at any point.
-    """
-    remove_leftovers(folder)
-    # Checkpoints go first: metrics may be newer than the newest checkpoint, never older.
-    set_aside_newer(folder, step)
-    return truncate_after(folder, step)

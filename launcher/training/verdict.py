@@ -1,13 +1,11 @@
-"""How a run ends if a number was wrong: the event and the way out that audit, replicas and messages share."""
+"""How a run ends if a number was wrong: the event and the way out that hooks share."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
-from launcher.cluster.suspects import AUDIT_EVENT
-from launcher.metrics.record import Record
+from launcher.metrics.record import AUDIT_EVENT, Record
 from launcher.training.run import Run
 from longctx.checkpoint_format import list_checkpoints
 
@@ -21,13 +19,18 @@ def newest_checkpoint(run: Run, *, without: str = "") -> Path | None:
     return next((path for path in reversed(list_checkpoints(run.folder)) if path.name != without), None)
 
 
-def suspicion(ranks: Sequence[int], hosts: Sequence[str], what: str, **details: Any) -> Record:
-    """Return one finding of the event: ranks of which one is at fault, the host of each, and what was wrong."""
-    return {"ranks": list(ranks), "hosts": list(hosts), "what": what, **details}
+def way_out(checkpoint: Path | None) -> str:
+    """Return how to go on from a checkpoint, None if there is none; without the end of the sentence."""
+    if checkpoint is None:
+        return "There is no checkpoint yet: start again"
+    return f"Go on from the newest checkpoint, {checkpoint} (--run.resume latest)"
 
 
 def wrong_number(run: Run, step: int, findings: Sequence[Record]) -> Record:
-    """Return the event of the run's metrics, by which ``longctx run`` knows whom to leave out."""
+    """Return the event of the run's metrics, by which ``longctx run`` knows whom to leave out.
+
+    Each finding has ``ranks`` of which one is at fault, the ``hosts`` of these, and ``what`` was wrong.
+    """
     return {
         "kind": "event",
         "event": AUDIT_EVENT,

@@ -14,15 +14,15 @@ from torch import Tensor
 
 from launcher.config.resolved import ResolvedConfig
 from launcher.verification.choices import RouterState, recorded_routers
+from launcher.verification.compare import StepState
 from launcher.verification.rows import micro_batch
-from launcher.verification.state import StepState
 from longctx.batch import Batch
 from longctx.model.decoder import Decoder
 from longctx.model.experts.balance import load_share, move_selection_bias_
 from longctx.model.experts.replay import RoutingReplay
 from longctx.model.training_pass import Execution, TrainingPass
 from longctx.objectives.build import build_objective
-from longctx.objectives.task import Counts, Task
+from longctx.objectives.task import Counts
 
 
 class Alone:
@@ -61,13 +61,16 @@ class Alone:
                     p.copy_(self.masters[name].to(self.config.dtype))
             streams = [micro_batch(self.config, step, rows).to(self.device) for rows in self._rows]
             batches = [self.lm.prepare(stream) for stream in streams]
-            tokens = [_tokens_of(rows, self.config.data.seq_len) for rows in self._rows]
-            nll, counts_LE, counts, routers = _gradients(
-                self.lm, self.masters, batches, tokens, self.config, step, load_LE, theirs.experts_LTk
-            )
+            seq_len = self.config.data.seq_len
+            tokens = [slice(rows.start * seq_len, rows.stop * seq_len) for rows in self._rows]
+            nll, counts_LE, counts, routers = self._gradients(batches, tokens, step, load_LE, theirs.experts_LTk)
             norm = _clip(self.masters, self.config.train.clip_norm)
             gradients = {name: _gradient(master).clone().flatten() for name, master in self.masters.items()}
-            self._update(theirs.gradients)
+            # AdamW's step with the run's gradients.
+            for name, master in self.masters.items():
+                master.grad = theirs.gradients[name].to(master).view_as(master)
+            self.optimizer.step()
+            self.optimizer.zero_grad()
             if counts_LE is not None:
                 load_LE = load_share(counts_LE)
                 if model.selection_bias_rate:
@@ -79,67 +82,44 @@ class Alone:
                 weights=self.weights(),
                 routers=tuple(routers),
             )
-            self._follow(theirs.weights)
+            # The next step begins with the run's weights.
+            with torch.no_grad():
+                for name, master in self.masters.items():
+                    master.copy_(theirs.weights[name].view_as(master))
 
-    def _update(self, gradients: dict[str, Tensor]) -> None:
-        """Take AdamW's step with the run's gradients."""
-        for name, master in self.masters.items():
-            master.grad = gradients[name].to(master).view_as(master)
-        self.optimizer.step()
-        self.optimizer.zero_grad()
-
-    @torch.no_grad()
-    def _follow(self, weights: dict[str, Tensor]) -> None:
-        """Take the run's weights for the next step."""
-        for name, master in self.masters.items():
-            master.copy_(weights[name].view_as(master))
-
-
-def _tokens_of(rows: range, seq_len: int) -> slice:
-    """The tokens of a micro-batch among those of its step."""
-    return slice(rows.start * seq_len, rows.stop * seq_len)
-
-
-def _gradients(
-    lm: Task,
-    masters: dict[str, Tensor],
-    batches: list[Batch],
-    tokens: list[slice],
-    config: ResolvedConfig,
-    step: int,
-    load_LE: Tensor | None,
-    experts_LTk: Tensor | None,
-) -> tuple[float, Tensor | None, Counts, list[RouterState]]:
-    """Add up the step's gradients in float32. Returns Σ nll, the experts' counts, the step's, and the routers."""
-    counts, nll, counts_LE = lm.count(batches), 0.0, None
-    routers: list[RouterState] = []
-    for batch, of_batch in zip(batches, tokens, strict=True):
-        replay, chosen_LNk = None, ()
-        if experts_LTk is not None:
-            replay = RoutingReplay(experts_LTk[:, of_batch])
-            chosen_LNk = replay.experts_LNk
-        training_pass = TrainingPass(
-            seed=config.run.seed * 0x9E3779B1 + step,
-            first_tokens=(of_batch.start,),
-            expert_load_LE=load_LE,
-            replay=replay,
-        )
-        # Rows of a micro-batch are one sequence to a run; here they stay rows, each with its documents.
-        with recorded_routers(lm, tuple(chosen_LNk), routers):
-            loss = lm.loss_sum(lm(batch, training_pass))
-        lm.loss(loss, counts).backward()
-        nll += float(loss[lm.reported])
-        if loss.counts_LE is not None:
-            counts_LE = loss.counts_LE if counts_LE is None else counts_LE + loss.counts_LE
-        for name, p in lm.network.named_parameters():
-            if p.grad is None:
-                continue
-            master = masters[name]
-            if master.grad is None:
-                master.grad = torch.zeros_like(master)
-            master.grad += p.grad
-            p.grad = None
-    return nll, counts_LE, counts, routers
+    def _gradients(
+        self, batches: list[Batch], tokens: list[slice], step: int, load_LE: Tensor | None, experts_LTk: Tensor | None
+    ) -> tuple[float, Tensor | None, Counts, list[RouterState]]:
+        """Add up the step's gradients in float32. Returns Σ nll, the experts' counts, the step's, and the routers."""
+        counts, nll, counts_LE = self.lm.count(batches), 0.0, None
+        routers: list[RouterState] = []
+        for batch, of_batch in zip(batches, tokens, strict=True):
+            replay, chosen_LNk = None, ()
+            if experts_LTk is not None:
+                replay = RoutingReplay(experts_LTk[:, of_batch])
+                chosen_LNk = replay.experts_LNk
+            training_pass = TrainingPass(
+                seed=self.config.run.seed * 0x9E3779B1 + step,
+                first_tokens=(of_batch.start,),
+                expert_load_LE=load_LE,
+                replay=replay,
+            )
+            # Rows of a micro-batch are one sequence to a run; here they stay rows, each with its documents.
+            with recorded_routers(self.lm, tuple(chosen_LNk), routers):
+                loss = self.lm.loss_sum(self.lm(batch, training_pass))
+            self.lm.loss(loss, counts).backward()
+            nll += float(loss[self.lm.reported])
+            if loss.counts_LE is not None:
+                counts_LE = loss.counts_LE if counts_LE is None else counts_LE + loss.counts_LE
+            for name, p in self.lm.network.named_parameters():
+                if p.grad is None:
+                    continue
+                master = self.masters[name]
+                if master.grad is None:
+                    master.grad = torch.zeros_like(master)
+                master.grad += p.grad
+                p.grad = None
+        return nll, counts_LE, counts, routers
 
 
 def _clip(masters: dict[str, Tensor], clip_norm: float) -> float:

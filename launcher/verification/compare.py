@@ -15,8 +15,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from launcher.verification.choices import unexplained_share
-from launcher.verification.state import StepState
+from launcher.metrics.expert_load import expert_layers
+from launcher.verification.choices import RouterState, unexplained_share
 from longctx.config import ModelConfig
 
 LOSS_BOUND, GRADIENT_BOUND, WEIGHT_BOUND = 1e-5, 1e-4, 1e-3
@@ -27,6 +27,24 @@ BFLOAT16_LOSS_BOUND = 1e-2
 GRADIENT_ERROR_BOUND = 2.0
 """Of bfloat16: by how much an error may exceed that of one process, which is as much by chance."""
 _LAYER = re.compile(r"model\.layers\.(\d+)\.(.*)")
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepState:
+    """A step's loss and gradient, and the weights after it."""
+
+    loss: float
+    """Negative log-likelihood of a target."""
+    grad_norm: float
+    """Before clipping."""
+    gradients: dict[str, Tensor]
+    """Clipped, float32, flat, by the name of the weight."""
+    weights: dict[str, Tensor]
+    """The optimiser's float32 copies, after the step."""
+    experts_LTk: Tensor | None = None
+    """The experts that the run chose for each token of the step, by layer of experts; None in a dense model."""
+    routers: tuple[RouterState, ...] = ()
+    """One process's routers, micro-batch by micro-batch, when it made the run's choices."""
 
 
 @dataclass(frozen=True)
@@ -93,7 +111,7 @@ def compare(
 
 def _choices(step: int, wanted: StepState, other: StepState | None, model: ModelConfig) -> Iterator[Finding]:
     """Yield how many tokens' experts rounding does not explain, router by router."""
-    layers = [layer for layer in range(model.num_layers) if model.has_experts(layer)]
+    layers = expert_layers(model)
     for number, state in enumerate(wanted.routers):
         # Another process's logits are off by chance, too: the largest of one may be half of the other's.
         slack = GRADIENT_BOUND * float(state.logits_NE.abs().max())

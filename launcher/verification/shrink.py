@@ -64,7 +64,6 @@ def shrink(config: ResolvedConfig, world_size: int) -> Shrunk:
 
 
 def _row_tokens(config: ResolvedConfig) -> int:
-    """Tokens of a row of the small run."""
     context, most = config.parallel.context, TOKENS_A_RANK * config.parallel.context
     if config.parallel.tokens_per_rank:
         # Of all rows that lie side by side; no fewer than there are ranks, so that a rank has some.

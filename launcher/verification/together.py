@@ -10,9 +10,9 @@ from torch import Tensor
 from launcher.config.resolved import ResolvedConfig
 from launcher.training.model import shard_batch
 from launcher.training.routing_files import gather_tokens
-from launcher.training.weights import build_engine
+from launcher.training.setup import build_engine
+from launcher.verification.compare import StepState
 from launcher.verification.rows import micro_batch
-from launcher.verification.state import STEPS, StepState, gradient_of_moments
 from longctx.batch import Batch
 from longctx.checkpoint_format import ROLES
 from longctx.model.experts.balance import load_share, move_selection_bias_
@@ -24,6 +24,7 @@ from parallel.mesh import Mesh
 from parallel.zero.engine import ZeroEngine
 
 _MASTER, _FIRST_MOMENT = ROLES[0], ROLES[1]
+_STEPS = 3
 
 
 def steps_together(config: ResolvedConfig, mesh: Mesh, device: torch.device) -> Iterator[StepState]:
@@ -34,7 +35,7 @@ def steps_together(config: ResolvedConfig, mesh: Mesh, device: torch.device) -> 
     engine.initialize(config.run.seed)
     moments: dict[str, Tensor] = {}
     load_LE: Tensor | None = None
-    for step in range(STEPS):
+    for step in range(_STEPS):
         rows = [micro_batches.rows(number, mesh.data_rank) for number in range(len(micro_batches))]
         streams = [shard_batch(micro_batch(config, step, own), config, mesh) for own in rows]
         # As in a run: counted as it travels, then made a batch by the objective, of a rank's own tokens.
@@ -65,7 +66,7 @@ def steps_together(config: ResolvedConfig, mesh: Mesh, device: torch.device) -> 
             if model.selection_bias_rate:
                 move_selection_bias_(engine.model.network.selection_biases(), counts_LE, model.selection_bias_rate)
         weights, new = _gather(engine)
-        gradients = {name: gradient_of_moments(x, moments.get(name), train.beta1) for name, x in new.items()}
+        gradients = {name: _gradient(x, moments.get(name), train.beta1) for name, x in new.items()}
         moments = new
         total = float(sum_over_ranks(nll))
         experts_LTk = None
@@ -103,3 +104,10 @@ def _gather(engine: ZeroEngine) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
                 whole[role][name] = torch.full((engine.shapes[name].numel(),), torch.nan)
             whole[role][name][start : start + len(values)] = values
     return whole[_MASTER], whole[_FIRST_MOMENT]
+
+
+def _gradient(new: Tensor, old: Tensor | None, beta1: float) -> Tensor:
+    """Return the gradient that made AdamW's first moment ``new`` of ``old`` (None: of nothing)."""
+    if old is not None:
+        new = new - beta1 * old
+    return new / (1 - beta1)

@@ -245,6 +245,19 @@ class Launch:
         return Ended(self._process.returncode, text, seconds, _alive(family, str(self.folder)), self.folder)
 
 
+def supervised(
+    arguments: Sequence[str],
+    starter: Sequence[str] = ("--num_gpus", "2"),
+    *,
+    wait_seconds: int = 1,
+    environment: Mapping[str, str] | None = None,
+) -> Launch:
+    """The deepspeed command with the words of ``starter`` under ``longctx run``."""
+    command = [str(Path(sys.executable).parent / "deepspeed"), *starter, "--master_port", str(free_port())]
+    run = [sys.executable, "-m", "launcher", "run", "--wait-seconds", str(wait_seconds), "--"]
+    return Launch(arguments, starter=[*run, *command], environment=environment)
+
+
 def _words_of(process: psutil.Process) -> list[str]:
     try:
         return process.cmdline()

@@ -37,10 +37,6 @@ def start(*path: Path, argument: str = "--version") -> subprocess.CompletedProce
     return subprocess.run([sys.executable, "-c", script, argument], cwd="/", capture_output=True, text=True, timeout=60)
 
 
-def test_nothing_is_wrong_here():
-    assert list(find_clashes()) == []
-
-
 def test_a_package_of_another_distribution_comes_first(tmp_path):
     for name in ("longctx", "launcher", "parallel"):
         site = tmp_path / name
@@ -54,6 +50,7 @@ def test_a_package_of_another_distribution_comes_first(tmp_path):
 
 
 def test_a_folder_of_that_name_on_the_path(tmp_path):
+    assert list(find_clashes()) == [], "nothing is wrong here"
     written(tmp_path / "parallel" / "__init__.py")
     ended = start(tmp_path, REPOSITORY)
     assert ended.returncode == 1

@@ -230,21 +230,16 @@ def test_what_cannot_run_ends_on_every_rank_with_one_screen(shards, copied, tmp_
 # The ranks do not meet.
 
 
-@pytest.fixture
-def rank_0_of_2(monkeypatch):
+def test_a_port_in_use_is_named(monkeypatch):
     for name, value in {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_SIZE": "2", "MASTER_ADDR": "127.0.0.1"}.items():
         monkeypatch.setenv(name, value)
-    yield monkeypatch
-    assert not dist.is_initialized()
-
-
-def test_a_port_in_use_is_named(rank_0_of_2):
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         port = taken.getsockname()[1]
-        rank_0_of_2.setenv("MASTER_PORT", str(port))
+        monkeypatch.setenv("MASTER_PORT", str(port))
         with pytest.raises(ClusterError) as caught:
             start_process_group(timeout_seconds=5)
     assert f"127.0.0.1:{port}" in str(caught.value)
     assert "--master_port" in str(caught.value)
+    assert not dist.is_initialized()

@@ -168,13 +168,14 @@ def train_each(shards: Path, runs: Sequence[Miniature]) -> None:
 
 FEW = ("quickstart-experts", "mistral-7b-32k")
 """With experts, and dense from weights: those whose export the quick suite tries."""
-REST = tuple(name for name in PLANS if name not in FEW)
 
 
-def train_miniatures(names: Sequence[str], shards: Path, folder: Path) -> Path:
-    """Train each recipe's miniature in one start of the ranks, into a run folder of the recipe's name."""
+@pytest.fixture(scope="module")
+def trained(request: pytest.FixtureRequest, shards: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with the run of each recipe's miniature under its name, all trained in one start of the ranks."""
+    folder = tmp_path_factory.mktemp("miniatures")
     runs = []
-    for name in names:
+    for name in request.param:
         # Made by a rank: the process that starts the ranks may not run a tensor operation before.
         start = folder / f"{name}-start" if name in STARTS else None
         runs.append(Miniature(recipe=name, output=folder / name, start=start))
@@ -182,29 +183,16 @@ def train_miniatures(names: Sequence[str], shards: Path, folder: Path) -> Path:
     return folder
 
 
-@pytest.fixture(scope="module")
-def few(shards: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return train_miniatures(FEW, shards, tmp_path_factory.mktemp("few"))
-
-
-@pytest.fixture(scope="module")
-def rest(shards: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return train_miniatures(REST, shards, tmp_path_factory.mktemp("rest"))
+REST = tuple(name for name in PLANS if name not in FEW)
 
 
 @pytest.mark.few(1)
-@pytest.mark.parametrize("name", FEW)
-def test_a_miniature_is_trained_and_exported(name: str, few: Path, tmp_path: Path):
-    check_export(name, few, tmp_path)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", REST)
-def test_the_other_miniatures_are_trained_and_exported(name: str, rest: Path, tmp_path: Path):
-    check_export(name, rest, tmp_path)
-
-
-def check_export(name: str, trained: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("trained", "name"),
+    [*((FEW, name) for name in FEW), *(pytest.param(REST, name, marks=pytest.mark.slow) for name in REST)],
+    indirect=["trained"],
+)
+def test_a_miniature_is_trained_and_exported(name: str, trained: Path, tmp_path: Path):
     """Transformers loads the export and computes the same logits."""
     exported = tmp_path / "hf"
     assert main(["convert", "--to", "hf", str(trained / name), str(exported), "--verify", "tensors"]) == 0

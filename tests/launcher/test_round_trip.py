@@ -66,31 +66,18 @@ PROMPT = "def main("
 NEW_TOKENS = 8
 
 
-@dataclasses.dataclass(frozen=True)
 class Trip:
     """Where a family's model lies at each station."""
 
-    folder: Path
-
-    @property
-    def given(self) -> Path:
+    def __init__(self, folder: Path) -> None:
+        self.given = folder / "given"
         """The Hugging Face folder that the user has."""
-        return self.folder / "given"
-
-    @property
-    def shards(self) -> Path:
+        self.shards = folder / "shards"
         """The corpus in the ids of that folder's tokenizer."""
-        return self.folder / "shards"
-
-    @property
-    def run(self) -> Path:
+        self.run = folder / "run"
         """The run that started from it."""
-        return self.folder / "run"
-
-    @property
-    def exported(self) -> Path:
+        self.exported = folder / "exported"
         """The Hugging Face folder of the trained model."""
-        return self.folder / "exported"
 
 
 def write_model(family: str, folder: Path) -> None:

@@ -8,6 +8,8 @@ day, and never less than 0: hosts' clocks disagree.
 from __future__ import annotations
 
 from array import array
+from bisect import bisect_left, insort
+from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
@@ -17,7 +19,6 @@ from typing import Literal
 import numpy as np
 
 from launcher.metrics.goodput.timeline import Line, read_timeline
-from launcher.metrics.goodput.usual import UsualStep
 
 InSteps = Literal["productive", "lost", "skipped", "stalled", "data", "warm_up"]
 Kind = InSteps | Literal["starting", "saving", "validation", "other", "stopped", "paused"]
@@ -36,12 +37,85 @@ KINDS: dict[Kind, str] = {
     "paused": "after a stop that was asked for, until the next attempt",
 }
 """Every kind, in the order shown, and what it is."""
-_NAMES: list[Kind] = list(KINDS)
 _OF_DOING: dict[str, Kind] = {"starting": "starting", "saving": "saving", "validating": "validation"}
 _ON_PURPOSE = ("done", "stopped")
 """Ends that somebody wanted."""
 
 Seconds = dict[Kind, float]
+
+
+WINDOW = 100
+"""Steps of the attempt that say what is usual: the last ones."""
+LEAST = 8
+"""With fewer of them nothing is a stall."""
+STALL_RATIO = 2.0
+"""A step is stalled that takes more than so many times what is to be expected of it …"""
+STALL_SECONDS = 1.0
+"""… and at least so much more: short steps of a busy machine differ by more than twice without any reason."""
+
+
+class Median:
+    """The median of the last values."""
+
+    def __init__(self, size: int = WINDOW) -> None:
+        self._size, self._values, self._sorted = size, deque[float](), list[float]()
+
+    def __len__(self) -> int:
+        return len(self._values)
+
+    def add(self, value: float) -> None:
+        """Take in a value; the oldest goes where there are too many."""
+        self._values.append(value)
+        insort(self._sorted, value)
+        if len(self._values) > self._size:
+            del self._sorted[bisect_left(self._sorted, self._values.popleft())]
+
+    @property
+    def value(self) -> float:
+        """0 without any value."""
+        if not self._sorted:
+            return 0.0
+        middle = len(self._sorted) // 2
+        if len(self._sorted) % 2:
+            return self._sorted[middle]
+        return (self._sorted[middle - 1] + self._sorted[middle]) / 2
+
+
+class UsualStep:
+    """The steps of one attempt, one after the other."""
+
+    def __init__(self) -> None:
+        self._seconds, self._rates = Median(), Median()
+        self._first: tuple[float, float] | None = None
+        self.warm_up = 0.0
+        """What the first step took beyond the steps after it: it compiles, and touches all memory first. 0 as long as
+        none has come; settled with the eighth."""
+
+    def see(self, seconds: float, work: float) -> float:
+        """Take in a step that computed ``work`` FLOPs (of any unit, 0: not known); returns its stalled seconds."""
+        if self._first is None:
+            self._first = seconds, work
+            return 0.0
+        stalled = 0.0
+        if len(self._seconds) >= LEAST:
+            beyond = seconds - self._expected(work)
+            if beyond > STALL_SECONDS and seconds > STALL_RATIO * (seconds - beyond):
+                stalled = beyond
+        is_settled = len(self._seconds) >= LEAST
+        self._seconds.add(seconds)
+        if work > 0 and seconds > 0:
+            self._rates.add(work / seconds)
+        if not is_settled:
+            self.warm_up = max(0.0, self._first[0] - self._expected(self._first[1]))
+        return stalled
+
+    def _expected(self, work: float) -> float:
+        """Seconds of a step like the others, or, where it has more to compute than they, at their speed."""
+        # A row of one long document has many times the attention of a row of short ones: that is no stall.
+        rate = self._rates.value
+        if work > 0 and rate > 0:
+            return max(self._seconds.value, work / rate)
+        return self._seconds.value
 
 
 class Tally:
@@ -64,9 +138,9 @@ class Tally:
             parts.append((_OF_DOING.get(line["in"], "other"), seconds))
         return self._count(parts)
 
-    def end(self, until: float, kind: Kind) -> list[tuple[Kind, float]]:
+    def end(self, until: float, kind: Kind) -> None:
         """Count what follows the last line until the attempt's end."""
-        return self._count([(kind, max(0.0, until - self.until))])
+        self._count([(kind, max(0.0, until - self.until))])
 
     def seconds(self) -> Seconds:
         """By kind, as far as it is known now."""
@@ -77,7 +151,7 @@ class Tally:
 
     @property
     def warm_up(self) -> float:
-        """Of the productive seconds, those that are none: of the first step that was taken."""
+        """Seconds of the first step that was taken which are not productive."""
         return self.usual.warm_up
 
     def _step(self, line: Line, seconds: float) -> list[tuple[Kind, float]]:
@@ -111,41 +185,48 @@ class Attempt:
     """What lies between it and the next one; None of the last one."""
     alive: Line | None = None
     """The last sign of life, if nothing has ended since."""
-    # One number for each part: a run may have millions of them.
-    kinds: array[int] = field(default_factory=lambda: array("b"))
-    lengths: array[float] = field(default_factory=lambda: array("d"))
+    redone: float = 0.0
+    """Productive seconds of steps that later attempts have done again."""
+    # Of the steps that were taken: a run may have millions of them.
     steps: array[int] = field(default_factory=lambda: array("q"))
+    lengths: array[float] = field(default_factory=lambda: array("d"))
 
     def see(self, line: Line) -> None:
         """Take in a line that is not a beginning."""
         self.shift = line.get("shift", self.shift)
+        if line.get("event") == "alive":
+            self.alive = line
+            return
+        self.alive = None
         if line.get("event") == "end":
             self.how = line.get("how")
             kind = _kind_of_rest(line)
             if self.how != "failed" and kind == "lost":
                 # It had taken its last step: no other one was under way.
                 kind = "other"
-            self._place(self.tally.end(line["until"], kind), step=0)
-            self.alive = None
-        elif line.get("event") == "alive":
-            self.alive = line
-        else:
-            self._place(self.tally.add(line), line.get("step", 0))
-            self.alive = None
+            self.tally.end(line["until"], kind)
+            return
+        for kind, seconds in self.tally.add(line):
+            if kind == "productive":
+                self.steps.append(line["step"])
+                self.lengths.append(seconds)
 
     def close(self, redone_from: float) -> None:
         """No line follows. Steps behind ``redone_from`` were done again by later attempts, or will be."""
         if self.alive is not None:
-            self._place(self.tally.end(self.alive["until"], _kind_of_rest(self.alive)), step=0)
-        self._settle_first_step()
-        kinds, steps = np.frombuffer(self.kinds, dtype=np.int8), np.frombuffer(self.steps, dtype=np.int64)
-        kinds[(kinds == _NAMES.index("productive")) & (steps > redone_from)] = _NAMES.index("lost")
+            self.tally.end(self.alive["until"], _kind_of_rest(self.alive))
+        steps, lengths = np.frombuffer(self.steps, dtype=np.int64), np.frombuffer(self.lengths)
+        self.redone = float(lengths[steps > redone_from].sum())
+        if self.redone and steps[0] > redone_from:
+            # What the first step took beyond others is none of them.
+            self.redone -= self.tally.warm_up
 
     def seconds(self) -> Seconds:
         """By kind, without what comes after it."""
-        kinds, lengths = np.frombuffer(self.kinds, dtype=np.int8), np.frombuffer(self.lengths)
-        sums = np.bincount(kinds, lengths, minlength=len(_NAMES))
-        return dict(zip(_NAMES, sums.tolist(), strict=True))
+        found = self.tally.seconds()
+        found["productive"] -= self.redone
+        found["lost"] += self.redone
+        return found
 
     @property
     def began(self) -> float:
@@ -161,24 +242,6 @@ class Attempt:
             if gap >= 0:
                 return gap
         return later.began - (self.began + self.tally.until + self.shift)
-
-    def _place(self, parts: list[tuple[Kind, float]], step: int) -> None:
-        for kind, seconds in parts:
-            if seconds > 0:
-                self.kinds.append(_NAMES.index(kind))
-                self.lengths.append(seconds)
-                self.steps.append(step)
-
-    def _settle_first_step(self) -> None:
-        """Split what the first step took beyond others from its part."""
-        first = next((at for at, kind in enumerate(self.kinds) if _NAMES[kind] == "productive"), None)
-        if first is None or not self.tally.warm_up:
-            return
-        warm_up = min(self.tally.warm_up, self.lengths[first])
-        self.lengths[first] -= warm_up
-        self.kinds.insert(first, _NAMES.index("warm_up"))
-        self.lengths.insert(first, warm_up)
-        self.steps.insert(first, self.steps[first])
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -11,8 +11,6 @@ from launcher.metrics.goodput.timeline import Doing, How, Line, Timeline
 from launcher.metrics.record import STOP_EVENT, Record
 from launcher.wording import plural, short_duration
 
-GOODPUT_KEYS = ("goodput", "stalls", "restarts")
-"""Keys of a train record that this adds, with ``stalled_seconds`` where there are any."""
 _LOSSES: dict[Kind, str] = {
     "lost": "lost",
     "starting": "starting",

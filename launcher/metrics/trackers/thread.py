@@ -20,9 +20,8 @@ from pathlib import Path
 from typing import Any
 
 from launcher.cluster.exit import BACKGROUND
-from launcher.metrics.curves import curves
 from launcher.metrics.record import Record
-from launcher.metrics.trackers.tracker import TrackedRun, Tracker, without_secrets
+from launcher.metrics.trackers.tracker import TrackedRun, Tracker, curves, without_secrets
 from longctx.errors import ConfigError
 
 log = logging.getLogger(__name__)
@@ -199,7 +198,6 @@ class TrackerThread(threading.Thread):
 
 
 def _flat(config: Mapping[str, Any], prefix: str = "") -> list[tuple[str, Any]]:
-    """Return settings by dotted key."""
     found: list[tuple[str, Any]] = []
     for key, value in config.items():
         if isinstance(value, Mapping):

@@ -12,7 +12,7 @@ from torch import Tensor
 from launcher.metrics.record import Record
 from launcher.training.hook import Step, StepHook
 from launcher.training.run import Run
-from launcher.training.verdict import newest_checkpoint, suspicion, wrong_number
+from launcher.training.verdict import newest_checkpoint, wrong_number
 from launcher.wording import plural
 from longctx.errors import TrainingError
 from parallel.audit.auditor import LIMIT_BYTES, Audited, Auditor
@@ -107,7 +107,6 @@ class StepAudit(StepHook):
         return lines
 
     def _who(self, num_ranks: int) -> str:
-        """Who makes a call again."""
         limit = f"{LIMIT_BYTES >> 20} MiB"
         if num_ranks == 1:
             return f"An audit makes one call of a step, of up to {limit}, once more on this rank, which is alone"
@@ -117,7 +116,6 @@ class StepAudit(StepHook):
         )
 
     def _error(self, step: int, findings: Sequence[Finding], *, update: bool) -> TrainingError:
-        """Return what ends the run."""
         said = message(step, findings, update=update, checkpoint=newest_checkpoint(self._run))
         return TrainingError(said, wrong_number(self._run, step, [_suspicion(finding) for finding in findings]))
 
@@ -154,16 +152,16 @@ def message(step: int, findings: Sequence[Finding], *, update: bool, checkpoint:
 def _suspicion(finding: Finding) -> Record:
     """Return a finding as the run's metrics have it."""
     difference = finding.difference
-    return suspicion(
-        finding.suspects,
-        finding.hosts,
-        finding.place.describe(),
-        rank_of_call=finding.of,
-        values=difference.values,
-        of_values=difference.total,
-        bits=list(difference.bits),
-        evidence=finding.evidence,
-    )
+    return {
+        "ranks": list(finding.suspects),
+        "hosts": list(finding.hosts),
+        "what": finding.place.describe(),
+        "rank_of_call": finding.of,
+        "values": difference.values,
+        "of_values": difference.total,
+        "bits": list(difference.bits),
+        "evidence": finding.evidence,
+    }
 
 
 def _way_out(findings: Sequence[Finding], checkpoint: Path | None) -> str:

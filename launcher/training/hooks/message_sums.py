@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from launcher.training.hook import Step, StepHook
-from launcher.training.messages import differing
 from launcher.training.run import Run
+from launcher.training.verdict import newest_checkpoint, way_out
+from longctx.errors import ClusterError
+from parallel.comm.messages.differences import find_differences
 from parallel.comm.messages.ledger import Ledger, is_balanced
+from parallel.comm.world import sum_over_ranks
 
 _MESSAGES = "messages"
 
@@ -27,3 +30,28 @@ class MessageSums(StepHook):
             state = "The step was not taken: weights, moments and checkpoints are those of the step before."
             raise differing(self._run, f"step {step.number}", state)
         self._ledger.settle()
+
+
+def settle_validation(run: Run, step: int) -> None:
+    """Begin a new ledger if all that was sent for a validation arrived as it was sent.
+
+    ClusterError otherwise. Collective.
+    """
+    ledger = run.mesh.comm.ledger
+    if ledger is None:
+        return
+    if not is_balanced(sum_over_ranks(ledger.balance(run.device))):
+        state = "Its result is not recorded; the step itself is whole."
+        raise differing(run, f"the validation after step {step}", state)
+    ledger.settle()
+
+
+def differing(run: Run, when: str, state: str) -> ClusterError:
+    """Return what ends the run, the same on every rank. Collective."""
+    assert run.mesh.comm.ledger is not None
+    found = find_differences(run.mesh.comm.ledger)
+    return ClusterError(
+        f"in {when}, messages between ranks did not arrive as they were sent (parallel.check_rows).\n{found}\n"
+        f"{state}\n{way_out(newest_checkpoint(run))}.\nWhere it comes again between the same ranks, take "
+        "the machine of one of them out of the hostfile, then that of the other."
+    )

@@ -9,7 +9,7 @@ from typing import Any
 from launcher.metrics.record import Record
 from launcher.plan.memory import gib
 from launcher.training.hook import Step, StepHook
-from launcher.training.planned import Expected
+from launcher.training.start import Expected
 
 _STEPS = 1000
 """The last ones, whose median is compared: a long run must not remember all."""

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 from launcher.training.hook import Step, StepHook
 from launcher.training.run import Run
-from launcher.training.verdict import newest_checkpoint, suspicion, wrong_number
+from launcher.training.verdict import newest_checkpoint, wrong_number
 from launcher.wording import first_names
 from longctx.errors import TrainingError
 from parallel.comm.messages.sums import Sum, on_host
@@ -68,7 +68,10 @@ def _check(run: Run, replicas: Replicas, where: str, step: int) -> None:
     odd = replicas.compare()
     if odd:
         hosts = gather_objects(socket.gethostname())
-        findings = [suspicion(one.ranks, [hosts[rank] for rank in one.ranks], one.part.describe()) for one in odd]
+        findings = [
+            {"ranks": list(one.ranks), "hosts": [hosts[rank] for rank in one.ranks], "what": one.part.describe()}
+            for one in odd
+        ]
         raise TrainingError(_message(run, odd, hosts, where, step), wrong_number(run, step, findings))
 
 
@@ -99,7 +102,6 @@ def _message(run: Run, odd: Sequence[Odd], hosts: Sequence[str], where: str, ste
 
 
 def _way_out(run: Run, odd: Sequence[Odd], step: int) -> str:
-    """Return from which checkpoint to go on."""
     suspect = ""
     if any(one.own for one in odd):
         # Ranks compare before they save. What one rank alone holds may have changed since its update, and been saved.

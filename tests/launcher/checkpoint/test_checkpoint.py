@@ -339,7 +339,7 @@ def test_a_killed_run_that_goes_on_equals_one_that_was_never_killed(gone_on, unb
 @pytest.mark.parametrize("name", EVERY_KILL)
 def test_rows_that_were_done_again_are_kept_aside(gone_on, killed, name):
     discarded = gone_on(name) / DISCARDED_FILE
-    aside = [decode(line) for line in discarded.read_text().splitlines()] if discarded.exists() else []
+    aside = [decode(line) for line in discarded.read_bytes().splitlines()] if discarded.exists() else []
     newest = int(list_checkpoints(killed(name))[-1].name.removeprefix("step_"))
     assert aside == [r for r in read_metrics(killed(name)) if r["step"] > newest]
     if name in STEPS_LOST:

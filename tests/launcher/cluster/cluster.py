@@ -9,7 +9,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
@@ -21,7 +21,7 @@ INSTALL = "apt-get update && apt-get install -y openssh-server pdsh"
 SERVER = """\
 Port {port}
 HostKey {folder}/host_key
-PidFile {pid_file}
+PidFile none
 AuthorizedKeysFile {folder}/key.pub
 PermitRootLogin prohibit-password
 PasswordAuthentication no
@@ -53,31 +53,38 @@ def missing_programs() -> str | None:
 def two_hosts(folder: Path, *, slots: int = 1) -> Iterator[tuple[Path, dict[str, str]]]:
     """A running ssh server; yields the hostfile and the environment that a deepspeed command needs."""
     port = free_port()
-    for name in ("host_key", "key"):
-        subprocess.run(["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", folder / name], check=True)
     addresses = "".join(f"ListenAddress {host}\n" for host in HOSTS)
-    (folder / "sshd.conf").write_text(addresses + SERVER.format(port=port, folder=folder, pid_file=folder / "sshd.pid"))
-    (folder / "ssh_config").write_text(CLIENT.format(port=port, folder=folder))
-    hostfile = folder / "hostfile"
-    hostfile.write_text("".join(f"{host} slots={slots}\n" for host in HOSTS))
-    path = f"{Path(sys.executable).parent}:/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
-    remote = {"DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "PATH": path}
-    # pdsh hands over no environment; deepspeed sets these on each host.
-    (folder / "environment").write_text("".join(f"{key}={value}\n" for key, value in remote.items()))
-    if os.geteuid() == 0:
-        Path("/run/sshd").mkdir(exist_ok=True)  # where a server started by root separates its privileges
+    environment = write_files(folder, HOSTS, port, slots=slots, server=addresses, GLOO_SOCKET_IFNAME="lo")
     server = subprocess.Popen(
         [str(server_program()), "-D", "-e", "-f", str(folder / "sshd.conf")], stderr=subprocess.PIPE
     )
     try:
         _wait_for(server, port)
-        yield (
-            hostfile,
-            {"DS_ENV_FILE": str(folder / "environment"), "PDSH_SSH_ARGS_APPEND": f"-F {folder / 'ssh_config'}"},
-        )
+        yield folder / "hostfile", environment
     finally:
         server.send_signal(signal.SIGTERM)
         server.communicate(timeout=10)
+
+
+def write_files(
+    folder: Path, hosts: Sequence[str], port: int, *, slots: int = 1, server: str = "", **remote: str
+) -> dict[str, str]:
+    """Write keys, ``sshd.conf``, ``ssh_config``, ``hostfile`` and deepspeed's environment file of such hosts.
+
+    ``server`` are more lines for the server. Returns the environment that a deepspeed command needs.
+    """
+    for name in ("host_key", "key"):
+        subprocess.run(["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", folder / name], check=True)
+    (folder / "sshd.conf").write_text(server + SERVER.format(port=port, folder=folder))
+    (folder / "ssh_config").write_text(CLIENT.format(port=port, folder=folder))
+    (folder / "hostfile").write_text("".join(f"{host} slots={slots}\n" for host in hosts))
+    path = f"{Path(sys.executable).parent}:/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
+    # pdsh hands over no environment; deepspeed sets these on each host.
+    remote = {"DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1", "PATH": path, **remote}
+    (folder / "environment").write_text("".join(f"{key}={value}\n" for key, value in remote.items()))
+    if os.geteuid() == 0:
+        Path("/run/sshd").mkdir(exist_ok=True)  # where a server started by root separates its privileges
+    return {"DS_ENV_FILE": str(folder / "environment"), "PDSH_SSH_ARGS_APPEND": f"-F {folder / 'ssh_config'}"}
 
 
 def server_program() -> str | None:

@@ -9,13 +9,12 @@ import os
 import shutil
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
-from tests.launcher.cluster.cluster import CLIENT, SERVER, missing_programs, server_program
+from tests.launcher.cluster.cluster import missing_programs, server_program, write_files
 
 _PORT = 2222
 
@@ -46,14 +45,7 @@ class Namespaces:
         self.hosts = [f"10.77.0.{number + 1}" for number in range(count)]
         self.folder = folder
         self._prefix = f"longctx-{os.getpid()}"
-        path = f"{Path(sys.executable).parent}:/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
-        remote = {"DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1", "PATH": path}
-        (folder / "environment").write_text("".join(f"{key}={value}\n" for key, value in remote.items()))
-        (folder / "hostfile").write_text("".join(f"{host} slots=1\n" for host in self.hosts))
-        self.environment = {
-            "DS_ENV_FILE": str(folder / "environment"),
-            "PDSH_SSH_ARGS_APPEND": f"-F {folder / 'ssh_config'}",
-        }
+        self.environment = write_files(folder, self.hosts, _PORT)
         """What a command on the first host needs."""
 
     def on(self, host: str, *words: str) -> list[str]:
@@ -116,11 +108,6 @@ def namespaces(folder: Path, count: int, *, named: bool = False) -> Iterator[Nam
 
     With ``named`` each has a host name of its own: ranks take them for different machines.
     """
-    for name in ("host_key", "key"):
-        subprocess.run(["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", folder / name], check=True)
-    (folder / "sshd.conf").write_text(SERVER.format(port=_PORT, folder=folder, pid_file="none"))
-    (folder / "ssh_config").write_text(CLIENT.format(port=_PORT, folder=folder))
-    Path("/run/sshd").mkdir(exist_ok=True)
     spaces = Namespaces(folder, count)
     with ExitStack() as stack:
         stack.callback(spaces.remove)

@@ -33,11 +33,6 @@ def raising(error: BaseException):
     return action
 
 
-def test_done(capfd):
-    assert run_to_exit_code(lambda: None) == DONE
-    assert capfd.readouterr() == ("", "")
-
-
 @pytest.mark.parametrize(
     ("error", "code"),
     [
@@ -53,22 +48,16 @@ def test_what_a_user_can_mend_is_said_once_without_a_traceback(error, code, capf
     assert (out, err) == ("", f"\n{type(error).__name__}: {error}\n\n")
 
 
-def test_only_rank_0_speaks_of_what_all_ranks_raise(capfd, monkeypatch):
-    monkeypatch.setenv("RANK", "1")
-    assert run_to_exit_code(raising(ConfigError("x"))) == WRONG_USAGE
-    assert capfd.readouterr() == ("", "")
-
-
-def test_a_silent_rank_leaves_rank_0_the_time_to_speak(monkeypatch):
+def test_rank_0_alone_speaks_of_what_all_ranks_raise_and_the_others_leave_it_the_time(capfd, monkeypatch):
     """The launcher ends every rank once one has ended badly: a silent rank that ends first would gag rank 0."""
     waited = []
     monkeypatch.setattr(exit_module.time, "sleep", waited.append)
     monkeypatch.setattr(exit_module, "HEAD_START_SECONDS", 7.0)
-    for rank, expected in (("0", []), ("1", [7.0, 7.0])):
+    for rank, expected, said in (("0", [], "\nConfigError: x\n\n"), ("1", [7.0, 7.0], "")):
         monkeypatch.setenv("RANK", rank)
-        run_to_exit_code(raising(ConfigError("x")))
-        run_to_exit_code(lambda: sys.exit(2))
+        assert run_to_exit_code(raising(ConfigError("x"))) == run_to_exit_code(lambda: sys.exit(2)) == WRONG_USAGE
         assert waited == expected
+        assert capfd.readouterr() == ("", said)
 
 
 def test_with_a_run_folder_the_console_hears_once_and_the_log_of_every_rank_has_it(capfd, logs, monkeypatch):
@@ -82,11 +71,10 @@ def test_with_a_run_folder_the_console_hears_once_and_the_log_of_every_rank_has_
         assert "the shard is damaged" in (logs / f"rank_{rank}.log").read_text()
 
 
-def test_help_and_wrong_flags_keep_their_codes():
-    assert run_to_exit_code(lambda: sys.exit(0)) == DONE
-    assert run_to_exit_code(lambda: sys.exit()) == DONE
-    assert run_to_exit_code(lambda: sys.exit(2)) == WRONG_USAGE
-    assert run_to_exit_code(lambda: sys.exit("why")) == FAILED
+def test_help_and_wrong_flags_keep_their_codes(capfd):
+    ends = (lambda: None, lambda: sys.exit(0), lambda: sys.exit(), lambda: sys.exit(2), lambda: sys.exit("why"))
+    assert [run_to_exit_code(end) for end in ends] == [DONE, DONE, DONE, WRONG_USAGE, FAILED]
+    assert capfd.readouterr() == ("", "")
 
 
 @pytest.mark.parametrize("rank", ["0", "1"])

@@ -50,20 +50,18 @@ def test_a_line_that_is_no_host_is_shown_with_its_number(tmp_path, text, said):
     assert said in str(caught.value)
 
 
-def test_a_host_on_two_lines(tmp_path):
-    with pytest.raises(ClusterError, match=r":2: host 'a' is there twice"):
-        read_hostfile(written(tmp_path, "a slots=1\na slots=2\n"))
-
-
-@pytest.mark.parametrize("text", ["", "\n\n", "# nothing\n"])
-def test_no_host_at_all(tmp_path, text):
-    with pytest.raises(ClusterError, match="names no host"):
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("a slots=1\na slots=2\n", ":2: host 'a' is there twice"),
+        ("", "names no host"),
+        ("# nothing\n\n", "names no host"),
+        (b"\xff\xfe\x00", "cannot be read"),
+    ],
+)
+def test_a_file_that_names_no_hosts(tmp_path, text, said):
+    with pytest.raises(ClusterError, match=said):
         read_hostfile(written(tmp_path, text))
-
-
-def test_not_text_and_not_a_file(tmp_path):
-    with pytest.raises(ClusterError, match="cannot be read"):
-        read_hostfile(written(tmp_path, b"\xff\xfe\x00"))
     with pytest.raises(ClusterError, match="cannot be read"):
         read_hostfile(tmp_path)
 

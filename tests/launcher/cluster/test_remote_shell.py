@@ -13,22 +13,8 @@ from tests.launcher.cli.calls import call
 
 SCRIPT = "launcher/pretrain.py"
 TWO = "node-01 slots=2\nnode-02 slots=2\n"
-HOSTS = (
-    "-oProxyCommand=touch${IFS}$RAN",
-    "$(touch $RAN)",
-    "`touch $RAN`",
-    "node;touch $RAN",
-    "node|touch",
-    "node&touch",
-    "a\x00b",
-    "node\u2028slots",
-    "../node",
-    "node'",
-    'node"',
-    "@node",
-    "-",
-    "node-",
-)
+HOSTS = ("-oProxyCommand=touch${IFS}$RAN", "$(touch $RAN)", "node;touch $RAN", "node'", "@node")
+"""Those of each kind; the rest is in ``test_hostfile.py``."""
 ASSIGNMENTS = (
     "X=$(touch $RAN)",
     "X=`touch $RAN`",

@@ -38,9 +38,7 @@ def test_srun_without_ranks_gets_the_line_that_works():
     )
     assert "launcher/pretrain.py --config 'my run.toml'" in said
     assert environment["RANK"] == "3", "the first task alone speaks"
-
-
-def test_a_job_of_several_tasks_that_runs_the_script_once():
+    # A job of several tasks that runs the script once.
     said = refused({"SLURM_NTASKS": "2", "SLURM_NNODES": "1", "SLURM_PROCID": "0"})
     assert "--ntasks 1 --ntasks-per-node 1 --cpu-bind none torchrun --standalone --nproc_per_node 2 launcher/" in said
 
@@ -70,10 +68,17 @@ def test_mpirun_without_ranks(environment):
 
 
 def test_what_is_not_refused():
+    environment = {"RANK": "3", "LOCAL_RANK": "3", "OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_WORLD_LOCAL_RANK": "0"}
+    check_tasks("launcher", ARGUMENTS, environment)
+    assert "OMPI_COMM_WORLD_LOCAL_RANK" not in environment, "of a torchrun that mpirun started"
     check_tasks("launcher", [], {})
     check_tasks("launcher", [], {**SRUN, "RANK": "3", "WORLD_SIZE": "8"})
     check_tasks("none", [], dict(SRUN))
     check_tasks("launcher", [], {"SLURM_STEP_NUM_TASKS": "1", "SLURM_NTASKS": "16"})
+
+
+def test_the_template_of_a_job_is_a_script():
+    subprocess.run(["bash", "-n", REPOSITORY / "docs/clusters/slurm.sbatch"], check=True, timeout=10)
 
 
 def with_programs(folder: Path, **scripts: str) -> dict[str, str]:
@@ -111,12 +116,6 @@ def test_the_line_that_is_offered_trains(shards, tmp_path):
     assert typed.returncode == 0, typed.stderr
     assert [record["step"] for record in rows(tmp_path / "run")] == [1, 2]
     assert "2 ranks = " in (tmp_path / "run" / "logs" / "rank_0.log").read_text()
-
-
-def test_ranks_of_a_torchrun_that_mpirun_started_forget_its_number():
-    environment = {"RANK": "3", "LOCAL_RANK": "3", "OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_WORLD_LOCAL_RANK": "0"}
-    check_tasks("launcher", ARGUMENTS, environment)
-    assert "OMPI_COMM_WORLD_LOCAL_RANK" not in environment
 
 
 @pytest.mark.slow

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shlex
-import subprocess
 import time
 from pathlib import Path
 
@@ -19,31 +18,32 @@ from tests.launcher.test_accidents import environment_of
 
 TEMPLATE = REPOSITORY / "docs" / "clusters" / "slurm.sbatch"
 
-needs_slurm = pytest.mark.skipif(why_no_slurm() is not None, reason=str(why_no_slurm()))
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.timeout(400),
+    pytest.mark.skipif(why_no_slurm() is not None, reason=str(why_no_slurm())),
+]
 
 
-def test_the_template_is_a_script():
-    subprocess.run(["bash", "-n", TEMPLATE], check=True, timeout=10)
-
-
-def submit(cluster: Slurm, said: Path, words: list[str], *, minutes: int) -> str:
-    """Run a job to its end; returns what it said."""
+def begin(cluster: Slurm, said: Path, words: list[str], *, minutes: int = 10) -> str:
+    """Submit a job; returns its number. What it says goes to ``said``."""
     cluster.environment["RANKS_PER_NODE"] = "1"
     options = ["--parsable", "--time", str(minutes), "--output", str(said), "--chdir", str(REPOSITORY)]
-    job = cluster.run("sbatch", *options, str(TEMPLATE), *words, "--run.hostfile", "none").strip()
-    cluster.wait(job, 120)
+    return cluster.run("sbatch", *options, str(TEMPLATE), *words, "--run.hostfile", "none").strip()
+
+
+def submit(cluster: Slurm, said: Path, words: list[str], *, minutes: int = 10) -> str:
+    """Run a job to its end; returns what it said."""
+    cluster.wait(begin(cluster, said, words, minutes=minutes), 120)
     return said.read_text()
 
 
-@needs_slurm
-@pytest.mark.slow
-@pytest.mark.timeout(400)
 def test_a_job_trains_on_all_nodes_and_the_same_line_goes_on(shards, tmp_path):
     run = tmp_path / "run"
     with slurm(tmp_path / "slurm") as cluster:
         for steps in (4, 8):
             words = flags(shards, run, {"train.stop_after": steps})
-            said = submit(cluster, tmp_path / f"job_{steps}.log", words, minutes=10)
+            said = submit(cluster, tmp_path / f"job_{steps}.log", words)
             assert "2 ranks = data 1 × context 2" in said
             assert "Traceback" not in said
             assert list_checkpoints(run)[-1].name == f"step_{steps:06d}", said
@@ -52,9 +52,6 @@ def test_a_job_trains_on_all_nodes_and_the_same_line_goes_on(shards, tmp_path):
     assert [record["step"] for record in found if record.get("event") == "resume"] == [4]
 
 
-@needs_slurm
-@pytest.mark.slow
-@pytest.mark.timeout(400)
 def test_a_run_saves_before_the_time_of_its_job_is_over(shards, tmp_path):
     run = tmp_path / "run"
     with slurm(tmp_path / "slurm") as cluster:
@@ -69,9 +66,6 @@ def test_a_run_saves_before_the_time_of_its_job_is_over(shards, tmp_path):
     assert "DUE TO TIME LIMIT" not in said
 
 
-@needs_slurm
-@pytest.mark.slow
-@pytest.mark.timeout(400)
 @pytest.mark.parametrize(
     ("words", "seconds"),
     [
@@ -87,10 +81,8 @@ def test_a_job_that_is_asked_to_end_saves(shards, tmp_path, words, seconds):
     # Slurm's signals reach every process of a task, this one too.
     waits = command(NEXT_STEP, f"trap '' TERM USR1; while ! test -e {shlex.quote(str(go))}; do sleep 0.1; done")
     with slurm(tmp_path / "slurm") as cluster:
-        cluster.environment.update(environment_of(waits, tmp_path / "waits"), RANKS_PER_NODE="1")
-        options = ["--parsable", "--time", "10", "--output", str(said), "--chdir", str(REPOSITORY)]
-        settings = flags(shards, run, {"run.timeout_seconds": 120.0})
-        job = cluster.run("sbatch", *options, str(TEMPLATE), *settings).strip()
+        cluster.environment.update(environment_of(waits, tmp_path / "waits"))
+        job = begin(cluster, said, flags(shards, run, {"run.timeout_seconds": 120.0}))
         deadline = time.monotonic() + 120
         while not (tmp_path / "waits").exists():
             assert time.monotonic() < deadline, said.read_text()

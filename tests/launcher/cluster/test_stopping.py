@@ -11,10 +11,13 @@ import time
 
 import psutil
 import pytest
+import torch
+from torch.torch_version import TorchVersion
 
 from launcher.cluster import stopping
 from launcher.cluster.exit import run_to_exit_code
-from launcher.cluster.stopping import Reason, Signalled, Stop
+from launcher.cluster.stopping import Signalled, Stop
+from launcher.training.stopping import SHUTDOWN_TIMEOUT, launcher_seconds
 from parallel.runtime.parents import Launcher
 from tests.helpers import REPOSITORY
 
@@ -82,7 +85,8 @@ def test_a_signal_before_the_first_step_is_one_line(capfd):
 
 
 def test_a_limit_leaves_room_for_a_step_and_a_save():
-    stop = Stop(max_seconds=1000.0)
+    stop = Stop()
+    stop.max_seconds = 1000.0
     stop._began = time.time() - 900.0
     assert not stop.is_asked()
     stop.step_seconds, stop.save_seconds = 40.0, 50.0
@@ -103,7 +107,8 @@ def ends(monkeypatch):
 
 
 def test_orphans_that_agree_in_time_are_not_ended(ends):
-    stop = Stop(orphan_seconds=SECONDS)
+    stop = Stop()
+    stop.orphan_seconds = SECONDS
     stop.begin_steps()
     thread = threading.Thread(target=stop.lose_launcher, args=("deepspeed's launcher (process 7)",))
     thread.start()
@@ -116,7 +121,8 @@ def test_orphans_that_agree_in_time_are_not_ended(ends):
 
 
 def test_orphans_are_ended_only_when_a_save_under_way_is_done(ends):
-    stop = Stop(orphan_seconds=0.01)
+    stop = Stop()
+    stop.orphan_seconds = 0.01
     stop.begin_steps()
     thread = threading.Thread(target=stop.lose_launcher, args=("torchrun (process 7)",))
     with stop.saving:
@@ -131,7 +137,7 @@ def test_orphans_are_ended_only_when_a_save_under_way_is_done(ends):
 
 
 def test_orphans_before_the_first_step_are_ended_at_once(ends):
-    Stop(orphan_seconds=SECONDS).lose_launcher("torchrun (process 7)")
+    Stop().lose_launcher("torchrun (process 7)")
     assert "before the first step: there was nothing to save" in ends[0]
 
 
@@ -147,6 +153,19 @@ def test_two_ctrl_c_end_a_lone_process_at_once():
     assert (done.returncode, done.stdout) == (130, "SIGINT came\n"), done.stderr
 
 
-def test_a_reason_is_one_line():
-    reason = Reason(kind="signal", what="SIGTERM came", rank=3, host="n1", time=0.0)
-    assert reason.words().startswith("The reason: SIGTERM came, heard by rank 3 on n1 at 19")
+# torchrun does not look at it before torch 2.12.
+READ = 280.0 if TorchVersion(torch.__version__) >= (2, 12) else 30.0
+
+
+@pytest.mark.parametrize(
+    ("environment", "seconds"),
+    [
+        ({}, 30.0),
+        ({"TORCHELASTIC_RUN_ID": "none"}, 30.0),
+        ({"TORCHELASTIC_RUN_ID": "none", SHUTDOWN_TIMEOUT: "280"}, READ),
+        # DeepSpeed's launcher does not look at it.
+        ({SHUTDOWN_TIMEOUT: "280"}, 30.0),
+    ],
+)
+def test_seconds_that_a_launcher_grants(environment, seconds):
+    assert launcher_seconds(environment) == seconds

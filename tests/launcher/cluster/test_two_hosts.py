@@ -10,17 +10,14 @@ from tests.launcher.cluster.cluster import missing_programs, two_hosts
 from tests.launcher.runs import flags, pretrain
 from tests.launcher.workers import rows, run, train
 
+LACKS = missing_programs()
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600), pytest.mark.skipif(LACKS is not None, reason=str(LACKS))]
 LIMIT = 180.0
 """Seconds for a launch: each host starts Python anew, one by one on a busy machine."""
 
 
-@pytest.mark.slow
-@pytest.mark.timeout(300)
 def test_two_hosts_compute_what_one_host_does(shards, tmp_path):
-    if reason := missing_programs():
-        pytest.skip(reason)
-    (tmp_path / "cluster").mkdir()
-    with two_hosts(tmp_path / "cluster") as (hostfile, environment):
+    with two_hosts(tmp_path) as (hostfile, environment):
         ended = pretrain(flags(shards, tmp_path / "run"), timeout=LIMIT, hostfile=hostfile, environment=environment)
     assert ended.code == 0, ended.text
     assert "pdsh" in ended.text, "one host alone would have been started without it"
@@ -30,17 +27,12 @@ def test_two_hosts_compute_what_one_host_does(shards, tmp_path):
     assert not ended.orphans
 
 
-@pytest.mark.slow
-@pytest.mark.timeout(600)
 def test_a_ring_over_two_hosts_crosses_between_them_once(shards, tmp_path):
     """2 hosts × 2 ranks, one sequence on all four: rows cross by counterparts and are handed round inside a host."""
-    if reason := missing_programs():
-        pytest.skip(reason)
-    (tmp_path / "cluster").mkdir()
     spread = {"parallel.context": 4, "parallel.layout": "balanced"}
-    one_host = tmp_path / "hostfile"
+    one_host = tmp_path / "one_host"
     one_host.write_text("localhost slots=4\n")
-    with two_hosts(tmp_path / "cluster", slots=2) as (hostfile, environment):
+    with two_hosts(tmp_path, slots=2) as (hostfile, environment):
         asked = flags(shards, tmp_path / "two", spread)
         two = pretrain(asked, timeout=LIMIT, hostfile=hostfile, environment=environment)
     assert two.code == 0, two.text
@@ -52,14 +44,9 @@ def test_a_ring_over_two_hosts_crosses_between_them_once(shards, tmp_path):
             assert got["loss"] == pytest.approx(want["loss"], rel=1e-6), "gradients were added in another order"
 
 
-@pytest.mark.slow
-@pytest.mark.timeout(300)
 def test_a_configuration_is_verified_over_two_hosts(shards, tmp_path):
-    if reason := missing_programs():
-        pytest.skip(reason)
-    (tmp_path / "cluster").mkdir()
     asked = flags(shards, tmp_path / "run", {"train.chunk_tokens": 40, "train.keep": "attention"})
-    with two_hosts(tmp_path / "cluster") as (hostfile, environment):
+    with two_hosts(tmp_path) as (hostfile, environment):
         script = {"script": "launcher/verify.py", "hostfile": hostfile, "environment": environment}
         ended = pretrain(asked, timeout=LIMIT, **script)
     assert ended.code == 0, ended.text

@@ -3,27 +3,34 @@
 from __future__ import annotations
 
 import base64
+import io
 import json
+import logging
 import math
+import sys
 import zlib
+from contextlib import closing
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from launcher.metrics.console import Pace, console_line
-from launcher.metrics.expert_history import idle_experts, shortened, steps_between_loads
 from launcher.metrics.expert_load import (
+    idle_experts,
     idle_share,
     layer_numbers,
     load_entropy,
     max_over_mean,
     max_violation,
     mean_violation,
+    shortened,
+    steps_between_loads,
     worst_max_over_mean,
 )
 from launcher.metrics.record import missing_steps, read_metrics, truncate_after
-from launcher.metrics.writer import Lines, MetricsWriter
+from launcher.metrics.writer import Lines, MetricsWriter, RecordWriter
+from launcher.run_folder import LOGS, start_logging
 from longctx.errors import DataError
 from tests.bounded import refusal
 
@@ -66,7 +73,7 @@ def train(step: int, **changes: object) -> dict:
 
 
 def write_all(folder: Path, records: list[dict]) -> None:
-    with MetricsWriter(folder) as writer:
+    with closing(MetricsWriter(folder)) as writer:
         for record in records:
             writer.write(record)
 
@@ -79,21 +86,17 @@ def no_constants(name: str) -> float:
     raise AssertionError(f"{name} in a file that should be strict JSON")
 
 
-def test_what_is_written_is_read_back(tmp_path: Path) -> None:
-    event = {"kind": "event", "event": "resume", "step": 12, "time": "2025-01-01T00:00:02.000+00:00"}
-    write_all(tmp_path, [TRAIN, VALIDATION, event])
-    assert read_metrics(tmp_path) == [TRAIN, VALIDATION, event]
-
-
-def test_each_line_is_on_disk_when_write_returns(tmp_path: Path) -> None:
-    with MetricsWriter(tmp_path) as writer:
-        writer.write(TRAIN)
-        assert read_metrics(tmp_path) == [TRAIN]
+def test_what_is_written_is_read_back_as_soon_as_write_returns(tmp_path: Path) -> None:
+    records = [TRAIN, VALIDATION, {"kind": "event", "event": "resume", "step": 12, "time": TRAIN["time"]}]
+    with closing(MetricsWriter(tmp_path)) as writer:
+        for number, record in enumerate(records, start=1):
+            writer.write(record)
+            assert read_metrics(tmp_path) == records[:number]
 
 
 def test_a_file_that_was_removed_takes_no_more(tmp_path: Path) -> None:
     """The system would take every line, and nobody could read one."""
-    with MetricsWriter(tmp_path) as writer:
+    with closing(MetricsWriter(tmp_path)) as writer:
         writer.write(train(1))
         (tmp_path / "metrics.jsonl").unlink()
         with pytest.raises(OSError, match="somebody has removed the run's metrics"):
@@ -120,7 +123,7 @@ def test_non_finite_numbers_survive_strict_json(tmp_path: Path) -> None:
     [{"kind": "training", "step": 1}, {"kind": "train", "step": 1}, train(1.5), {"kind": "event", "step": 1}],  # type: ignore[arg-type]
 )
 def test_writer_refuses_a_record_no_reader_would_take(tmp_path: Path, record: dict) -> None:
-    with MetricsWriter(tmp_path) as writer, pytest.raises(ValueError, match=r"kind|lacks|step"):
+    with closing(MetricsWriter(tmp_path)) as writer, pytest.raises(ValueError, match=r"kind|lacks|step"):
         writer.write(record)
     assert read_metrics(tmp_path) == []
 
@@ -182,21 +185,18 @@ def test_truncate_with_nothing_to_move_touches_nothing(tmp_path: Path) -> None:
     assert not (tmp_path / "metrics.discarded.jsonl").exists()
 
 
-def test_torn_text_moves_as_it_is(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("step", "moved", "left"), [(1, 2, [1, 3]), (None, 1, [1, 2, 3])])
+def test_torn_text_moves_as_it_is_and_no_record_joins_it(tmp_path: Path, step, moved, left) -> None:
     write_all(tmp_path, [train(1), train(2)])
     with (tmp_path / "metrics.jsonl").open("ab") as file:
         file.write(b'{"kind": "train", "st')
-    assert truncate_after(tmp_path, 1) == 2
-    assert lines_of(tmp_path / "metrics.discarded.jsonl")[-1] == b'{"kind": "train", "st'
-    assert [record["step"] for record in read_metrics(tmp_path)] == [1]
-
-
-def test_a_record_never_joins_a_torn_line(tmp_path: Path) -> None:
-    write_all(tmp_path, [train(1)])
-    with (tmp_path / "metrics.jsonl").open("ab") as file:
-        file.write(b'{"kind": "train", "st')
-    write_all(tmp_path, [train(2)])
-    assert [record["step"] for record in read_metrics(tmp_path)] == [1, 2]
+    # Of itself the writer moves torn text alone.
+    if step is not None:
+        assert truncate_after(tmp_path, step) == moved
+    write_all(tmp_path, [train(3)])
+    discarded = lines_of(tmp_path / "metrics.discarded.jsonl")
+    assert (len(discarded), discarded[-1]) == (moved, b'{"kind": "train", "st')
+    assert [record["step"] for record in read_metrics(tmp_path)] == left
 
 
 def test_rows_are_safe_before_the_file_is_replaced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -220,19 +220,11 @@ def test_expert_figures_by_hand() -> None:
     assert str(load_entropy([7, 0])) == "0.0"
     assert worst_max_over_mean([[1, 1], [3, 1], [0, 0]]) == 1.5
     assert worst_max_over_mean([]) is None
-
-
-def test_violations_by_hand() -> None:
     assert max_violation([6, 2, 0, 0]) == 2.0
     assert mean_violation([6, 2, 0, 0]) == (4 + 0 + 2 + 2) / (4 * 2)
     assert max_violation([5, 5]) == mean_violation([5, 5]) == 0.0
-
-
-def test_expert_figures_of_a_layer_without_tokens() -> None:
-    assert math.isnan(max_over_mean([0, 0]))
-    assert math.isnan(max_violation([0, 0]))
-    assert math.isnan(mean_violation([0, 0]))
-    assert math.isnan(load_entropy([0, 0]))
+    # Of a layer without tokens.
+    assert all(math.isnan(figure([0, 0])) for figure in (max_over_mean, max_violation, mean_violation, load_entropy))
     assert idle_share([0, 0]) == 1.0
 
 
@@ -280,7 +272,7 @@ def test_ten_thousand_steps_of_a_large_model_stay_under_50_mb(tmp_path):
     rng = np.random.default_rng(0)
     size = 0
     steps = [*range(1, 3), *range(1001, 1065)]  # 64 steps between two records with all counts
-    with MetricsWriter(tmp_path) as writer:
+    with closing(MetricsWriter(tmp_path)) as writer:
         for step in steps:
             loads_LE = rng.multinomial(2_097_152, [1 / 128] * 128, size=48)
             loads_LE[:, rng.choice(128, 5)] = 0
@@ -322,8 +314,8 @@ def test_idle_experts_take_no_more_room_than_there_are_experts(idle: str, said: 
 def test_a_small_models_counts_stand_in_every_step():
     record = train(3)
     assert shortened(record) == record
-    assert steps_between_loads(8, 64) == 1
-    assert steps_between_loads(48, 128) == 64
+    assert steps_between_loads(8 * 64) == 1
+    assert steps_between_loads(48 * 128) == 64
 
 
 def test_gaps_between_rows_are_found(tmp_path):
@@ -337,3 +329,48 @@ def test_a_folder_that_goes_on_from_another_one_begins_there(tmp_path):
     resumed = {"kind": "event", "event": "resume", "step": 6, "time": TRAIN["time"]}
     write_all(tmp_path, [resumed, train(7), train(9)])
     assert missing_steps(tmp_path, 9) == [range(8, 9)]
+
+
+LINES = Lines(total_steps=9, first_step=0, last_step=9, every=4)
+
+
+class Terminal(io.StringIO):
+    """What a person watches."""
+
+    def isatty(self) -> bool:
+        return True
+
+
+def record_three_steps(folder: Path, stream: io.StringIO, monkeypatch, *, is_rank_0: bool = True) -> str:
+    """What a run of three steps writes to the console; its log is in ``folder``."""
+    monkeypatch.setattr(sys, "stdout", stream)
+    monkeypatch.setenv("TERM", "xterm")
+    (folder / LOGS).mkdir()
+    start_logging(folder, 0 if is_rank_0 else 1)
+    with RecordWriter(folder, LINES, is_rank_0=is_rank_0) as writer:
+        for step in (1, 2, 3):
+            writer.write(train(step))
+            writer.doing("saving a checkpoint")
+    assert sys.stdout is stream, "the terminal is given back"
+    logging.getLogger("launcher").info("after")
+    return stream.getvalue()
+
+
+@pytest.mark.usefixtures("_own_handlers")
+def test_a_terminal_sees_it_below_the_log_and_no_file_has_it(tmp_path, monkeypatch):
+    said = record_three_steps(tmp_path, Terminal(), monkeypatch)
+    assert "saving a checkpoint" in said
+    assert "step 3/9" in said
+    assert said.count("step 1/9  11%  loss 5.1023") == 1, "the line of the log stands above it"
+    assert said.rstrip().endswith("after"), "the log goes on where it went before"
+    text = (tmp_path / LOGS / "rank_0.log").read_text()
+    assert text.count("\n") == 3, "the first step's line, where the time went, and what came after"
+    assert "\x1b" not in text
+    assert "saving a checkpoint" not in text
+    assert [record["step"] for record in read_metrics(tmp_path)] == [1, 2, 3], "every step, whatever log_every is"
+
+
+@pytest.mark.usefixtures("_own_handlers")
+def test_other_ranks_draw_nothing(tmp_path, monkeypatch):
+    assert record_three_steps(tmp_path, Terminal(), monkeypatch, is_rank_0=False) == ""
+    assert not (tmp_path / "metrics.jsonl").exists()

@@ -5,8 +5,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from launcher.metrics.goodput.account import read_goodput
-from launcher.metrics.goodput.usual import LEAST
+from launcher.metrics.goodput.account import LEAST, read_goodput
 from launcher.report.goodput import goodput_section
 from launcher.report.text import duration
 from tests.launcher.metrics.goodput.test_account import World

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import re
+from contextlib import closing
 from pathlib import Path
 from xml.etree import ElementTree
 
@@ -72,7 +73,7 @@ def make_run(folder: Path, records: list[dict], *, environment: object = ENVIRON
     (folder / "config.toml").write_text(CONFIG)
     if environment is not None:
         (folder / "environment.json").write_text(json.dumps(environment))
-    with MetricsWriter(folder) as writer:
+    with closing(MetricsWriter(folder)) as writer:
         for record in records:
             writer.write(record)
     return folder

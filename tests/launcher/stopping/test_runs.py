@@ -13,7 +13,7 @@ import pytest
 
 from launcher.cluster.exit import INTERRUPTED, STOPPED
 from launcher.metrics.record import read_metrics
-from launcher.supervise.progress import last_step, last_stop, newest_checkpoint
+from launcher.supervise.progress import last_event, last_step, newest_checkpoint
 from tests.faults import FaultRow, FaultRows, verdict
 from tests.helpers import REPOSITORY
 from tests.launcher.cluster.cluster import missing_programs, two_hosts
@@ -153,7 +153,7 @@ def test_a_limit_of_time_is_kept(shards, tmp_path):
     launch.wait_until(lambda: last_step(folder) is not None)
     began = min(process.create_time() for process in launch.ranks().values())
     ended = launch.wait(SECONDS * 2)
-    stop = last_stop(folder)
+    stop = last_event(folder)
     assert ended.code == STOPPED
     assert stop is not None
     assert stop["reason"] == "max_seconds"
@@ -204,10 +204,8 @@ def test_over_two_hosts(shards, tmp_path, undisturbed, fault_rows, number, whom,
         chosen = {"rank": is_rank_1, "ssh": lambda process: process.name() == "ssh"}[whom]
         next(process for process in launch.family() if chosen(process)).send_signal(number)
 
-    (tmp_path / "cluster").mkdir()
-    with two_hosts(tmp_path / "cluster") as (hostfile, environment):
-        options = {"hostfile": hostfile, "environment": environment}
-        found = disturbed(shards, tmp_path / "run", act, **options)
+    with two_hosts(tmp_path) as (hostfile, environment):
+        found = disturbed(shards, tmp_path / "run", act, hostfile=hostfile, environment=environment)
     check_saved(found, kind)
     # Whatever is left of pdsh and ssh: it goes to the terminal itself.
     check_screen(found, "deepspeed --hostfile")
@@ -239,4 +237,4 @@ def test_a_run_whose_shell_has_ended_goes_on(shards, tmp_path):
         if started.is_running():
             started.kill()
     assert newest_checkpoint(tmp_path / "run") == 8
-    assert last_stop(tmp_path / "run") is None
+    assert last_event(tmp_path / "run") is None

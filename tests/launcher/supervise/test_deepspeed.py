@@ -5,10 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import signal
-import subprocess
 import sys
-import time
-from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import psutil
@@ -17,85 +14,34 @@ import pytest
 from launcher.cluster.exit import STOPPED
 from launcher.supervise.progress import last_step, newest_checkpoint
 from longctx.checkpoint_format import list_checkpoints
-from tests.helpers import REPOSITORY
 from tests.launcher.cluster.cluster import HOSTS, missing_programs, two_hosts
-from tests.launcher.runs import STEPS, flags, free_port
+from tests.launcher.runs import STEPS, Launch, flags, supervised
 from tests.launcher.workers import rows, run, train
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
 LIMIT = 240.0
 
 
-class Supervisor:
-    """A started ``longctx run``."""
-
-    def __init__(self, starter: Sequence[str], settings: Sequence[str], environment: Mapping[str, str]) -> None:
-        programs = Path(sys.executable).parent
-        started = [str(programs / "deepspeed"), *starter, "--master_port", str(free_port()), "launcher/pretrain.py"]
-        self.process = subprocess.Popen(
-            [sys.executable, "-m", "launcher", "run", "--wait-seconds", "1", "--", *started, *settings],
-            cwd=REPOSITORY,
-            env={
-                **os.environ,
-                **{"OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu", "PATH": f"{programs}:{os.environ['PATH']}"},
-                **environment,
-            },
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-
-    def family(self, *words: str) -> list[psutil.Process]:
-        """All that it started whose command line has one of these words."""
-        found = []
-        for process in psutil.Process(self.process.pid).children(recursive=True):
-            try:
-                line = process.cmdline()
-            except psutil.Error:
-                continue
-            if any(word in line for word in words):
-                found.append(process)
-        return found
-
-    def ranks(self) -> list[psutil.Process]:
-        """The processes that train, here or on a host that ssh reaches."""
-        script = "launcher/pretrain.py"
-        launchers = ("deepspeed.launcher.launch", "run", str(Path(sys.executable).parent / "deepspeed"))
-        return [p for p in self.family(script) if not any(word in p.cmdline() for word in launchers)]
-
-    def wait_until(self, condition: Callable[[], bool]) -> None:
-        deadline = time.monotonic() + LIMIT / 2
-        while not condition():
-            assert self.process.poll() is None, self.process.communicate()[0]
-            assert time.monotonic() < deadline
-            time.sleep(0.02)
-
-    def wait(self) -> tuple[int, str]:
-        """Exit code and what was said; nobody is left."""
-        family = psutil.Process(self.process.pid).children(recursive=True)
-        try:
-            text, _ = self.process.communicate(timeout=LIMIT)
-        except subprocess.TimeoutExpired:
-            self.process.send_signal(signal.SIGTERM)
-            raise
-        _, alive = psutil.wait_procs(family, timeout=5)
-        assert not alive, alive
-        return self.process.returncode, text
+def check_ended(launch: Launch, code: int) -> str:
+    """What was said until the end, with this exit code; nobody is left."""
+    ended = launch.wait(LIMIT)
+    assert ended.code == code, ended.text
+    assert not ended.orphans
+    return ended.text
 
 
 @pytest.mark.parametrize("victim", ["rank", "launcher", "runner"])
 def test_whoever_is_killed_the_metrics_are_those_of_an_undisturbed_run(shards, tmp_path, victim):
     folder = tmp_path / "run"
-    supervisor = Supervisor(["--num_gpus", "2"], flags(shards, folder, {"run.hostfile": "none"}), {})
-    supervisor.wait_until(lambda: bool(list_checkpoints(folder)))
+    launch = supervised(flags(shards, folder, {"run.hostfile": "none"}))
+    launch.wait_until(lambda: bool(list_checkpoints(folder)), timeout=LIMIT / 2)
     victims = {
-        "rank": supervisor.ranks,
-        "launcher": lambda: supervisor.family("deepspeed.launcher.launch"),
-        "runner": lambda: [psutil.Process(supervisor.process.pid).children()[0]],
+        "rank": lambda: list(launch.ranks().values()),
+        "launcher": launch.launchers,
+        "runner": launch.runner().children,
     }[victim]()
     victims[-1].send_signal(signal.SIGKILL)
-    code, text = supervisor.wait()
-    assert code == 0, text
+    text = check_ended(launch, 0)
     # Ranks train on without a launcher: they may have come to the end before anybody asked.
     assert "longctx run: attempt 1 ended" in text or victim != "rank"
     # With it DeepSpeed's launcher shows its last rank's number where another one has failed.
@@ -110,11 +56,10 @@ def test_a_stop_is_the_ranks_own_and_the_last_thing_said_is_ours(shards, tmp_pat
     """Ctrl-C in a terminal comes to ``longctx run`` alone. No launcher shows where it was, or ends the ranks."""
     folder = tmp_path / "run"
     settings = {"run.hostfile": "none", "train.steps": 40, "checkpoint.every_steps": 0, "run.resume": "auto"}
-    supervisor = Supervisor(["--num_gpus", "2"], flags(shards, folder, settings), {})
-    supervisor.wait_until(lambda: (last_step(folder) or 0) >= 3)
-    supervisor.process.send_signal(number)
-    code, text = supervisor.wait()
-    assert code == STOPPED, text
+    launch = supervised(flags(shards, folder, settings))
+    launch.wait_until(lambda: (last_step(folder) or 0) >= 3, timeout=LIMIT / 2)
+    launch.runner().send_signal(number)
+    text = check_ended(launch, STOPPED)
     assert "Traceback" not in text
     before, after = text.split("Stopped behind step")
     assert "--run.resume auto" in after
@@ -128,10 +73,9 @@ def test_a_stop_is_the_ranks_own_and_the_last_thing_said_is_ours(shards, tmp_pat
 def test_a_host_that_goes_away_is_left_out(shards, tmp_path):
     if reason := missing_programs():
         pytest.skip(reason)
-    (tmp_path / "cluster").mkdir()
     settings = {"parallel.context": 1, "train.tokens_per_step": 1024}
     folder, gone = tmp_path / "run", tmp_path / "gone"
-    with two_hosts(tmp_path / "cluster") as (hostfile, environment):
+    with two_hosts(tmp_path) as (hostfile, environment):
         # The second host's ssh ends like that of a machine without power, once there is a file.
         programs = tmp_path / "programs"
         programs.mkdir()
@@ -141,15 +85,14 @@ def test_a_host_that_goes_away_is_left_out(shards, tmp_path):
         ssh.chmod(0o755)
         path = f"{programs}:{Path(sys.executable).parent}:{os.environ['PATH']}"
         starter = ["--hostfile", str(hostfile), "--no_ssh_check", "--master_addr", "127.0.0.1"]
-        supervisor = Supervisor(starter, flags(shards, folder, settings), {**environment, "PATH": path})
-        supervisor.wait_until(lambda: bool(list_checkpoints(folder)))
+        launch = supervised(flags(shards, folder, settings), starter, environment={**environment, "PATH": path})
+        launch.wait_until(lambda: bool(list_checkpoints(folder)), timeout=LIMIT / 2)
         gone.touch()
         for process in psutil.process_iter(["cmdline", "environ"]):
             line, variables = process.info["cmdline"] or [], process.info["environ"] or {}
             if str(folder) in line and variables.get("RANK") == "1" and "launcher/pretrain.py" in line:
                 process.send_signal(signal.SIGKILL)
-        code, text = supervisor.wait()
-    assert code == 0, text
+        text = check_ended(launch, 0)
     assert f"{HOSTS[1]} does not answer over ssh. Going on with 1 of 2 hosts, 1 ranks." in text
     run(train, 1, shards, tmp_path / "alone", settings)
     got, want = rows(folder), rows(tmp_path / "alone")

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from benchmarks.flips import Flip, looked_at
-from launcher.cluster.suspects import AUDIT_EVENT, suspected_ranks
-from launcher.metrics.record import Record, read_metrics
+from launcher.metrics.record import AUDIT_EVENT, Record, read_metrics
+from launcher.supervise.hosts import suspected_ranks
 from launcher.training.hook import Step
 from launcher.training.hooks.audit import StepAudit
 from launcher.training.run import Progress, Run

@@ -17,7 +17,7 @@ from parallel.comm.world import gather_objects
 from parallel.mesh import Mesh
 from tests.helpers import run_distributed
 from tests.launcher.runs import tiny_config
-from tests.launcher.training.test_offloading import check_same
+from tests.launcher.training.test_swapping import check_same
 from tests.launcher.workers import rows, run, train_each, train_until_killed_in_a_chunk
 
 LATER_CHUNKS_A_STEP = 2 * 2 * 2

@@ -9,7 +9,7 @@ import torch
 
 import launcher.training.machine as machines
 from launcher.config.resolve import Choice, Data, Machine, resolve
-from launcher.training.compiling import compiler_of
+from launcher.training.model import compiler_of
 from longctx.errors import ConfigError
 from longctx.kernels.regions import missing_for_compiling
 from parallel.mesh import Mesh

@@ -12,11 +12,11 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-import launcher.training.data_fetch
+import launcher.training.data_check
 from data_pipeline.shards import copies
 from data_pipeline.shards.reader import ShardSet
 from launcher.metrics.record import read_metrics
-from launcher.training.data_fetch import fetch_data
+from launcher.training.data_check import fetch_data
 from longctx.errors import DataError
 from tests.data_pipeline.stores.conftest import fill
 from tests.data_pipeline.stores.s3_server import S3Server
@@ -90,7 +90,7 @@ def test_ranks_that_share_a_cache_divide_the_shards(server: S3Server, tmp_path: 
 def refuse(endpoint: str, cache: Path) -> None:
     begin(endpoint, cache)
     shards = ShardSet.open(URL)
-    check_room, disk_usage = launcher.training.data_fetch._check_room, shutil.disk_usage
+    check_room, disk_usage = launcher.training.data_check._check_room, shutil.disk_usage
 
     def little_room_on_rank_1(found: Any) -> None:
         if dist.get_rank() == 1:
@@ -98,11 +98,11 @@ def refuse(endpoint: str, cache: Path) -> None:
             shutil.disk_usage = lambda path: usage._replace(free=1)
         check_room(found)
 
-    launcher.training.data_fetch._check_room = little_room_on_rank_1
+    launcher.training.data_check._check_room = little_room_on_rank_1
     with pytest.raises(DataError, match=r"GB more on this host.*\n.*data\.cache"):
         fetch_data([shards])
     shutil.disk_usage = disk_usage
-    launcher.training.data_fetch._check_room = check_room
+    launcher.training.data_check._check_room = check_room
     # Damaged for whoever fetches it: an error on every rank.
     with pytest.raises(DataError, match=r"s3://corpora/tiny/00001\.arrow is damaged"):
         fetch_data([shards])

@@ -96,27 +96,18 @@ def test_the_next_step_is_prepared_while_this_one_is_computed():
     assert threads() == []
 
 
-def test_it_reads_one_step_ahead_and_none_beyond_the_last():
+@pytest.mark.parametrize("ahead", [1, 3])
+def test_it_reads_as_many_steps_ahead_as_it_is_told_and_none_beyond_the_last(ahead):
     loader = NumberedLoader()
-    feed = feed_of(loader, num_steps=3)
+    feed = feed_of(loader, num_steps=ahead + 2, prefetch_steps=ahead)
     feed.next_step()
-    assert loader.prepared[1].wait(WAIT)
-    assert not loader.prepared[2].wait(0.2)
-    for _ in range(2):
+    assert loader.prepared[ahead].wait(WAIT)
+    assert not loader.prepared[ahead + 1].wait(0.2)
+    for _ in range(ahead + 1):
         feed.next_step()
-    assert not loader.prepared[3].wait(0.2)
+    assert not loader.prepared[ahead + 2].wait(0.2)
     feed.close()
-    assert loader.asked == 6
-    assert threads() == []
-
-
-def test_it_reads_as_many_steps_ahead_as_it_is_told():
-    loader = NumberedLoader()
-    feed = feed_of(loader, num_steps=9, prefetch_steps=3)
-    feed.next_step()
-    assert loader.prepared[3].wait(WAIT)
-    assert not loader.prepared[4].wait(0.2)
-    feed.close()
+    assert loader.asked == 2 * (ahead + 2)
     assert threads() == []
 
 
@@ -149,13 +140,6 @@ def test_several_threads_read_a_step_in_its_order():
     assert len(loader.threads) >= 2
 
 
-def test_an_error_of_one_of_several_is_the_main_threads():
-    feed = feed_of(NumberedLoader(fail_at=3), workers=2)
-    feed.next_step()
-    with pytest.raises(DataError, match="row 3 cannot be read"):
-        feed.next_step()
-
-
 def test_a_caller_that_goes_on_beyond_the_last_step_is_served():
     loader = NumberedLoader()
     feed = feed_of(loader, num_steps=1)
@@ -177,10 +161,11 @@ def test_the_state_is_that_of_the_steps_that_were_given():
     feed.close()
 
 
-def test_an_error_of_the_thread_is_the_main_threads_with_its_words():
-    feed = feed_of(NumberedLoader(fail_at=2))
+@pytest.mark.parametrize("workers", [1, 2])
+def test_an_error_of_a_thread_is_the_main_threads_with_its_words(workers):
+    feed = feed_of(NumberedLoader(fail_at=3), workers=workers)
     feed.next_step()
-    with pytest.raises(DataError, match="row 2 cannot be read"):
+    with pytest.raises(DataError, match="row 3 cannot be read"):
         feed.next_step()
     assert threads() == []
 

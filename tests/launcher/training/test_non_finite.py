@@ -96,6 +96,7 @@ def break_each(shards: Path, output: Path, changed: dict[str, Any], kinds: list[
         said, record = str(caught.value), caught.value.record
         assert len(set(gather_objects(said))) == 1, "the same on every rank"
         assert all(word in said for word in words), said
+        assert "model.layers.0" not in said, "the layer that is right"
         assert "--row 4)" in said, "the first of its two rows"
         assert len(said.splitlines()) < SCREEN
         check_record(record, kind)

@@ -5,12 +5,10 @@ from __future__ import annotations
 import json
 import logging
 import os
-import time
 from pathlib import Path
 
 import pytest
 import torch
-import torch.distributed as dist
 from safetensors.torch import load_file, save_file
 
 from launcher.config.model import find_start
@@ -22,7 +20,6 @@ from longctx.checkpoint_format import CHECKPOINTS, CheckpointReader, find_checkp
 from longctx.conversion import export_checkpoint, load_hf, save_hf
 from longctx.errors import CheckpointError
 from longctx.model.decoder import Decoder
-from parallel.comm.world import on_rank_0
 from tests.launcher.runs import tiny_start
 from tests.launcher.workers import leave_out_pictures, rows, run
 from tests.longctx.samples import dense_config
@@ -94,21 +91,6 @@ def test_a_run_folder_stands_for_its_newest_checkpoint(hf, tmp_path):
 
 
 # Across ranks.
-
-
-def wait_for_rank_0() -> None:
-    assert on_rank_0(lambda: (time.sleep(0.2), os.environ["RANK"])[1]) == "0"
-
-    def fail() -> None:
-        raise CheckpointError("no such thing")
-
-    with pytest.raises(CheckpointError, match="no such thing"):
-        on_rank_0(fail)
-    assert dist.get_world_size() == 2
-
-
-def test_ranks_wait_for_what_rank_0_does():
-    run(wait_for_rank_0, 2)
 
 
 def start_from_hf(shards: Path, source: Path, output: Path) -> None:

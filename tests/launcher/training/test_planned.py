@@ -13,7 +13,7 @@ from launcher.plan.documents import documents_of
 from launcher.plan.hardware import FOLDER, MEASURED_FILE
 from launcher.plan.world import World
 from launcher.training.hooks.plan import PlanWatch, checked_line
-from launcher.training.planned import Expected, check_planned_memory, expect, find_hardware
+from launcher.training.start import Expected, check_planned_memory, expect, find_hardware
 from longctx.errors import ConfigError
 from longctx.kernels.processor import has_native_bfloat16
 from tests.launcher.runs import SCREEN, resolved

@@ -11,8 +11,8 @@ import pytest
 import torch.distributed as dist
 
 from launcher.checkpoint.host_copy import HostCopy
-from launcher.cluster.suspects import suspected_ranks
 from launcher.metrics.record import Record
+from launcher.supervise.hosts import suspected_ranks
 from launcher.training.hooks.replicas import ReplicaWatch
 from launcher.training.run import Progress, Run
 from launcher.training.step import TrainStep
@@ -24,7 +24,7 @@ from parallel.comm.world import gather_objects
 from parallel.runtime.spans import DOING
 from parallel.zero.optimizer import MASTER, MOMENTS
 from parallel.zero.replicas import Odd, Part, judge
-from tests.faults import FaultRow, FaultRows, verdict
+from tests.faults import FaultRow, verdict
 from tests.launcher.runs import SCREEN
 from tests.launcher.workers import breaking_step, build, end_guarded, rows, run, train
 from tests.parallel.comm.messages.faults import flip_bit
@@ -270,13 +270,20 @@ def end_by(name: str, shards: Path, output: Path, struck: Struck) -> None:
     end_guarded(shards, output, changed, 1, words, step=step, seen=output.parent / "screen")
 
 
-def check_flip(name: str, struck: Struck, shards: Path, folder: Path, fault_rows: FaultRows) -> None:
-    """The run ends, and one that goes on has the records of a run that nothing befell."""
-    flip, quiet, broken = FLIPS[name], folder / "quiet", folder / "broken"
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "struck"),
+    [
+        *((name, IN_A_STEP) for name in ("weight, stage 0", "moment, stage 0", "master, stage 1", "moment, stage 3")),
+        *((name, AT_A_SAVE) for name in ("master, stage 1", "moment, stage 3")),
+    ],
+)
+def test_a_run_that_goes_on_is_as_if_nothing_had_been(name, struck, shards, tmp_path, fault_rows):
+    flip, quiet, broken = FLIPS[name], tmp_path / "quiet", tmp_path / "broken"
     changed = {**flip.changed, "zero.stage": flip.stage, **struck.changed}
     run(train, flip.ranks, shards, quiet, changed)
     run(end_by, flip.ranks, name, shards, broken, struck)
-    seconds = time.time() - float((folder / "at").read_text())
+    seconds = time.time() - float((tmp_path / "at").read_text())
     run(train, flip.ranks, shards, broken, {**changed, "run.resume": broken / "checkpoints" / "step_000004"})
     kind = f"a flipped bit in a {name}"
     if struck.at_a_save:
@@ -286,25 +293,13 @@ def check_flip(name: str, struck: Struck, shards: Path, folder: Path, fault_rows
             group="numbers",
             kind=kind,
             injected=f"of rank {flip.rank} of {flip.ranks}, {struck.when}",
-            seen=verdict((folder / "screen").read_text(), flip.says),
+            seen=verdict((tmp_path / "screen").read_text(), flip.says),
             seconds=seconds,
             steps_lost=struck.steps_lost,
             beyond_checkpoint=0,
             equal=rows(broken) == rows(quiet),
         )
     )
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["weight, stage 0", "moment, stage 0", "master, stage 1", "moment, stage 3"])
-def test_a_run_that_goes_on_is_as_if_nothing_had_been(name, shards, tmp_path, fault_rows):
-    check_flip(name, IN_A_STEP, shards, tmp_path, fault_rows)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["master, stage 1", "moment, stage 3"])
-def test_so_does_one_whose_save_was_refused(name, shards, tmp_path, fault_rows):
-    check_flip(name, AT_A_SAVE, shards, tmp_path, fault_rows)
 
 
 def test_three_decide_and_two_do_not():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from pathlib import Path
 from typing import Any
@@ -105,59 +106,33 @@ def rewrite(path: Path, **changed: Any) -> None:
     save_file(load_file(path), path, metadata={"longctx": json.dumps({**facts, **changed})})
 
 
-def another_model(path: Path) -> dict[str, Any]:
-    return {"model": ModelConfig(num_layers=3, num_experts=8, experts_per_token=2, dense_layers=(1,))}
-
-
-def other_layers(path: Path) -> dict[str, Any]:
-    return {"model": ModelConfig(num_layers=3, num_experts=5, experts_per_token=2)}
-
-
-def other_rows(path: Path) -> dict[str, Any]:
-    return {"order": {**ORDER, "seed": 1}}
-
-
-def longer_steps(path: Path) -> dict[str, Any]:
-    return {"tokens": 2 * TOKENS}
-
-
-def renamed(path: Path) -> dict[str, Any]:
+def renamed(path: Path) -> None:
     rewrite(path, step=2)
-    return {}
 
 
-def another_format(path: Path) -> dict[str, Any]:
+def another_format(path: Path) -> None:
     save_file(load_file(path), path)
-    return {}
 
 
-def a_later_release(path: Path) -> dict[str, Any]:
+def a_later_release(path: Path) -> None:
     rewrite(path, version=2)
-    return {}
 
 
-def cut_short(path: Path) -> dict[str, Any]:
+def cut_short(path: Path) -> None:
     path.write_bytes(path.read_bytes()[:-3])
-    return {}
 
 
-def wrong_ids(path: Path) -> dict[str, Any]:
+def wrong_ids(path: Path) -> None:
     with safe_open(path, framework="pt") as file:
         metadata = file.metadata()
     save_file({name: ids + 1 for name, ids in load_file(path).items()}, path, metadata=metadata)
-    return {}
 
 
-def gone(path: Path) -> dict[str, Any]:
+def gone(path: Path) -> None:
     path.rename(path.with_name("step_000002.safetensors"))
-    return {}
 
 
-REFUSED = {
-    another_model: ["another model", "num_experts: file 5, run 8"],
-    other_layers: ["another model", "expert_layers: file [0, 2], run [0, 1, 2]"],
-    other_rows: ["other rows", "seed: file 0, run 1"],
-    longer_steps: ["12 tokens", "train.tokens_per_step=24"],
+DAMAGED = {
     renamed: ["is of step 2"],
     another_format: ["no routing file of this release"],
     a_later_release: ["no routing file of this release"],
@@ -165,16 +140,32 @@ REFUSED = {
     wrong_ids: ["is damaged", "model.layers.0.mlp.chosen_experts"],
     gone: ["lacks step 1", "step_000002.safetensors to step_000002.safetensors"],
 }
+OTHERS: list[tuple[dict[str, Any], list[str]]] = [
+    ({"model": dataclasses.replace(MODEL, num_experts=8)}, ["another model", "num_experts: file 5, run 8"]),
+    ({"model": dataclasses.replace(MODEL, dense_layers=())}, ["expert_layers: file [0, 2], run [0, 1, 2]"]),
+    ({"order": {**ORDER, "seed": 1}}, ["other rows", "seed: file 0, run 1"]),
+    ({"tokens": 2 * TOKENS}, ["12 tokens", "train.tokens_per_step=24"]),
+]
+"""Runs that the file is not of."""
 
 
-@pytest.mark.parametrize("damage", REFUSED, ids=lambda damage: damage.__name__)
-def test_what_does_not_belong_to_the_run_is_refused(tmp_path, damage):
-    path = record(tmp_path, chosen())
+def check_refused(folder: Path, said: list[str], **other: Any) -> None:
     with pytest.raises(DataError) as caught:
-        follow(tmp_path, **damage(path))
-    for words in REFUSED[damage]:
+        follow(folder, **other)
+    for words in (*said, str(folder)):
         assert words in str(caught.value)
-    assert str(tmp_path) in str(caught.value)
+
+
+@pytest.mark.parametrize("damage", DAMAGED, ids=lambda damage: damage.__name__)
+def test_a_file_that_is_damaged_is_refused(tmp_path, damage):
+    damage(record(tmp_path, chosen()))
+    check_refused(tmp_path, DAMAGED[damage])
+
+
+def test_a_file_of_another_run_is_refused(tmp_path):
+    record(tmp_path, chosen())
+    for other, said in OTHERS:
+        check_refused(tmp_path, said, **other)
 
 
 def test_a_folder_with_another_runs_files_is_not_recorded_to(tmp_path):

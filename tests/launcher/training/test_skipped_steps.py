@@ -123,13 +123,8 @@ def resume(stage: int, shards: Path, output: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("kind", "stage"),
-    [
-        ("gradient", 1),
-        *(pytest.param(kind, stage, marks=pytest.mark.slow) for kind in KINDS for stage in range(4)),
-    ],
-)
+@pytest.mark.parametrize("stage", range(4))
+@pytest.mark.parametrize("kind", KINDS)
 def test_the_run_goes_on_as_if_it_had_none(shards, tmp_path, fault_rows, kind, stage):
     run(train_spoilt, 2, kind, stage, shards, tmp_path)
     found = [row for row in rows(tmp_path / "spoilt") if row["kind"] == "train"]

@@ -34,27 +34,18 @@ def start(shards: Path, output: Path, changed: Mapping[str, Any]) -> str:
     return (output / f"logs/rank_{os.environ['RANK']}.log").read_text()
 
 
-def warn_on_rank_0(shards: Path, folder: Path) -> None:
+def warn_and_refuse(shards: Path, folder: Path) -> None:
     """What a run is, and what it may not have meant: once."""
     log = start(shards, folder / "warm", {"train.warmup_steps": 8})
     warned = [line for line in log.splitlines() if "WARNING" in line]
     assert log.count("Steps: 8 steps of 512 tokens") == len(warned) == (os.environ["RANK"] == "0")
     assert all("train.warmup_steps=8 is not below train.steps=8" in line for line in warned)
-
-
-def refuse_for_memory(shards: Path, folder: Path) -> None:
-    """On every rank alike, and nothing is left."""
+    # What is refused is refused on every rank alike, and nothing is left.
     launcher.plan.memory.available_bytes = lambda with_growth=False: 2**20
     with pytest.raises(ConfigError, match="does not fit: a rank needs at least"):
         build_run(tiny_config(shards, folder / "large", {}), torch.device("cpu"))
     assert not (folder / "large").exists()
     start(shards, folder / "large", {"run.memory_check": False})
-
-
-def warn_and_refuse(shards: Path, folder: Path) -> None:
-    """Both, by the same ranks: starting them takes longer."""
-    warn_on_rank_0(shards, folder)
-    refuse_for_memory(shards, folder)
 
 
 @pytest.mark.slow

@@ -91,32 +91,20 @@ def only_warning(said: Start) -> str:
     return found
 
 
-def test_memory_that_lasts_between_steps_and_not_within_them():
-    said = only_warning(start(free_bytes=100 * 2**20))
-    assert "Memory is tight" in said
-    assert "116 MiB for this machine's 2 ranks, and 100 MiB are free" in said
-
-
-def test_rows_beyond_the_models_positions():
-    said = only_warning(start(["--model.max_positions", "1024"]))
-    assert "data.seq_len=2048 exceeds model.max_positions=1024" in said
-    assert "model.max_positions=2048" in said
-
-
-def test_a_run_that_is_all_warm_up():
-    said = only_warning(start(["--train.steps", "10"]))
-    assert "train.warmup_steps=40 is not below train.steps=10" in said
-    assert "0.00125" in said
-
-
-def test_rows_that_repeat_within_a_step():
-    assert "takes 2 rows and the data has 1" in only_warning(start(packing=packing(rows=1)))
-    estimated = start(packing=packing(rows=1, exact=False))
-    assert "takes 2 rows and the data has about 1: rows repeat" in only_warning(estimated)
-
-
-def test_checkpoints_that_fill_the_disk():
-    assert "3 checkpoints take 55 MiB, and 30 MiB of disk are free" in only_warning(start(free_disk_bytes=30 * 2**20))
+@pytest.mark.parametrize(
+    ("flags", "figures", "words"),
+    [
+        ([], {"free_bytes": 100 * 2**20}, ["Memory is tight", "116 MiB for this machine's 2 ranks, and 100 MiB are"]),
+        (["--model.max_positions", "1024"], {}, ["data.seq_len=2048 exceeds", "set model.max_positions=2048"]),
+        (["--train.steps", "10"], {}, ["train.warmup_steps=40 is not below train.steps=10", "0.00125"]),
+        ([], {"packing": packing(rows=1)}, ["takes 2 rows and the data has 1: rows repeat"]),
+        ([], {"packing": packing(rows=1, exact=False)}, ["takes 2 rows and the data has about 1: rows repeat"]),
+        ([], {"free_disk_bytes": 30 * 2**20}, ["3 checkpoints take 55 MiB, and 30 MiB of disk are free"]),
+    ],
+)
+def test_what_a_run_may_not_have_meant(flags, figures, words):
+    said = only_warning(start(flags, **figures))
+    assert all(word in said for word in words), said
 
 
 def test_a_resume_that_changes_rate_layout_or_steps():

@@ -1,8 +1,8 @@
-"""A run whose state is on a disk, from its config to its checkpoints, and the folders that it refuses."""
+"""A run whose state is in the machine's memory or on a disk, from its config to its checkpoints; folders it refuses."""
 
 from __future__ import annotations
 
-import os
+import shutil
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -11,14 +11,12 @@ import torch
 
 from launcher.config.load import load_run_config
 from launcher.plan.memory import GIB
-from launcher.training import swap_folder
-from launcher.training.swap_folder import check_swap_folders
+from launcher.training.place import check_swap_folders
 from longctx.checkpoint_format import CHECKPOINTS, CheckpointReader
 from longctx.errors import ConfigError
 from tests.helpers import run_distributed
 from tests.launcher.runs import SCREEN, resolved
-from tests.launcher.training.test_offloading import check_same
-from tests.launcher.workers import rows, train_each_swapping
+from tests.launcher.workers import rows, train_each, train_each_swapping
 
 SMALL = {"zero.stage": 3, "zero.sub_group_size": 3000, "zero.param_persistence_threshold": 0}
 """Several sub-groups of a tiny run."""
@@ -106,17 +104,40 @@ def test_a_folder_that_cannot_be_written_is_refused(tmp_path, monkeypatch):
     assert "cannot be written" in refusal("/proc/nowhere")
 
 
-@pytest.mark.skipif(os.getuid() == 0, reason="root may write anywhere: a folder without permission is not tested")
-def test_so_is_one_that_belongs_to_another(tmp_path):
-    tmp_path.chmod(0o500)
-    assert "Permission denied" in refusal(tmp_path)
-
-
 def test_a_disk_without_room_is_refused_with_the_arithmetic(tmp_path, monkeypatch):
-    monkeypatch.setattr(swap_folder.shutil, "disk_usage", lambda path: SimpleNamespace(free=GIB))
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=GIB))
     large = ["--model.preset=llama-2-7b", "--data.seq_len=4096", "--train.tokens_per_step=4096"]
     # Masters, moments, gradients and weights in float32: 20 bytes a parameter over the two ranks of this machine.
     said = refusal(tmp_path, *large)
     assert "has 1.0 GiB free, and 2 ranks of this machine will swap 125.5 GiB" in said
     assert "62.8 GiB each" in said
     check(tmp_path, *large, "--run.memory_check", "false")
+
+
+OFFLOADED = {"zero.stage": 3, "zero.offload": "cpu", "zero.offload_parameters": "cpu"}
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(800)
+def test_it_trains_like_one_on_the_device_and_goes_on_from_its_checkpoint(shards, tmp_path):
+    """The first run of a machine compiles DeepSpeed's AdamW, for minutes."""
+    plain, offloaded, resumed = (tmp_path / name for name in ("plain", "offloaded", "resumed"))
+    run_distributed(train_each, 2, shards, {plain: {"zero.stage": 2}, offloaded: OFFLOADED}, timeout=350)
+    check_same(offloaded, plain)
+    log = (offloaded / "logs/rank_0.log").read_text()
+    assert "DeepSpeed's AdamW for the machine's memory was ready" in log
+    assert "of it offloaded" in log
+    changed = {**OFFLOADED, "run.resume": plain / CHECKPOINTS / "step_000004"}
+    run_distributed(train_each, 2, shards, {resumed: changed}, timeout=350)
+    assert next(row["step"] for row in rows(resumed)) == 5
+    check_same(resumed, plain)
+
+
+def check_same(got: Path, wanted: Path) -> None:
+    """Losses and norms of the steps that both took."""
+    theirs = {(row["kind"], row["step"]): row for row in rows(wanted)}
+    for row in rows(got):
+        other = theirs[row["kind"], row["step"]]
+        assert row["loss"] == pytest.approx(other["loss"], rel=1e-5)
+        if row["kind"] == "train":
+            assert row["grad_norm"] == pytest.approx(other["grad_norm"], rel=1e-4)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from itertools import pairwise
 
 import pytest
 import torch
@@ -10,9 +11,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from launcher.config.load import load_run_config
-from launcher.training.broken_step import rows_from
-from launcher.training.expert_record import expert_layers, expert_record
+from launcher.config.sections import TrainSection
 from launcher.training.hooks.dead_experts import DeadExperts
+from launcher.training.hooks.non_finite import rows_from
+from launcher.training.step import expert_record, learning_rate
 from launcher.training.totals import StepSums, StepTotals
 from longctx.config import ModelConfig
 from longctx.model.experts.router import RouterDiagnostics
@@ -26,11 +28,6 @@ def totals(counts: list[list[int]], diagnostics: list[list[float]], **changed: f
     sums = {"nll": 30.0, "objective": 31.0, "balance": 33.0, "router_z": 12.0, **changed}
     of_routers = RouterDiagnostics._make(torch.tensor(diagnostics, dtype=torch.float64).T)
     return StepTotals(counts_LE=torch.tensor(counts), diagnostics=of_routers, sums=sums, flops=1.0)
-
-
-def test_the_rows_are_numbered_by_layer():
-    assert expert_layers(MODEL) == [1, 3]
-    assert expert_layers(ModelConfig()) == []
 
 
 def test_expert_figures_by_hand():
@@ -79,6 +76,17 @@ def test_logits_that_are_not_finite_are_named_by_layer():
 def test_each_part_of_the_loss_must_be_finite(part, value):
     assert totals([[1] * 4], [[0.0] * 4]).finite
     assert not totals([[1] * 4], [[0.0] * 4], **{part: value}).finite
+
+
+def test_the_learning_rate_warms_up_and_falls_to_its_floor():
+    train = TrainSection(steps=110, warmup_steps=10, lr=1.0, final_lr_ratio=0.1)
+    rates = [learning_rate(step, train) for step in range(1, 111)]
+    assert rates[:10] == pytest.approx([0.1 * n for n in range(1, 11)])
+    assert rates[59] == pytest.approx(0.55)
+    assert rates[-1] == pytest.approx(0.1)
+    assert all(a > b for a, b in pairwise(rates[9:]))
+    flat = TrainSection(steps=10, warmup_steps=0, lr=1.0, final_lr_ratio=1.0)
+    assert [learning_rate(step, flat) for step in (1, 5, 10)] == [1.0, 1.0, 1.0]
 
 
 def test_a_steps_rows_are_named_with_the_command_that_shows_them():

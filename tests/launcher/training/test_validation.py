@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 
 from data_pipeline.rows.batches import build_batch
 from data_pipeline.rows.row import Row
-from launcher.training.validation import validate
+from launcher.training.validation import entropy, position_edges, validate
 from longctx.architecture.rope import Rope
 from longctx.model.decoder import Decoder
 from longctx.objectives.causal_lm import CausalLM
@@ -67,3 +69,15 @@ def alone(model: CausalLM, number: int) -> torch.Tensor:
     with torch.no_grad():
         hidden = decoder(ids, torch.arange(DOCUMENT)[None])
         return decoder.token_nll(hidden, ids.roll(-1))[0, :-1]
+
+
+def test_position_bins():
+    assert position_edges(1) == [0]
+    assert position_edges(9) == [0, 1, 2, 4, 8]
+    assert position_edges(8) == [0, 1, 2, 4]
+
+
+def test_unigram_entropy():
+    assert entropy(torch.tensor([5, 5, 0, 0])) == pytest.approx(math.log(2))
+    assert entropy(torch.tensor([3, 0])) == 0
+    assert math.isnan(entropy(torch.zeros(3, dtype=torch.int64)))

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 from unittest.mock import patch
 
@@ -20,27 +20,25 @@ from parallel.transport.exchange import PendingGradients
 from parallel.zero.engine import ZeroEngine
 from parallel.zero.optimizer import optimizer_groups
 
+Patch = AbstractContextManager[Any]
+"""What has the fault while it lasts."""
 
-@contextlib.contextmanager
-def nothing_merged() -> Iterator[None]:
+
+def nothing_merged() -> Patch:
     """The ring forgets what the other rank's keys gave."""
-    with patch.object(point_to_point, "merge_block_", lambda *_: None):
-        yield
+    return patch.object(point_to_point, "merge_block_", lambda *_: None)
 
 
-@contextlib.contextmanager
-def gradients_of_keys_lost() -> Iterator[None]:
+def gradients_of_keys_lost() -> Patch:
     """dK and dV come back to their owner and are not added."""
 
     def add_to(self: PendingGradients, total: Any) -> None:
         self.messages.wait()
 
-    with patch.object(PendingGradients, "add_to", add_to):
-        yield
+    return patch.object(PendingGradients, "add_to", add_to)
 
 
-@contextlib.contextmanager
-def positions_of_the_shard() -> Iterator[None]:
+def positions_of_the_shard() -> Patch:
     """Positions count this rank's tokens."""
     shard_batch = together.shard_batch
 
@@ -49,23 +47,19 @@ def positions_of_the_shard() -> Iterator[None]:
         shard.positions.copy_(torch.arange(shard.positions.numel()).view_as(shard.positions))
         return shard
 
-    with patch.object(together, "shard_batch", local):
-        yield
+    return patch.object(together, "shard_batch", local)
 
 
-@contextlib.contextmanager
-def counts_of_this_rank() -> Iterator[None]:
+def counts_of_this_rank() -> Patch:
     """The loss is divided by this rank's targets."""
 
     def own(task: Task, shards: Any) -> Counts:
         return task.count(shards)
 
-    with patch.object(together, "count_step", own):
-        yield
+    return patch.object(together, "count_step", own)
 
 
-@contextlib.contextmanager
-def mean_over_ranks() -> Iterator[None]:
+def mean_over_ranks() -> Patch:
     """The loss scale that undoes DeepSpeed's mean is left out."""
 
     def backward(self: ZeroEngine, loss: torch.Tensor) -> None:
@@ -73,12 +67,10 @@ def mean_over_ranks() -> Iterator[None]:
         if not self.partition.engine.is_gradient_accumulation_boundary():
             self.partition.engine.step()
 
-    with patch.object(ZeroEngine, "backward", backward):
-        yield
+    return patch.object(ZeroEngine, "backward", backward)
 
 
-@contextlib.contextmanager
-def a_micro_batch_lost() -> Iterator[None]:
+def a_micro_batch_lost() -> Patch:
     """The second micro-batch of a step adds nothing."""
     backward, seen = ZeroEngine.backward, []
 
@@ -86,23 +78,19 @@ def a_micro_batch_lost() -> Iterator[None]:
         seen.append(loss)
         backward(self, loss * (len(seen) % 2))
 
-    with patch.object(ZeroEngine, "backward", every_other):
-        yield
+    return patch.object(ZeroEngine, "backward", every_other)
 
 
-@contextlib.contextmanager
-def everything_decays() -> Iterator[None]:
+def everything_decays() -> Patch:
     """ZeRO's groups: norms and biases decay, too."""
 
     def one_kind(model: Any, weight_decay: float) -> Any:
         return [{**group, "weight_decay": weight_decay} for group in optimizer_groups(model, weight_decay)]
 
-    with patch.object(partition, "optimizer_groups", one_kind):
-        yield
+    return patch.object(partition, "optimizer_groups", one_kind)
 
 
-@contextlib.contextmanager
-def learning_rate_late() -> Iterator[None]:
+def learning_rate_late() -> Patch:
     """ZeRO's groups keep the first learning rate: the second step takes half of it."""
     step, taken = ZeroEngine.step, []
 
@@ -110,12 +98,10 @@ def learning_rate_late() -> Iterator[None]:
         taken.append(lr)
         return step(self, lr / len(taken))
 
-    with patch.object(ZeroEngine, "step", halved):
-        yield
+    return patch.object(ZeroEngine, "step", halved)
 
 
-@contextlib.contextmanager
-def results_of_experts_elsewhere_lost() -> Iterator[None]:
+def results_of_experts_elsewhere_lost() -> Patch:
     """Tokens come back from experts scaled down."""
     handle = AllToAllDispatcher.handle
 
@@ -129,12 +115,10 @@ def results_of_experts_elsewhere_lost() -> Iterator[None]:
         object.__setattr__(made, "combine", scaled)
         return made
 
-    with patch.object(AllToAllDispatcher, "handle", weaker):
-        yield
+    return patch.object(AllToAllDispatcher, "handle", weaker)
 
 
-@contextlib.contextmanager
-def a_router_turned() -> Iterator[None]:
+def a_router_turned() -> Patch:
     """The run's routers prefer the first expert by a tenth of the logits' size."""
     build_engine = together.build_engine
 
@@ -151,12 +135,10 @@ def a_router_turned() -> Iterator[None]:
                 part.register_forward_hook(prefer)
         return engine
 
-    with patch.object(together, "build_engine", turned):
-        yield
+    return patch.object(together, "build_engine", turned)
 
 
-@contextlib.contextmanager
-def the_first_chunk_alone() -> Iterator[None]:
+def the_first_chunk_alone() -> Patch:
     """By chunks: weights get the gradient of the first chunk that meets them."""
     add = WeightSums.add
 
@@ -164,12 +146,10 @@ def the_first_chunk_alone() -> Iterator[None]:
         news = [None if total is not None else x for total, x in zip(self._sums, gradients, strict=True)]
         add(self, news)
 
-    with patch.object(WeightSums, "add", first):
-        yield
+    return patch.object(WeightSums, "add", first)
 
 
-Mutant = Callable[[], contextlib.AbstractContextManager[None]]
-MUTANTS: dict[str, tuple[Mutant, str]] = {
+MUTANTS: dict[str, tuple[Callable[[], Patch], str]] = {
     "ring, forward": (nothing_merged, "experts chosen"),
     "ring, backward": (gradients_of_keys_lost, "gradient"),
     "positions": (positions_of_the_shard, "experts chosen"),

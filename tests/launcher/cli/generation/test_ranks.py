@@ -150,7 +150,7 @@ def mesh(*, data: int = 1) -> Mesh:
 
 
 def test_prompts_come_in_their_order_as_soon_as_they_can():
-    from launcher.generation.shares import Shares
+    from launcher.generation.run import Shares
 
     shares = Shares(mesh(), [1] * 4)
     taken: list[int] = []
@@ -172,7 +172,7 @@ def test_groups_that_end_in_any_order_and_one_that_fails(tmp_path):
 
 
 def take_turns() -> None:
-    from launcher.generation.shares import Shares
+    from launcher.generation.run import Shares
 
     rank = dist.get_rank()
     groups = Mesh.build(context=1)

@@ -9,11 +9,9 @@ from time import sleep
 
 import pytest
 
-from launcher.metrics.goodput.account import KINDS, Goodput, effective_share, read_goodput
-from launcher.metrics.goodput.clock import Clock, process_age
+from launcher.metrics.goodput.account import KINDS, LEAST, Goodput, Median, UsualStep, effective_share, read_goodput
 from launcher.metrics.goodput.live import LiveGoodput, RunTime, in_words
-from launcher.metrics.goodput.timeline import TIMELINE_FILE, Timeline, read_timeline
-from launcher.metrics.goodput.usual import LEAST, Median, UsualStep
+from launcher.metrics.goodput.timeline import TIMELINE_FILE, Clock, Timeline, process_age, read_timeline
 
 DAY = 86400.0
 
@@ -186,9 +184,7 @@ def test_a_step_with_more_work_is_no_stall():
     assert usual.see(70.0, 200.0) == pytest.approx(50.0)
     assert usual.see(70.0, 0.0) == pytest.approx(60.0), "nobody knows its work"
     assert usual.see(19.0, 100.0) == 0.0, "less than twice"
-
-
-def test_short_steps_of_a_busy_machine_are_no_stalls():
+    # Short steps of a busy machine.
     usual = UsualStep()
     assert [usual.see(seconds, 1.0) for seconds in [0.1] * 20 + [0.9]] == [0.0] * 21
 
@@ -202,14 +198,6 @@ def test_the_median_is_that_of_the_last_values():
         median.add(values[-1])
         last = sorted(values[-10:])
         assert median.value == (last[(len(last) - 1) // 2] + last[len(last) // 2]) / 2
-
-
-def test_skipped_steps_trained_nothing(world, tmp_path):
-    timeline = world.start(tmp_path, step=0, starting=0)
-    world.steps(timeline, 1, between=0)
-    world.steps(timeline, 2, between=0, skipped=True)
-    timeline.end("done")
-    check(read_goodput(tmp_path), productive=10.0, skipped=10.0)
 
 
 def test_a_signs_of_life_say_how_long_a_killed_attempt_lived(world, tmp_path):
@@ -236,12 +224,13 @@ def test_a_thread_gives_signs_of_life_and_ends(tmp_path):
     assert process_age() > 0
 
 
-def test_a_step_that_fails_is_lost(world, tmp_path):
+def test_a_step_that_fails_is_lost_and_a_skipped_one_has_trained_nothing(world, tmp_path):
     timeline = world.start(tmp_path, step=0, starting=0)
     world.steps(timeline, 1, between=0)
+    world.steps(timeline, 2, between=0, skipped=True)
     world.now += 7.0
     timeline.end("failed")
-    check(read_goodput(tmp_path), productive=10.0, lost=7.0)
+    check(read_goodput(tmp_path), productive=10.0, skipped=10.0, lost=7.0)
 
 
 def test_half_lines_and_lines_of_nonsense_are_passed_over(world, tmp_path):
@@ -261,10 +250,6 @@ def test_a_file_that_cannot_be_written_ends_nothing(world, tmp_path, caplog):
     world.steps(timeline, 1, 2)
     timeline.end("done")
     assert caplog.text.count("cannot be written") == 1
-    assert not read_goodput(tmp_path).attempts
-
-
-def test_no_timeline_is_no_account(tmp_path):
     goodput = read_goodput(tmp_path)
     assert not goodput.attempts
     assert effective_share(goodput.seconds()) is None

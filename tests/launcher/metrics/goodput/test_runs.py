@@ -3,15 +3,11 @@
 from __future__ import annotations
 
 import json
-import os
 import signal
-import subprocess
-import sys
 import time
 from datetime import datetime
 from pathlib import Path
 
-import psutil
 import pytest
 
 from launcher.metrics.goodput.account import Goodput, read_goodput
@@ -19,8 +15,7 @@ from launcher.metrics.goodput.timeline import TIMELINE_FILE, read_timeline
 from launcher.metrics.record import read_metrics
 from launcher.report.page import write_report
 from launcher.supervise.progress import newest_checkpoint
-from tests.helpers import REPOSITORY
-from tests.launcher.runs import STEPS, flags, free_port
+from tests.launcher.runs import STEPS, flags, supervised
 from tests.launcher.stopping.stopped import LONG, disturbed, send
 from tests.launcher.workers import run, train
 
@@ -46,37 +41,18 @@ def train_seconds(folder: Path) -> float:
 
 
 def test_a_rank_is_killed_and_longctx_run_goes_on(shards, tmp_path):
-    folder, programs = tmp_path / "run", Path(sys.executable).parent
-    started = [str(programs / "deepspeed"), "--num_gpus", "2", "--master_port", str(free_port())]
-    started += ["launcher/pretrain.py", *flags(shards, folder, LONGER)]
-    began = time.monotonic()
-    supervisor = subprocess.Popen(
-        [
-            sys.executable,
-            "-m",
-            "launcher",
-            "run",
-            "--wait-seconds",
-            "2",
-            "--",
-            *started,
-        ],
-        cwd=REPOSITORY,
-        env={**os.environ, "OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu", "PATH": f"{programs}:{os.environ['PATH']}"},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-    )
-    victim = None
-    while victim is None and supervisor.poll() is None:
-        steps = [line for line in read_timeline(folder) if line.get("in") == "step"]
-        # Behind a checkpoint, so that steps are lost that had been taken.
-        if steps and steps[-1]["step"] >= (newest_checkpoint(folder) or STEPS * 100) + 3:
-            victim = next(p for p in psutil.process_iter() if is_rank_0(p, folder))
-            victim.send_signal(signal.SIGKILL)
-        time.sleep(0.005)
-    text = supervisor.communicate(timeout=200)[0]
-    assert supervisor.returncode == 0, text
+    folder, began = tmp_path / "run", time.monotonic()
+    launch = supervised(flags(shards, folder, LONGER), wait_seconds=2)
+
+    def is_behind_a_checkpoint() -> bool:
+        # So that steps are lost that had been taken.
+        steps = [line["step"] for line in read_timeline(folder) if line.get("in") == "step"]
+        return bool(steps) and steps[-1] >= (newest_checkpoint(folder) or STEPS * 100) + 3
+
+    launch.wait_until(is_behind_a_checkpoint, timeout=120)
+    launch.ranks()[0].send_signal(signal.SIGKILL)
+    ended = launch.wait(200)
+    assert ended.code == 0, ended.text
     goodput = check_adds_up(folder, time.monotonic() - began)
     first, second = goodput.attempts
     assert (first.how, second.how) == (None, "done")
@@ -94,15 +70,6 @@ def test_a_rank_is_killed_and_longctx_run_goes_on(shards, tmp_path):
     page = write_report(folder).read_text()
     assert "<h2>Stalls and lost time</h2>" in page
     assert "killed" in page
-
-
-def is_rank_0(process, folder: Path) -> bool:
-    """Whether this process trains in this folder as rank 0."""
-    try:
-        words = process.cmdline()
-        return str(folder) in words and process.environ().get("RANK") == "0"
-    except psutil.Error:
-        return False
 
 
 def test_a_stop_by_a_signal_and_a_resume_a_day_later(shards, tmp_path):

@@ -1,0 +1,41 @@
+"""Conversations that are to be continued: ``generate --chat``."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Sequence
+from dataclasses import replace
+
+from launcher.evaluation.opened import OpenedModel
+from launcher.generation.options import Prompt, PromptSource, prompt_place
+from longctx.chat.conversation import Conversation, Message, NoConversationError, conversation_of
+from longctx.chat.encode import ChatEncoder, NotCountedError
+from longctx.errors import ConfigError
+
+
+def encode_chats(
+    source: PromptSource, prompts: Sequence[Prompt], opened: OpenedModel
+) -> tuple[list[array[int]], set[int]]:
+    """The ids of each conversation with the prompt for a reply, and the ids that end one.
+
+    ConfigError for a conversation that is none, or that the chat template refuses; DataError for a model without one.
+    """
+    encoder = ChatEncoder(opened.tokenizer)
+    system: tuple[Message, ...] = ()
+    if source.system:
+        system = ({"role": "system", "content": source.system},)
+    found = []
+    try:
+        for index, prompt in enumerate(prompts):
+            try:
+                if "messages" in prompt.fields:
+                    conversation = conversation_of(prompt.fields, "messages")
+                else:
+                    conversation = Conversation(({"role": "user", "content": prompt.text},))
+                conversation = replace(conversation, messages=system + conversation.messages)
+                found.append(array("i", encoder.encode_prompt(conversation).tolist()))
+            except (NoConversationError, NotCountedError) as error:
+                raise ConfigError(f"{prompt_place(source, index)}: {error}.") from error
+        return found, encoder.turn_ends()
+    finally:
+        encoder.close()
