@@ -12,14 +12,11 @@ from longctx.architecture.fields import ModelFields
 from longctx.errors import ConfigError
 from longctx.families.llama import DENSE
 from longctx.families.rules import (
-    IGNORED_KEYS,
     UNUSED,
     constant,
     divided_head_dim,
-    first_of,
     integer,
     only,
-    reads_only,
     same,
     translated,
     typed,
@@ -40,7 +37,7 @@ def _all_heads() -> Rule:
             raise ConfigError(f"n_embd={hf['n_embd']} in config.json is no multiple of n_head={hf['n_head']}.")
         return {"num_kv_heads": integer(hf, "n_head")}
 
-    return Rule(keys=(), read=read, write=lambda _: {})
+    return Rule(read=read)
 
 
 def _inner() -> Rule:
@@ -86,20 +83,11 @@ def _attention_dropout() -> Rule:
     return Rule(keys=(key,), read=read, write=lambda _: {key: 0.0})
 
 
-def _check_context(hf: HfConfig) -> None:
+def _read_context(hf: HfConfig) -> dict[str, Any]:
     """ConfigError where ``n_ctx``, the old name of the context's length, says something else."""
-    if first_of(hf, ("n_ctx",), hf.get("n_positions")) != hf.get("n_positions"):
+    if hf.get("n_ctx", hf.get("n_positions")) != hf.get("n_positions"):
         raise ConfigError(f"n_ctx={hf['n_ctx']} in config.json differs from n_positions={hf.get('n_positions')}.")
-
-
-def _four_times() -> Rule:
-    """GPT-1's FFN is four times as wide as the model."""
-
-    def read(hf: HfConfig) -> dict[str, Any]:
-        return {"ffn_size": 4 * integer(hf, "n_embd")}
-
-    # Another width reads back as this one, by which the loss is found.
-    return Rule(keys=(), read=read, write=lambda _: {})
+    return {}
 
 
 _ACTIVATIONS = {
@@ -128,7 +116,7 @@ _COMMON = (
     _all_heads(),
     _dropout(),
     _attention_dropout(),
-    reads_only(("n_ctx",), _check_context),
+    Rule(keys=("n_ctx",), read=_read_context),
 )
 
 _OF_OTHER_HEADS = frozenset(
@@ -192,7 +180,8 @@ GPT1 = Family(
     rules=(
         *_COMMON,
         constant(norm_order="post"),
-        _four_times(),
+        # An FFN of another width reads back as this one, by which the loss is found.
+        Rule(read=lambda hf: {"ffn_size": 4 * integer(hf, "n_embd")}),
         translated("afn", "activation", _ACTIVATIONS_1, default="gelu"),
     ),
     tensors=(
@@ -200,7 +189,7 @@ GPT1 = Family(
         _renamed(("model.embed_positions.weight",), "positions_embed.weight"),
         *_block_tensors("post_attention_layernorm", "post_feedforward_layernorm"),
     ),
-    ignored_keys=IGNORED_KEYS | _OF_OTHER_HEADS,
+    ignored_keys=_OF_OTHER_HEADS,
     ignored_tensors=_BUFFERS,
 )
 
@@ -223,6 +212,6 @@ GPT2 = Family(
         *_block_tensors("input_layernorm", "post_attention_layernorm"),
         *_norm("model.norm", "ln_f"),
     ),
-    ignored_keys=IGNORED_KEYS | _OF_OTHER_HEADS,
+    ignored_keys=_OF_OTHER_HEADS,
     ignored_tensors=_BUFFERS,
 )
