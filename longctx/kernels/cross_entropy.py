@@ -72,20 +72,6 @@ class LossOptions:
 PLAIN = LossOptions()
 
 
-def linear_cross_entropy(
-    hidden_NM: Tensor,
-    weight_VM: Tensor,
-    targets_N: Tensor,
-    *,
-    options: LossOptions = PLAIN,
-    products: Products = "native",
-    chunk_tokens: int | None = None,
-) -> Tensor:
-    """Σ objective over the targets that count: a float32 scalar (float64 for float64) with gradient."""
-    sums = loss_sums(hidden_NM, weight_VM, targets_N, options=options, products=products, chunk_tokens=chunk_tokens)
-    return sums[0]
-
-
 def loss_sums(
     hidden_NM: Tensor,
     weight_VM: Tensor,

@@ -24,12 +24,12 @@ def words(run: Path, **options: object) -> list[object]:
 def reference(run: Path, prompt: str, num_tokens: int) -> str:
     """Greedy without a cache, begin id first."""
     from longctx.generation.load import load_model
-    from longctx.generation.loop import generate
     from longctx.tokenizer import load_tokenizer
+    from tests.longctx.cached_models import without_cache
 
     tokenizer = load_tokenizer(run / "checkpoints/step_000100/tokenizer.model")
     ids = [tokenizer.document_begin, *tokenizer.encode(prompt).tolist()]
-    return tokenizer.decode(generate(load_model(run), ids, num_tokens, use_cache=False))
+    return tokenizer.decode(without_cache(load_model(run), ids, num_tokens))
 
 
 @pytest.mark.parametrize("prompt", ["def main", "", "  ä 🙂\n"])

@@ -9,9 +9,11 @@ from hypothesis import strategies as st
 
 from longctx.errors import ConfigError
 from longctx.generation.loop import generate
+from longctx.generation.reading import read
 from longctx.generation.sampling import Greedy, Sample
 from longctx.model.attention.cache import LocalKVCache
 from longctx.model.decoder import Decoder
+from tests.longctx.cached_models import without_cache
 from tests.longctx.generation.models import CONFIGS, PROMPT, in_transformers, random_model, theirs
 
 
@@ -57,8 +59,9 @@ def test_sampling_is_transformers_sampling_token_for_token(model, reference, opt
 
 def test_what_generation_leaves_behind_serves_other_modes(model):
     """Generation runs in inference mode: its cache goes on outside of it, and training trains."""
-    cache = LocalKVCache()
-    new_ids = generate(model, PROMPT, 9, cache=cache)
+    cache, new_ids = LocalKVCache(), generate(model, PROMPT, 9)
+    with torch.inference_mode():
+        read(model, PROMPT + new_ids[:-1], cache)
     with torch.no_grad():
         cached = model(torch.tensor([new_ids[-1:]]), torch.tensor([[cache.num_tokens]]), cache=cache)
         ids = torch.tensor([PROMPT + new_ids])
@@ -70,8 +73,7 @@ def test_what_generation_leaves_behind_serves_other_modes(model):
 
 @pytest.mark.parametrize("strategy", [Greedy(), Sample(seed=3, temperature=0.9, top_p=0.95)])
 def test_the_cache_changes_nothing(model, strategy):
-    assert generate(model, PROMPT, 40, strategy) == generate(model, PROMPT, 40, strategy, use_cache=False)
-    assert generate(model, PROMPT, 40, strategy, cache=LocalKVCache()) == generate(model, PROMPT, 40, strategy)
+    assert generate(model, PROMPT, 40, strategy) == without_cache(model, PROMPT, 40, strategy)
 
 
 def test_each_step_sees_the_logits_of_a_whole_forward(model):

@@ -13,7 +13,7 @@ from torch.nn.functional import cross_entropy
 from longctx.batch import IGNORED_TARGET
 from longctx.errors import ConfigError
 from longctx.kernels import cross_entropy as chunked
-from longctx.kernels.cross_entropy import LossOptions, linear_cross_entropy, loss_sums, token_nll
+from longctx.kernels.cross_entropy import LossOptions, loss_sums, token_nll
 from tests.rounding import UNIT, both_ways, rounded
 
 N, M, V = 23, 8, 31
@@ -70,7 +70,7 @@ def test_equals_the_whole_loss(options, chunk_tokens):
 def test_gradcheck(options):
     hidden, weight, targets = inputs(tokens=5, width=3, vocab=7, ignored=[1])
     assert torch.autograd.gradcheck(
-        lambda h, w: linear_cross_entropy(h, w, targets, options=options, chunk_tokens=2), (hidden, weight)
+        lambda h, w: loss_sums(h, w, targets, options=options, chunk_tokens=2)[0], (hidden, weight)
     )
 
 
@@ -112,7 +112,7 @@ def test_a_weight_converted_in_tiles_counts_as_a_whole_one(rows, monkeypatch):
 
 def test_backward_twice_is_the_same():
     hidden, weight, targets = inputs()
-    objective = linear_cross_entropy(hidden, weight, targets, options=ALL) * 2
+    objective = loss_sums(hidden, weight, targets, options=ALL)[0] * 2
     first = torch.autograd.grad(objective, (hidden, weight), retain_graph=True)
     torch.testing.assert_close(torch.autograd.grad(objective, (hidden, weight)), first, rtol=0, atol=0)
 
@@ -124,7 +124,7 @@ def test_one_side_may_be_frozen(trained):
     frozen = weight if trained == "hidden" else hidden
     frozen.requires_grad_(False)
     leaf = hidden if trained == "hidden" else weight
-    torch.testing.assert_close(torch.autograd.grad(linear_cross_entropy(hidden, weight, targets), leaf)[0], wanted)
+    torch.testing.assert_close(torch.autograd.grad(loss_sums(hidden, weight, targets)[0], leaf)[0], wanted)
 
 
 # Precision.
@@ -160,7 +160,7 @@ def test_precision(dtype, products, options):
 def test_weight_gradients_of_many_chunks_do_not_lose_digits(products):
     """1024 chunks, whose sum in bfloat16 would be off by 5e-2."""
     hidden, weight, targets = inputs(torch.bfloat16, tokens=2048, width=4, vocab=8, ignored=[])
-    objective = linear_cross_entropy(hidden, weight, targets, products=products, chunk_tokens=2)
+    objective = loss_sums(hidden, weight, targets, products=products, chunk_tokens=2)[0]
     got = torch.autograd.grad(objective, weight)[0]
     # The chunks' own errors fall to either side and average out over so many: what is left is one rounding of the sum.
     assert relative_error(got, whole(hidden, weight, targets)[0][2]) < rounded(1)
@@ -170,7 +170,7 @@ def test_large_logits_do_not_overflow():
     hidden, weight, targets = inputs(torch.float32)
     with torch.no_grad():
         weight.mul_(1e4)
-    objective = linear_cross_entropy(hidden, weight, targets)
+    objective = loss_sums(hidden, weight, targets)[0]
     torch.testing.assert_close(objective.detach().double(), whole(hidden, weight, targets)[0][0], rtol=1e-6, atol=0)
 
 
@@ -206,7 +206,7 @@ def test_a_target_outside_the_vocabulary_is_an_error(target):
     hidden, weight, targets = inputs()
     targets[3] = target
     with pytest.raises((RuntimeError, IndexError)):
-        linear_cross_entropy(hidden, weight, targets)
+        loss_sums(hidden, weight, targets)[0]
 
 
 # The plain negative log-likelihood.
@@ -262,15 +262,15 @@ def test_a_chunk_of_a_gpu_is_large_enough_to_fill_it(vocab, tokens):
 def test_blocks_within_a_chunk_change_no_loss(monkeypatch):
     """On an accelerator a chunk is worked through in parts, whose float32 copies would fill its memory."""
     hidden, weight, targets = inputs(torch.float32)
-    whole = linear_cross_entropy(hidden, weight, targets, options=ALL)
+    whole = loss_sums(hidden, weight, targets, options=ALL)[0]
     monkeypatch.setattr(chunked, "_rows_of_block", lambda logits: 3)
-    assert torch.equal(linear_cross_entropy(hidden, weight, targets, options=ALL), whole)
+    assert torch.equal(loss_sums(hidden, weight, targets, options=ALL)[0], whole)
 
 
 def test_inputs_are_not_written():
     hidden, weight, targets = inputs(torch.float32)
     kept = [x.clone() for x in (hidden, weight, targets)]
-    linear_cross_entropy(hidden, weight, targets, options=ALL).backward()
+    loss_sums(hidden, weight, targets, options=ALL)[0].backward()
     token_nll(hidden, weight, targets, options=ALL)
     assert all(torch.equal(a, b) for a, b in zip((hidden, weight, targets), kept, strict=True))
 
