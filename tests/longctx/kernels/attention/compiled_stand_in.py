@@ -33,32 +33,11 @@ class CompiledFlash2(ModuleType):
 
     def __init__(self) -> None:
         super().__init__("flash_attn_2_cuda")
-        self.calls: list[dict] = []
 
     def varlen_fwd(
-        self,
-        q,
-        k,
-        v,
-        out,
-        cu_seqlens_q,
-        cu_seqlens_k,
-        seqused_k,
-        leftpad_k,
-        block_table,
-        alibi_slopes,
-        max_seqlen_q,
-        max_seqlen_k,
-        dropout,
-        scale,
-        zero_tensors,
-        causal,
-        left,
-        right,
-        softcap,
-        return_softmax,
-        generator,
-    ):
+        self, q, k, v, out, cu_seqlens_q, cu_seqlens_k, seqused_k, leftpad_k, block_table, alibi_slopes, max_seqlen_q,
+        max_seqlen_k, dropout, scale, zero_tensors, causal, left, right, softcap, return_softmax, generator,
+    ):  # fmt: skip
         assert all(x is None for x in (out, seqused_k, leftpad_k, block_table, alibi_slopes, generator)), (
             "nothing of ours uses this"
         )
@@ -72,38 +51,14 @@ class CompiledFlash2(ModuleType):
         assert (dropout, zero_tensors, return_softmax) == (0.0, False, False)
         _check_half(q, k, v)
         definition._check(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
-        self.calls.append({"pass": "forward"})
         rule = definition._rule_of_flash2(scale, causal, left, right, softcap, max_seqlen_k)
         out, lse = definition._forward(q, k, v, cu_seqlens_q, cu_seqlens_k, rule)
         return [out, lse, q.new_empty(0), torch.zeros(2, dtype=torch.int64)]
 
     def varlen_bwd(
-        self,
-        dout,
-        q,
-        k,
-        v,
-        out,
-        lse,
-        dq,
-        dk,
-        dv,
-        cu_seqlens_q,
-        cu_seqlens_k,
-        alibi_slopes,
-        max_seqlen_q,
-        max_seqlen_k,
-        dropout,
-        scale,
-        zero_tensors,
-        causal,
-        left,
-        right,
-        softcap,
-        deterministic,
-        generator,
-        rng_state,
-    ):
+        self, dout, q, k, v, out, lse, dq, dk, dv, cu_seqlens_q, cu_seqlens_k, alibi_slopes, max_seqlen_q,
+        max_seqlen_k, dropout, scale, zero_tensors, causal, left, right, softcap, deterministic, generator, rng_state,
+    ):  # fmt: skip
         assert alibi_slopes is None
         assert generator is None
         _check_types(
@@ -115,7 +70,6 @@ class CompiledFlash2(ModuleType):
         )
         _check_half(dout, q, k, v, out, dq, dk, dv)
         definition._check(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
-        self.calls.append({"pass": "backward", "deterministic": deterministic})
         rule = definition._rule_of_flash2(scale, causal, left, right, softcap, max_seqlen_k)
         found = definition._backward(dout, q, k, v, out, lse, cu_seqlens_q, cu_seqlens_k, rule)
         for given, x in zip((dq, dk, dv), found, strict=True):
@@ -212,29 +166,9 @@ def _flash3_forward(q, k, v, *rest):
 
 
 def _flash3_backward(
-    dout,
-    q,
-    k,
-    v,
-    out,
-    lse,
-    dq,
-    dk,
-    dv,
-    cu_q,
-    cu_k,
-    seqused_q,
-    seqused_k,
-    max_q,
-    max_k,
-    scale,
-    causal=False,
-    left=-1,
-    right=-1,
-    softcap=0.0,
-    deterministic=False,
-    sm_margin=0,
-):
+    dout, q, k, v, out, lse, dq, dk, dv, cu_q, cu_k, seqused_q, seqused_k, max_q, max_k, scale, causal=False, left=-1,
+    right=-1, softcap=0.0, deterministic=False, sm_margin=0,
+):  # fmt: skip
     assert seqused_q is None
     assert seqused_k is None
     assert not deterministic
