@@ -22,11 +22,9 @@ from longctx.families.rules import (
     typed,
     width_over_heads,
 )
-from longctx.families.spec import Family, HfConfig, OnDisk, Rule, TensorRule
+from longctx.families.spec import BLOCK, Family, HfConfig, OnDisk, Rule, TensorRule
 
 log = logging.getLogger(__name__)
-
-_BLOCK = "model.layers.{layer}."
 
 
 def _all_heads() -> Rule:
@@ -145,8 +143,8 @@ def _renamed(ours: tuple[str, ...], theirs: str, *, steps: tuple[str, ...] = ())
 
 def _projection(*ours: str, theirs: str) -> tuple[TensorRule, ...]:
     """A weight, stored as [in, out], and its bias."""
-    weights = tuple(f"{_BLOCK}{name}.weight" for name in ours)
-    biases = tuple(f"{_BLOCK}{name}.bias" for name in ours)
+    weights = tuple(f"{BLOCK}{name}.weight" for name in ours)
+    biases = tuple(f"{BLOCK}{name}.bias" for name in ours)
     # GPT's Conv1D holds its weight as [in, out], a bias has one axis.
     return (
         _renamed(weights, f"h.{{layer}}.{theirs}.weight", steps=("transposed",)),
@@ -167,7 +165,7 @@ def _block_tensors(first_norm: str, second_norm: str) -> tuple[TensorRule, ...]:
     attention = _projection("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", theirs="attn.c_attn")
     attention += _projection("self_attn.o_proj", theirs="attn.c_proj")
     ffn = _projection("mlp.up_proj", theirs="mlp.c_fc") + _projection("mlp.down_proj", theirs="mlp.c_proj")
-    norms = _norm(_BLOCK + first_norm, "h.{layer}.ln_1") + _norm(_BLOCK + second_norm, "h.{layer}.ln_2")
+    norms = _norm(BLOCK + first_norm, "h.{layer}.ln_1") + _norm(BLOCK + second_norm, "h.{layer}.ln_2")
     return attention + ffn + norms
 
 

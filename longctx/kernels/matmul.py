@@ -9,7 +9,7 @@ Axes: N rows (any leading shape), n rows of one tile, I input width, O output wi
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -82,7 +82,7 @@ def _multiply(x_NI: Tensor, weight_OI: Tensor, bias_O: Tensor | None) -> Tensor:
     """x · weightᵀ + bias, formed in float32 and rounded once."""
     rows_NI, weight_IO = x_NI.reshape(-1, x_NI.shape[-1]), weight_OI.float().T
     out_NO = rows_NI.new_empty(len(rows_NI), weight_OI.shape[0])
-    for n in _tiles(len(rows_NI)):
+    for n in row_tiles(len(rows_NI), _ROWS):
         product = rows_NI[n].float() @ weight_IO
         # in float32 still: the result is rounded once
         if bias_O is not None:
@@ -129,7 +129,7 @@ def _multiply_backward(
     if needs_weight:
         # summed over the tiles in float32 and rounded once
         dweight_OI = rows_NI.new_zeros(weight_OI.shape, dtype=torch.float32)
-    for n in _tiles(len(rows_NI)):
+    for n in row_tiles(len(rows_NI), _ROWS):
         dy_nO = dy_rows_NO[n].float()
         if needs_x:
             dx_NI[n] = dy_nO @ wide_weight_OI
@@ -193,9 +193,9 @@ class _Linear(torch.autograd.Function):
         return dx, dweight, dbias, None, None
 
 
-def _tiles(rows: int) -> list[slice]:
-    """The rows in tiles of at most ``_ROWS``."""
-    return [slice(start, min(start + _ROWS, rows)) for start in range(0, rows, _ROWS)]
+def row_tiles(rows: int, size: int) -> Iterator[slice]:
+    """Yield the rows in tiles of at most ``size``."""
+    return (slice(start, min(start + size, rows)) for start in range(0, rows, size))
 
 
 def _fake_multiply(x_NI: Tensor, weight_OI: Tensor, bias_O: Tensor | None) -> Tensor:

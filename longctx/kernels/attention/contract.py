@@ -60,6 +60,12 @@ class Scores:
         values = (self.softcap, self.alibi_slopes_H, self.relative_bias)
         return tuple(rule for rule, value in zip(RULES, values, strict=True) if value is not None)
 
+    def table_gradient(self, dtype: torch.dtype) -> Tensor | None:
+        """Zeros to add the gradient of the bias table to; None without one."""
+        if self.relative_bias is None:
+            return None
+        return torch.zeros_like(self.relative_bias.table_NH, dtype=dtype)
+
     def of_heads(self, start: int, stop: int) -> Scores:
         """The scores of query heads [start, stop) alone."""
         slopes, bias = self.alibi_slopes_H, self.relative_bias

@@ -14,7 +14,7 @@ from longctx.errors import ConfigError
 from longctx.kernels.attention.contract import KernelRequest, Scores
 from longctx.kernels.attention.flash.calls import UNBOUNDED, VarlenCall
 from longctx.kernels.attention.flash.libraries import FlashLibrary
-from longctx.kernels.attention.flash.varlen import HALF, ThreeTensors, VarlenKernel, capability_refusal
+from longctx.kernels.attention.flash.varlen import HALF, ThreeTensors, VarlenKernel
 
 
 class FlashKernel(VarlenKernel):
@@ -59,11 +59,11 @@ class FlashKernel(VarlenKernel):
                 return f"the backward does not repeat to the bit; that of {self.name}_deterministic does"
             if not _is_process_deterministic():
                 return "the backward repeats to the bit only after torch.use_deterministic_algorithms(True)"
-        capability = self.device_capability()
-        why = capability_refusal(capability, library.generations)
-        if capability is None or why:
+        if why := self.device_refusal(request, library.generations):
             return why
-        return self.sizes_refusal(request, capability) or library.refuses(request, capability[0])
+        capability = self.device_capability()
+        assert capability is not None
+        return library.refuses(request, capability[0])
 
     def head_sizes(self, head_dim: int, value_dim: int) -> tuple[int, int] | None:
         capability = self.device_capability()

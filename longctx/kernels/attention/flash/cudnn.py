@@ -23,7 +23,7 @@ from longctx.errors import ConfigError
 from longctx.kernels.attention.contract import RULES, KernelRequest, Scores
 from longctx.kernels.attention.flash.calls import UNBOUNDED, VarlenCall, calls_of
 from longctx.kernels.attention.flash.groups import Group, trimmed
-from longctx.kernels.attention.flash.varlen import HALF, ThreeTensors, VarlenKernel, capability_refusal
+from longctx.kernels.attention.flash.varlen import HALF, ThreeTensors, VarlenKernel
 from longctx.kernels.attention.slices import HI, K_START, K_STOP, LO, Q_START, Q_STOP, once_per_table
 
 _FAR = 1 << 39
@@ -51,13 +51,7 @@ class CudnnKernel(VarlenKernel):
             return "no window"
         if request.deterministic:
             return "the backward does not repeat to the bit"
-        if why := self._missing():
-            return why
-        capability = self.device_capability()
-        why = capability_refusal(capability, (8, None))
-        if capability is None or why:
-            return why
-        return self.sizes_refusal(request, capability)
+        return self._missing() or self.device_refusal(request, (8, None))
 
     def calls(self, slices: Tensor, q_BtHD: Tensor, scores: Scores) -> tuple[VarlenCall, ...]:
         """A call for each rectangle and square."""

@@ -32,7 +32,7 @@ from torch.nn.functional import pad
 from longctx.kernels.attention.bias import buckets
 from longctx.kernels.attention.contract import KernelRequest, Scores
 from longctx.kernels.attention.flash.calls import UNBOUNDED, VarlenCall
-from longctx.kernels.attention.flash.varlen import HALF, ThreeTensors, VarlenKernel, capability_refusal
+from longctx.kernels.attention.flash.varlen import HALF, ThreeTensors, VarlenKernel
 
 _BLOCK = 128
 """Rows and keys of a block of the mask."""
@@ -62,7 +62,7 @@ class FlexKernel(VarlenKernel):
             return why
         if request.deterministic and "relative_bias" in request.rules:
             return "the gradient of a bias table is added up in no fixed order"
-        return capability_refusal(self.device_capability(), (8, None))
+        return self.device_refusal(request, (8, None))
 
     def head_sizes(self, head_dim: int, value_dim: int) -> tuple[int, int]:
         return max(_LEAST_HEAD, head_dim), max(_LEAST_HEAD, value_dim)
@@ -144,8 +144,7 @@ class PreparedCalls:
     def __init__(self, most_bytes: int) -> None:
         self._most_bytes, self.num_bytes = most_bytes, 0
         # by the call's identity, the one met last at the end
-        self._known: OrderedDict[int, Prepared] = OrderedDict()
-        self._calls: dict[int, ref[VarlenCall]] = {}
+        self._known: OrderedDict[int, tuple[ref[VarlenCall], Prepared]] = OrderedDict()
 
     def __len__(self) -> int:
         return len(self._known)
@@ -155,9 +154,9 @@ class PreparedCalls:
         key = id(call)
         if key in self._known:
             self._known.move_to_end(key)
-            return self._known[key]
-        prepared = self._known[key] = prepare(call)
-        self._calls[key] = ref(call, lambda _: self._forget(key))
+            return self._known[key][1]
+        prepared = prepare(call)
+        self._known[key] = ref(call, lambda _: self._forget(key)), prepared
         self.num_bytes += prepared.num_bytes()
         # the newest stays whatever it takes: it is about to be used
         while self.num_bytes > self._most_bytes and len(self._known) > 1:
@@ -165,10 +164,8 @@ class PreparedCalls:
         return prepared
 
     def _forget(self, key: int) -> None:
-        prepared = self._known.pop(key, None)
-        self._calls.pop(key, None)
-        if prepared is not None:
-            self.num_bytes -= prepared.num_bytes()
+        if key in self._known:
+            self.num_bytes -= self._known.pop(key)[1].num_bytes()
 
 
 def prepare(call: VarlenCall) -> Prepared:

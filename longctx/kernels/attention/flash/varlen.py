@@ -101,10 +101,8 @@ class VarlenKernel(ABC):
         D, V = q_BtHD.shape[-1], v_BsKV.shape[-1]
         sizes = self._padded_sizes(D, V)
         dq, dk, dv = _Gradient(q_BtHD), _Gradient(k_BsKD), _Gradient(v_BsKV)
-        bias, dtable = scores.relative_bias, None
-        if bias is not None:
-            # calls give theirs in the table's dtype; there are many, so their sum is wider
-            dtable = torch.zeros_like(bias.table_NH, dtype=accumulate_dtype(q_BtHD.dtype))
+        # calls give theirs in the table's dtype; there are many, so their sum is wider
+        dtable = scores.table_gradient(accumulate_dtype(q_BtHD.dtype))
         for call in self.calls(slices, q_BtHD, scores):
             qkv = _packed_inputs(q_BtHD, k_BsKD, v_BsKV, call, sizes)
             # out and lse are global, over all calls, hops and ranks: then each call's gradients are simply added
@@ -150,8 +148,12 @@ class VarlenKernel(ABC):
             return f"{request.num_heads} query heads do not share {request.num_kv_heads} key heads evenly"
         return None
 
-    def sizes_refusal(self, request: KernelRequest, capability: tuple[int, int]) -> str | None:
-        """Why heads of this size cannot be served on a device of this compute capability."""
+    def device_refusal(self, request: KernelRequest, generations: tuple[int, int | None]) -> str | None:
+        """Why the request cannot be served on this device by a kernel for these major compute capabilities."""
+        capability = self.device_capability()
+        why = _capability_refusal(capability, generations)
+        if capability is None or why:
+            return why
         head, value = request.head_dim, request.value_dim or request.head_dim
         if self.head_sizes(head, value) is None:
             return f"no heads of {head} with values of {value} on compute capability {capability[0]}.x"
@@ -263,7 +265,7 @@ def padded(x: Tensor, size: int) -> Tensor:
     return x
 
 
-def capability_refusal(capability: tuple[int, int] | None, generations: tuple[int, int | None]) -> str | None:
+def _capability_refusal(capability: tuple[int, int] | None, generations: tuple[int, int | None]) -> str | None:
     """Why a device of this compute capability (None: no device) is not one of these generations."""
     first, last = generations
     if capability is not None and first <= capability[0] and (last is None or capability[0] <= last):
