@@ -183,7 +183,7 @@ class _Linear(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy: Tensor):  # type: ignore[override]
-        needs_x, needs_weight, needs_bias, *_ = ctx.needs_input_grad
+        needs_x, needs_weight, needs_bias = ctx.needs_input_grad[:3]
         x, weight = ctx.saved_tensors
         products = ctx.products
         dx, dweight = multiply_backward(dy, x, weight, needs_x=needs_x, needs_weight=needs_weight, products=products)

@@ -34,12 +34,15 @@ def inputs(dtype=torch.float64, *, ignored=(0, 5, 22), tokens=N, width=M, vocab=
     return hidden, weight, targets
 
 
+def whole_logits(hidden, weight, options):
+    logits = options.logit_scale * (hidden @ weight.T)
+    return options.softcap * torch.tanh(logits / options.softcap) if options.softcap else logits
+
+
 def whole(hidden, weight, targets, options=chunked.PLAIN, *, factor=1.0):
     """Objective, its gradients times ``factor``, and the NLL: all logits in float64, by PyTorch's definitions."""
     hidden, weight = (x.detach().double().requires_grad_() for x in (hidden, weight))
-    logits = options.logit_scale * (hidden @ weight.T)
-    if options.softcap:
-        logits = options.softcap * torch.tanh(logits / options.softcap)
+    logits = whole_logits(hidden, weight, options)
     nll, objective = (
         cross_entropy(logits, targets, reduction="sum", ignore_index=IGNORED_TARGET, label_smoothing=smoothing)
         for smoothing in (0.0, options.label_smoothing)
@@ -221,10 +224,9 @@ def test_no_gradient_work_without_grad(monkeypatch, options):
 def test_token_nll(options):
     hidden, weight, targets = inputs(torch.float32)
     nll_N = token_nll(hidden, weight, targets, options=options, chunk_tokens=7)
-    logits = options.logit_scale * (hidden @ weight.T)
-    if options.softcap:
-        logits = options.softcap * torch.tanh(logits / options.softcap)
-    wanted = cross_entropy(logits, targets, reduction="none", ignore_index=IGNORED_TARGET)
+    wanted = cross_entropy(
+        whole_logits(hidden, weight, options), targets, reduction="none", ignore_index=IGNORED_TARGET
+    )
     torch.testing.assert_close(nll_N, wanted.detach())
     assert nll_N.dtype == torch.float32
     assert not nll_N.requires_grad

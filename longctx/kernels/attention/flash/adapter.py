@@ -87,11 +87,13 @@ class FlashKernel(VarlenKernel):
     def call_backward(
         self, dout_nHV: Tensor, qkv: ThreeTensors, result: tuple[Tensor, Tensor], call: VarlenCall, scores: Scores
     ) -> tuple[Tensor, Tensor, Tensor, None]:
-        library, (out_nHV, lse_nH), dtype = self.library, result, qkv[0].dtype
+        library, (q_nHD, k_mKD, v_mKV), (out_nHV, lse_nH) = self.library, qkv, result
         arguments = {
-            "dout": dout_nHV.to(dtype).contiguous(),
-            **dict(zip("qkv", qkv, strict=True)),
-            "out": out_nHV.to(dtype).contiguous(),
+            "dout": dout_nHV.to(q_nHD.dtype).contiguous(),
+            "q": q_nHD,
+            "k": k_mKD,
+            "v": v_mKV,
+            "out": out_nHV.to(q_nHD.dtype).contiguous(),
             "lse": lse_nH.transpose(0, 1).float().contiguous(),
             **self._arguments(call, scores),
         }

@@ -133,8 +133,8 @@ class CudnnKernel(VarlenKernel):
 def dense_calls_on(slices: Tensor, B: int, device: torch.device) -> tuple[VarlenCall, ...]:
     """The table's rectangles and squares, one sequence each, on the device."""
     groups = []
-    for *ranges, causal in squares_and_rectangles(slices).tolist():
-        work = np.array([[*ranges, 0, 0, 0, 0]], dtype=np.int64)  # the window says what LO and HI would
+    for q_start, q_stop, k_start, k_stop, causal in squares_and_rectangles(slices).tolist():
+        work = np.array([[q_start, q_stop, k_start, k_stop, 0, 0, 0, 0]])  # the window says what LO and HI would
         groups.append(Group(UNBOUNDED, 0 if causal else UNBOUNDED, work))
     return tuple(call.on_device(B, device) for call in calls_of(groups))
 

@@ -81,7 +81,8 @@ class VarlenKernel(ABC):
         V = v_BsKV.shape[-1]
         result, sizes = _Result(q_BtHD, V), self._padded_sizes(q_BtHD.shape[-1], V)
         for call in self.calls(slices, q_BtHD, scores):
-            out_nHV, lse_nH = self.call_forward(*_packed_inputs(q_BtHD, k_BsKD, v_BsKV, call, sizes), call, scores)
+            q, k, v = _packed_inputs(q_BtHD, k_BsKD, v_BsKV, call, sizes)
+            out_nHV, lse_nH = self.call_forward(q, k, v, call, scores)
             result.merge(out_nHV[..., :V], lse_nH, call)
         return result.get()
 

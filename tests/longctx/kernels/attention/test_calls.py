@@ -158,13 +158,3 @@ def test_translation_is_quick_and_cached():
     assert len(calls) == 1
     assert first < 0.1, f"{first:.3f} s for 2000 documents"  # about 0.006 s on an idle core
     assert again < 0.001
-
-
-def test_nothing_to_do():
-    assert translate(()) == ()
-    assert (
-        translate(
-            (AttentionSlice(0, 0, 0, 4), AttentionSlice(3, 5, 7, 9, lo=0), AttentionSlice(0, 4, 0, 4, lo=2, hi=1))
-        )
-        == ()
-    )
