@@ -16,10 +16,9 @@ from tests.longctx.kernels.attention import flash_stand_in as definition
 HALF = (torch.float16, torch.bfloat16)
 
 
-def _check_types(expected: dict[type, tuple]) -> None:
-    for kind, values in expected.items():
-        for value in values:
-            assert type(value) is kind, f"{value!r} is no {kind.__name__}"
+def _check_types(kind: type, *values: object) -> None:
+    for value in values:
+        assert type(value) is kind, f"{value!r} is no {kind.__name__}"
 
 
 def _check_half(*tensors: Tensor) -> None:
@@ -41,19 +40,14 @@ class CompiledFlash2(ModuleType):
         assert all(x is None for x in (out, seqused_k, leftpad_k, block_table, alibi_slopes, generator)), (
             "nothing of ours uses this"
         )
-        _check_types(
-            {
-                int: (max_seqlen_q, max_seqlen_k, left, right),
-                float: (dropout, scale, softcap),
-                bool: (zero_tensors, causal, return_softmax),
-            }
-        )
+        _check_types(int, max_seqlen_q, max_seqlen_k, left, right)
+        _check_types(float, dropout, scale, softcap)
+        _check_types(bool, zero_tensors, causal, return_softmax)
         assert (dropout, zero_tensors, return_softmax) == (0.0, False, False)
         _check_half(q, k, v)
-        definition._check(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
-        rule = definition._rule_of_flash2(scale, causal, left, right, softcap, max_seqlen_k)
-        out, lse = definition._forward(q, k, v, cu_seqlens_q, cu_seqlens_k, rule)
-        return [out, lse, q.new_empty(0), torch.zeros(2, dtype=torch.int64)]
+        sequences = cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k
+        window = left, right, softcap
+        return list(definition.Flash2()._flash_attn_varlen_forward(q, k, v, *sequences, 0.0, scale, causal, *window))
 
     def varlen_bwd(
         self, dout, q, k, v, out, lse, dq, dk, dv, cu_seqlens_q, cu_seqlens_k, alibi_slopes, max_seqlen_q,
@@ -61,20 +55,14 @@ class CompiledFlash2(ModuleType):
     ):  # fmt: skip
         assert alibi_slopes is None
         assert generator is None
-        _check_types(
-            {
-                int: (max_seqlen_q, max_seqlen_k, left, right),
-                float: (dropout, scale, softcap),
-                bool: (zero_tensors, causal, deterministic),
-            }
-        )
+        _check_types(int, max_seqlen_q, max_seqlen_k, left, right)
+        _check_types(float, dropout, scale, softcap)
+        _check_types(bool, zero_tensors, causal, deterministic)
         _check_half(dout, q, k, v, out, dq, dk, dv)
-        definition._check(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
-        rule = definition._rule_of_flash2(scale, causal, left, right, softcap, max_seqlen_k)
-        found = definition._backward(dout, q, k, v, out, lse, cu_seqlens_q, cu_seqlens_k, rule)
-        for given, x in zip((dq, dk, dv), found, strict=True):
-            assert given.shape == x.shape
-            given.copy_(x)
+        tensors = dout, q, k, v, out, lse, dq, dk, dv
+        sequences = cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k
+        rest = left, right, softcap, None, deterministic
+        definition.Flash2()._flash_attn_varlen_backward(*tensors, *sequences, 0.0, scale, causal, *rest)
         return [dq, dk, dv, torch.empty_like(lse)]
 
 
