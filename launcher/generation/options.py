@@ -115,7 +115,8 @@ def encode_prompts(source: PromptSource, prompts: Sequence[Prompt], opened: Open
                 raise ConfigError(f"{prompt_place(source, index)}: {error}") from error
         if not found[prompt.text]:
             raise ConfigError(
-                f"{prompt_place(source, index)} is empty, and the tokenizer begins no document with an id. Give a prompt."
+                f"{prompt_place(source, index)} is empty, and the tokenizer begins no document with an id. "
+                "Give a prompt."
             )
     return [found[prompt.text] for prompt in prompts]
 

@@ -25,6 +25,7 @@ from launcher.generation.options import Options, Prompt, check_space, encode_pro
 from longctx.errors import ConfigError, LongCtxError
 from longctx.generation.batch import MAX_SEQUENCES, generate_batch
 from longctx.generation.beams import Beams
+from longctx.generation.continuation import Request
 from longctx.generation.loop import stream
 from longctx.generation.stop_strings import StopStrings
 from longctx.model.decoder import Decoder
@@ -62,7 +63,8 @@ class Session:
     def stream(self) -> Iterator[int]:
         """The tokens of the only prompt's continuation, each as soon as it is chosen, on every rank."""
         (prompt_ids,) = self.prompt_ids
-        return stream(self._loaded(), list(prompt_ids), self._options.max_new_tokens, **self._choosing())
+        request = Request(max_new_tokens=self._options.max_new_tokens, **self._choosing())
+        return stream(self._loaded(), prompt_ids, request)
 
     def each(self) -> Iterator[tuple[int, list[int]]]:
         """Yield (prompt, new tokens) on rank 0, in the prompts' order, each as soon as those before it have ended."""

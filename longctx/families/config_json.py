@@ -11,7 +11,7 @@ from longctx.architecture.rules import check_model
 from longctx.errors import ConfigError
 from longctx.families.leftover import how_to_delete, is_leftover, leftover_keys
 from longctx.families.rotary import effective_rope
-from longctx.families.spec import Family
+from longctx.families.spec import IGNORED_KEYS, Family
 from longctx.families.table import FAMILIES
 from longctx.untrusted.reading import printable, shown
 
@@ -54,7 +54,7 @@ def passed_over(config: dict[str, Any]) -> dict[str, Any]:
 
 def _known_keys(family: Family) -> frozenset[str]:
     """Return every key of config.json that the family's rules read, or that says nothing in any family."""
-    return family.ignored_keys.union(*(rule.keys for rule in family.rules))
+    return IGNORED_KEYS.union(family.ignored_keys, *(rule.keys for rule in family.rules))
 
 
 def config_to_hf(config: ModelFields, *, model_type: str | None = None, own_tokenizer: bool = False) -> dict[str, Any]:

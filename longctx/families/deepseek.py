@@ -17,8 +17,6 @@ from longctx.errors import ConfigError
 from longctx.families.layers import first_dense, full_attention
 from longctx.families.rotary import rotary
 from longctx.families.rules import (
-    IGNORED_KEYS,
-    IGNORED_TENSORS,
     REQUIRED,
     both_biases,
     constant,
@@ -92,15 +90,6 @@ def _groups_by_method() -> Rule:
     return Rule(keys=keys, read=read, write=write)
 
 
-def _value_dim() -> Rule:
-    """Width of a value head, which may differ from a query head's."""
-
-    def read(hf: HfConfig) -> dict[str, Any]:
-        return {"value_head_dim": integer(hf, "v_head_dim")}
-
-    return Rule(keys=("v_head_dim",), read=read, write=lambda config: {"v_head_dim": config.value_dim})
-
-
 def _no_further_layers() -> Rule:
     """Layers for multi-token prediction: any number is read, and none is written."""
 
@@ -121,7 +110,11 @@ def _deepseek(*, dense: int, scores: str, q_lora: Any) -> tuple[Rule, ...]:
         full_attention(),
         first_dense(dense),
         _head_sizes(),
-        _value_dim(),
+        Rule(
+            keys=("v_head_dim",),
+            read=lambda hf: {"value_head_dim": integer(hf, "v_head_dim")},
+            write=lambda config: {"v_head_dim": config.value_dim},
+        ),
         _shared_experts(),
         same("kv_lora_rank", "kv_lora_rank", least=1),
         optional("q_lora_rank", "q_lora_rank", default=q_lora),
@@ -147,7 +140,7 @@ _TENSORS = (
     renamed("mlp.shared_expert.down_proj.weight", "mlp.shared_experts.down_proj.weight"),
 )
 # How losses are reported, and over how many ranks DeepSeek's own code spreads experts.
-_KEYS = IGNORED_KEYS | {"output_router_logits", "seq_aux", "ep_size"}
+_KEYS = frozenset({"output_router_logits", "seq_aux", "ep_size"})
 
 DEEPSEEK_V2 = Family(
     model_type="deepseek_v2",
@@ -164,7 +157,6 @@ DEEPSEEK_V2 = Family(
     ),
     tensors=_TENSORS,
     ignored_keys=_KEYS,
-    ignored_tensors=IGNORED_TENSORS,
 )
 
 DEEPSEEK_V3 = Family(
@@ -183,6 +175,5 @@ DEEPSEEK_V3 = Family(
     ),
     tensors=_TENSORS,
     ignored_keys=_KEYS,
-    ignored_tensors=IGNORED_TENSORS,
     extra_layers_key=_MTP_KEY,
 )

@@ -11,8 +11,6 @@ from longctx.families.llama import DENSE
 from longctx.families.rotary import global_and_local_rotary, rotary
 from longctx.families.rules import (
     GATED_ACTIVATIONS,
-    IGNORED_KEYS,
-    IGNORED_TENSORS,
     SIZES,
     UNUSED,
     both_biases,
@@ -46,15 +44,6 @@ def _query_scale() -> Rule:
     return Rule(keys=(key,), read=read, write=write)
 
 
-def _embedding_scale() -> Rule:
-    """Embeddings are multiplied by the root of the model width."""
-
-    def read(hf: HfConfig) -> dict[str, Any]:
-        return {"embedding_scale": integer(hf, "hidden_size") ** 0.5}
-
-    return Rule(keys=(), read=read, write=lambda _: {})
-
-
 def _gemma(family: str, *, attention_cap: float | None, logit_cap: float | None) -> tuple[Rule, ...]:
     """The rules that Gemma 2 and 3 share."""
     return (
@@ -67,7 +56,7 @@ def _gemma(family: str, *, attention_cap: float | None, logit_cap: float | None)
         kv_heads(),
         head_dim(256),
         _query_scale(),
-        _embedding_scale(),
+        Rule(read=lambda hf: {"embedding_scale": integer(hf, "hidden_size") ** 0.5}),
         same("rms_norm_eps", "norm_eps", default=1e-6),
         same("tie_word_embeddings", "tie_embeddings", default=True),
         translated("hidden_activation", "activation", _ACTIVATIONS, default="gelu_pytorch_tanh"),
@@ -93,8 +82,6 @@ GEMMA2 = Family(
         rotary(),
         windows(4096, every_other),
     ),
-    ignored_keys=IGNORED_KEYS,
-    ignored_tensors=IGNORED_TENSORS,
 )
 
 GEMMA3_TEXT = Family(
@@ -106,6 +93,4 @@ GEMMA3_TEXT = Family(
         global_and_local_rotary(theta=1_000_000.0, local_theta=10_000.0, kinds=every_nth_full),
         windows(4096, every_nth_full, pattern_key="sliding_window_pattern"),
     ),
-    ignored_keys=IGNORED_KEYS,
-    ignored_tensors=IGNORED_TENSORS,
 )

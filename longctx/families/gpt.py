@@ -12,24 +12,19 @@ from longctx.architecture.fields import ModelFields
 from longctx.errors import ConfigError
 from longctx.families.llama import DENSE
 from longctx.families.rules import (
-    IGNORED_KEYS,
     UNUSED,
     constant,
     divided_head_dim,
-    first_of,
     integer,
     only,
-    reads_only,
     same,
     translated,
     typed,
     width_over_heads,
 )
-from longctx.families.spec import Family, HfConfig, OnDisk, Rule, TensorRule
+from longctx.families.spec import BLOCK, Family, HfConfig, OnDisk, Rule, TensorRule
 
 log = logging.getLogger(__name__)
-
-_BLOCK = "model.layers.{layer}."
 
 
 def _all_heads() -> Rule:
@@ -40,7 +35,7 @@ def _all_heads() -> Rule:
             raise ConfigError(f"n_embd={hf['n_embd']} in config.json is no multiple of n_head={hf['n_head']}.")
         return {"num_kv_heads": integer(hf, "n_head")}
 
-    return Rule(keys=(), read=read, write=lambda _: {})
+    return Rule(read=read)
 
 
 def _inner() -> Rule:
@@ -86,20 +81,11 @@ def _attention_dropout() -> Rule:
     return Rule(keys=(key,), read=read, write=lambda _: {key: 0.0})
 
 
-def _check_context(hf: HfConfig) -> None:
+def _read_context(hf: HfConfig) -> dict[str, Any]:
     """ConfigError where ``n_ctx``, the old name of the context's length, says something else."""
-    if first_of(hf, ("n_ctx",), hf.get("n_positions")) != hf.get("n_positions"):
+    if hf.get("n_ctx", hf.get("n_positions")) != hf.get("n_positions"):
         raise ConfigError(f"n_ctx={hf['n_ctx']} in config.json differs from n_positions={hf.get('n_positions')}.")
-
-
-def _four_times() -> Rule:
-    """GPT-1's FFN is four times as wide as the model."""
-
-    def read(hf: HfConfig) -> dict[str, Any]:
-        return {"ffn_size": 4 * integer(hf, "n_embd")}
-
-    # Another width reads back as this one, by which the loss is found.
-    return Rule(keys=(), read=read, write=lambda _: {})
+    return {}
 
 
 _ACTIVATIONS = {
@@ -128,7 +114,7 @@ _COMMON = (
     _all_heads(),
     _dropout(),
     _attention_dropout(),
-    reads_only(("n_ctx",), _check_context),
+    Rule(keys=("n_ctx",), read=_read_context),
 )
 
 _OF_OTHER_HEADS = frozenset(
@@ -157,8 +143,8 @@ def _renamed(ours: tuple[str, ...], theirs: str, *, steps: tuple[str, ...] = ())
 
 def _projection(*ours: str, theirs: str) -> tuple[TensorRule, ...]:
     """A weight, stored as [in, out], and its bias."""
-    weights = tuple(f"{_BLOCK}{name}.weight" for name in ours)
-    biases = tuple(f"{_BLOCK}{name}.bias" for name in ours)
+    weights = tuple(f"{BLOCK}{name}.weight" for name in ours)
+    biases = tuple(f"{BLOCK}{name}.bias" for name in ours)
     # GPT's Conv1D holds its weight as [in, out], a bias has one axis.
     return (
         _renamed(weights, f"h.{{layer}}.{theirs}.weight", steps=("transposed",)),
@@ -179,7 +165,7 @@ def _block_tensors(first_norm: str, second_norm: str) -> tuple[TensorRule, ...]:
     attention = _projection("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", theirs="attn.c_attn")
     attention += _projection("self_attn.o_proj", theirs="attn.c_proj")
     ffn = _projection("mlp.up_proj", theirs="mlp.c_fc") + _projection("mlp.down_proj", theirs="mlp.c_proj")
-    norms = _norm(_BLOCK + first_norm, "h.{layer}.ln_1") + _norm(_BLOCK + second_norm, "h.{layer}.ln_2")
+    norms = _norm(BLOCK + first_norm, "h.{layer}.ln_1") + _norm(BLOCK + second_norm, "h.{layer}.ln_2")
     return attention + ffn + norms
 
 
@@ -192,7 +178,8 @@ GPT1 = Family(
     rules=(
         *_COMMON,
         constant(norm_order="post"),
-        _four_times(),
+        # An FFN of another width reads back as this one, by which the loss is found.
+        Rule(read=lambda hf: {"ffn_size": 4 * integer(hf, "n_embd")}),
         translated("afn", "activation", _ACTIVATIONS_1, default="gelu"),
     ),
     tensors=(
@@ -200,7 +187,7 @@ GPT1 = Family(
         _renamed(("model.embed_positions.weight",), "positions_embed.weight"),
         *_block_tensors("post_attention_layernorm", "post_feedforward_layernorm"),
     ),
-    ignored_keys=IGNORED_KEYS | _OF_OTHER_HEADS,
+    ignored_keys=_OF_OTHER_HEADS,
     ignored_tensors=_BUFFERS,
 )
 
@@ -223,6 +210,6 @@ GPT2 = Family(
         *_block_tensors("input_layernorm", "post_attention_layernorm"),
         *_norm("model.norm", "ln_f"),
     ),
-    ignored_keys=IGNORED_KEYS | _OF_OTHER_HEADS,
+    ignored_keys=_OF_OTHER_HEADS,
     ignored_tensors=_BUFFERS,
 )

@@ -7,18 +7,7 @@ from __future__ import annotations
 
 from longctx.families.layers import every_other, windows
 from longctx.families.rotary import rotary
-from longctx.families.rules import (
-    IGNORED_KEYS,
-    IGNORED_TENSORS,
-    SIZES,
-    UNUSED,
-    both_biases,
-    constant,
-    head_dim,
-    kv_heads,
-    only,
-    same,
-)
+from longctx.families.rules import SIZES, UNUSED, both_biases, constant, head_dim, kv_heads, only, same
 from longctx.families.spec import MLP, Family, OnDisk, TensorRule, renamed
 
 # What transformers takes where a config.json has no rope: the released models' own.
@@ -69,6 +58,5 @@ GPT_OSS = Family(
         _reordered("experts.gate_up_proj_bias", "alternating"),
         _reordered("experts.down_proj", "transposed"),
     ),
-    ignored_keys=IGNORED_KEYS | {"output_router_logits", "initial_context_length"},
-    ignored_tensors=IGNORED_TENSORS,
+    ignored_keys=frozenset({"output_router_logits", "initial_context_length"}),
 )

@@ -7,7 +7,7 @@ from typing import Any
 
 from longctx.architecture.fields import ModelFields
 from longctx.errors import ConfigError
-from longctx.families.rules import first_of, integer, layer_count, reads_only, typed
+from longctx.families.rules import first_of, integer, layer_count, typed
 from longctx.families.spec import HfConfig, Rule
 from longctx.untrusted.reading import shown
 
@@ -21,12 +21,13 @@ Kinds = Callable[[HfConfig, int], list[str]]
 def full_attention() -> Rule:
     """Families without windows: layer_types may be there, if it says so."""
 
-    def check(hf: HfConfig) -> None:
+    def read(hf: HfConfig) -> dict[str, Any]:
         kinds = hf.get("layer_types")
         if kinds is not None and set(_checked(kinds, hf)) != {FULL}:
             raise ConfigError(f"layer_types={shown(kinds)} is not supported by this decoder; supported: only {FULL}.")
+        return {}
 
-    return reads_only(("layer_types",), check)
+    return Rule(keys=("layer_types",), read=read)
 
 
 def one_window(default: int | None) -> Rule:

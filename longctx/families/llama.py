@@ -4,18 +4,7 @@ from __future__ import annotations
 
 from longctx.families.layers import full_attention, one_window
 from longctx.families.rotary import rotary
-from longctx.families.rules import (
-    IGNORED_KEYS,
-    IGNORED_TENSORS,
-    both_biases,
-    constant,
-    head_dim,
-    kv_heads,
-    llama_like,
-    only,
-    same,
-    width_of_heads,
-)
+from longctx.families.rules import both_biases, constant, head_dim, kv_heads, llama_like, only, same, width_of_heads
 from longctx.families.spec import Family
 
 # No key of a dense family says so.
@@ -38,8 +27,6 @@ LLAMA = Family(
         # Splits products as tensor-parallel training did, to round as it did.
         only("pretraining_tp", 1),
     ),
-    ignored_keys=IGNORED_KEYS,
-    ignored_tensors=IGNORED_TENSORS,
 )
 
 MISTRAL = Family(
@@ -55,6 +42,4 @@ MISTRAL = Family(
         one_window(default=4096),
         same("intermediate_size", "ffn_size"),
     ),
-    ignored_keys=IGNORED_KEYS,
-    ignored_tensors=IGNORED_TENSORS,
 )

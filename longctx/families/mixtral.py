@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from longctx.families.layers import one_window
 from longctx.families.rotary import rotary
-from longctx.families.rules import IGNORED_KEYS, IGNORED_TENSORS, constant, head_dim, kv_heads, llama_like, only, same
+from longctx.families.rules import constant, head_dim, kv_heads, llama_like, only, same
 from longctx.families.spec import Family, per_expert, renamed
 
 _EXPERT = "block_sparse_moe.experts.{expert}."
@@ -31,6 +31,5 @@ MIXTRAL = Family(
         # w1 is the gate, w3 up and w2 down.
         *per_expert(_EXPERT + "w1.weight", _EXPERT + "w3.weight", _EXPERT + "w2.weight"),
     ),
-    ignored_keys=IGNORED_KEYS | {"output_router_logits"},
-    ignored_tensors=IGNORED_TENSORS,
+    ignored_keys=frozenset({"output_router_logits"}),
 )

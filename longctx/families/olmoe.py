@@ -4,17 +4,7 @@ from __future__ import annotations
 
 from longctx.families.layers import full_attention
 from longctx.families.rotary import rotary
-from longctx.families.rules import (
-    IGNORED_KEYS,
-    IGNORED_TENSORS,
-    both_biases,
-    constant,
-    divided_head_dim,
-    kv_heads,
-    llama_like,
-    only,
-    same,
-)
+from longctx.families.rules import both_biases, constant, divided_head_dim, kv_heads, llama_like, only, same
 from longctx.families.spec import PER_EXPERT, Family
 
 OLMOE = Family(
@@ -37,6 +27,5 @@ OLMOE = Family(
         only("clip_qkv", None),
     ),
     tensors=PER_EXPERT,
-    ignored_keys=IGNORED_KEYS | {"output_router_logits"},
-    ignored_tensors=IGNORED_TENSORS,
+    ignored_keys=frozenset({"output_router_logits"}),
 )

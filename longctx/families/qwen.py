@@ -5,17 +5,7 @@ from __future__ import annotations
 from longctx.families.layers import from_layer_on, full_attention, one_switched_window, sparse_steps, switched_windows
 from longctx.families.llama import DENSE
 from longctx.families.rotary import rotary
-from longctx.families.rules import (
-    IGNORED_KEYS,
-    IGNORED_TENSORS,
-    both_biases,
-    constant,
-    head_dim,
-    kv_heads,
-    llama_like,
-    only,
-    same,
-)
+from longctx.families.rules import both_biases, constant, head_dim, kv_heads, llama_like, only, same
 from longctx.families.spec import PER_EXPERT, Family
 
 _EXPERTS = (
@@ -42,8 +32,7 @@ QWEN2_MOE = Family(
         same("shared_expert_intermediate_size", "shared_ffn_size", least=1),
     ),
     tensors=PER_EXPERT,
-    ignored_keys=IGNORED_KEYS | {"output_router_logits"},
-    ignored_tensors=IGNORED_TENSORS,
+    ignored_keys=frozenset({"output_router_logits"}),
 )
 
 QWEN2 = Family(
@@ -61,8 +50,6 @@ QWEN2 = Family(
         # Positions in three dimensions, of the vision models.
         only("use_mrope", False, written=False),
     ),
-    ignored_keys=IGNORED_KEYS,
-    ignored_tensors=IGNORED_TENSORS,
     # transformers 5 loads Qwen2Tokenizer here, whatever tokenizer_config.json says.
     forces_own_tokenizer=True,
 )
@@ -86,8 +73,6 @@ SEED_OSS = Family(
         only("residual_dropout", 0.0, absent=0.1),
         only("pretraining_tp", 1),
     ),
-    ignored_keys=IGNORED_KEYS,
-    ignored_tensors=IGNORED_TENSORS,
 )
 
 QWEN3 = Family(
@@ -104,8 +89,6 @@ QWEN3 = Family(
         same("intermediate_size", "ffn_size"),
         both_biases(default=False),
     ),
-    ignored_keys=IGNORED_KEYS,
-    ignored_tensors=IGNORED_TENSORS,
 )
 
 QWEN3_MOE = Family(
@@ -122,6 +105,5 @@ QWEN3_MOE = Family(
         both_biases(default=False),
     ),
     tensors=PER_EXPERT,
-    ignored_keys=IGNORED_KEYS | {"output_router_logits"},
-    ignored_tensors=IGNORED_TENSORS,
+    ignored_keys=frozenset({"output_router_logits"}),
 )

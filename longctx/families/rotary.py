@@ -14,7 +14,7 @@ from longctx.architecture.rope import Rope
 from longctx.errors import ConfigError
 from longctx.families.layers import FULL, WINDOW, Kinds, has_windows
 from longctx.families.leftover import IN_ROPE_TABLES, how_to_delete
-from longctx.families.rules import integer
+from longctx.families.rules import integer, typed
 from longctx.families.spec import HfConfig, Rule
 from longctx.untrusted.reading import shown
 
@@ -196,9 +196,7 @@ def _original(where: str, table: Mapping[str, Any], longest: int, kind: str) -> 
     # transformers stretches a dynamic rope from max_position_embeddings on, whatever the table says.
     if kind == "dynamic" and original != longest:
         raise ConfigError(f"{where}: {_ORIGINAL}={shown(original)} must be max_position_embeddings={longest}.")
-    if type(original) is not int:
-        raise ConfigError(f"{where}: {_ORIGINAL}={shown(original)} must be a whole number.")
-    return original
+    return typed(f"{where}: {_ORIGINAL}", original, "int")
 
 
 def _factor(where: str, table: Mapping[str, Any], longest: int, original: int | None) -> float:
@@ -337,15 +335,10 @@ def _check_partial(where: str, table: Mapping[str, Any]) -> None:
 
 def _number(where: str, table: Mapping[str, Any], key: str) -> float:
     """A key's number; ConfigError for anything else."""
-    value = table.get(key)
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        raise ConfigError(f"{where}: {key}={shown(value)} must be a number.")
-    return float(value)
+    return typed(f"{where}: {key}", table.get(key), "float")
 
 
 def _numbers(where: str, table: Mapping[str, Any], key: str) -> tuple[float, ...]:
     """A key's list of numbers; ConfigError for anything else."""
-    value = table.get(key)
-    if not isinstance(value, list) or any(isinstance(x, bool) or not isinstance(x, int | float) for x in value):
-        raise ConfigError(f"{where}: {key}={shown(value)} must be a list of numbers.")
-    return tuple(float(x) for x in value)
+    numbers = typed(f"{where}: {key}", table.get(key), "list")
+    return tuple(typed(f"{where}: an entry of {key}", number, "float") for number in numbers)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from dataclasses import fields
 from typing import Any
 
@@ -77,7 +76,7 @@ def _spelled(value: Any) -> str:
 
 def constant(**values: Any) -> Rule:
     """Fields that the family leaves no choice in."""
-    return Rule(keys=(), read=lambda _: values, write=lambda _: {})
+    return Rule(read=lambda _: values)
 
 
 def translated(key: str, name: str, meanings: dict[str, str], *, default: Any = REQUIRED) -> Rule:
@@ -148,7 +147,7 @@ def divided_head_dim(width: str = "hidden_size", heads: str = "num_attention_hea
             raise ConfigError(f"head_dim={shown(hf['head_dim'])} is not supported here; supported: {width} / {heads}.")
         return {"head_dim": divided}
 
-    return Rule(keys=("head_dim",), read=read, write=lambda _: {})
+    return Rule(keys=("head_dim",), read=read)
 
 
 def width_of_heads(family: str) -> Rule:
@@ -163,7 +162,7 @@ def width_of_heads(family: str) -> Rule:
             )
         return {}
 
-    return Rule(keys=(), read=lambda _: {}, write=write)
+    return Rule(read=lambda _: {}, write=write)
 
 
 def width_over_heads(hf: HfConfig, width: str = "hidden_size", heads: str = "num_attention_heads") -> int:
@@ -211,16 +210,6 @@ def typed(key: str, value: Any, kind: str) -> Any:
     return value
 
 
-def reads_only(keys: tuple[str, ...], check: Callable[[HfConfig], None]) -> Rule:
-    """Keys that are checked and not written."""
-
-    def read(hf: HfConfig) -> dict[str, Any]:
-        check(hf)
-        return {}
-
-    return Rule(keys=keys, read=read, write=lambda _: {})
-
-
 GATED_ACTIVATIONS = {
     "silu": "swiglu",
     "swish": "swiglu",
@@ -259,38 +248,3 @@ def llama_like(*, eps: float = 1e-6, no_dropout: Rule = NO_ATTENTION_DROPOUT) ->
         translated("hidden_act", "activation", GATED_ACTIVATIONS, default="silu"),
         no_dropout,
     )
-
-
-IGNORED_KEYS = frozenset(
-    {
-        # Checked by ``config_from_hf`` itself, or read by ``conversion``.
-        "architectures",
-        "model_type",
-        "dtype",
-        "torch_dtype",
-        "bos_token_id",
-        "eos_token_id",
-        "pad_token_id",
-        # Where the file comes from, and how transformers runs it.
-        "transformers_version",
-        "_name_or_path",
-        "auto_map",
-        "use_cache",
-        "cache_implementation",
-        "output_attentions",
-        "output_hidden_states",
-        "return_dict",
-        "chunk_size_feed_forward",
-        "_attn_implementation_autoset",
-        "_attn_implementation",
-        "attn_implementation",
-        # Of classifiers, which a decoder is not.
-        "id2label",
-        "label2id",
-        "problem_type",
-    }
-)
-"""Keys that say nothing about the network of any family."""
-
-IGNORED_TENSORS = (r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq", r"model\.rotary_emb\.inv_freq")
-"""Rotary frequencies, which follow from the config."""

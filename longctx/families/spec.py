@@ -12,15 +12,30 @@ HfConfig = Mapping[str, Any]
 """A parsed config.json."""
 
 
+IGNORED_KEYS = frozenset(
+    (
+        # Checked by ``config_from_hf`` itself, or read by ``conversion``.
+        "architectures", "model_type", "dtype", "torch_dtype", "bos_token_id", "eos_token_id", "pad_token_id",
+        # Where the file comes from, and how transformers runs it.
+        "transformers_version", "_name_or_path", "auto_map", "use_cache", "cache_implementation", "output_attentions",
+        "output_hidden_states", "return_dict", "chunk_size_feed_forward", "_attn_implementation_autoset",
+        "_attn_implementation", "attn_implementation",
+        # Of classifiers, which a decoder is not.
+        "id2label", "label2id", "problem_type",
+    )
+)  # fmt: skip
+"""Keys of config.json that say nothing about the network of any family."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Rule:
     """Keys of config.json and the fields of ModelFields that they mean."""
 
-    keys: tuple[str, ...]
+    keys: tuple[str, ...] = ()
     """Every key that the rule looks at; a key that no rule of a family names is refused."""
     read: Callable[[HfConfig], dict[str, Any]]
     """Fields of ModelFields; ConfigError where the keys ask for what the decoder cannot do."""
-    write: Callable[[ModelFields], dict[str, Any]]
+    write: Callable[[ModelFields], dict[str, Any]] = lambda _: {}
     """Keys for this config. Reading them back finds what they cannot say."""
 
 
@@ -56,9 +71,12 @@ class Family:
     tensors: tuple[TensorRule, ...] = ()
     """Parameters without a rule have the decoder's names on disk."""
     ignored_keys: frozenset[str] = frozenset()
-    """Keys of config.json without a meaning in a decoder."""
-    ignored_tensors: tuple[str, ...] = ()
-    """Patterns of whole names: buffers that old versions of transformers saved."""
+    """Keys of config.json without a meaning in a decoder, beside ``IGNORED_KEYS``."""
+    ignored_tensors: tuple[str, ...] = (
+        r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq",
+        r"model\.rotary_emb\.inv_freq",
+    )
+    """Patterns of whole names: buffers that old versions of transformers saved, here rotary frequencies."""
     extra_layers_key: str = ""
     """Key that says how many layers of another kind follow the decoder's own on disk; they are left out, and logged."""
     forces_own_tokenizer: bool = False

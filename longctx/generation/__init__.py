@@ -2,6 +2,7 @@
 
 from longctx.generation.batch import generate_batch
 from longctx.generation.beams import Beams
+from longctx.generation.continuation import Request
 from longctx.generation.load import load_model
 from longctx.generation.loop import generate, stream
 from longctx.generation.penalties import Penalties
@@ -13,6 +14,7 @@ __all__ = [
     "Beams",
     "Greedy",
     "Penalties",
+    "Request",
     "Sample",
     "StopStrings",
     "TextStream",

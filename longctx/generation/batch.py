@@ -15,10 +15,10 @@ from torch import Tensor
 from longctx.errors import ConfigError
 from longctx.generation.beams import Beams
 from longctx.generation.continuation import Continuation, Request
+from longctx.generation.loop import stream
 from longctx.generation.penalties import Penalties
-from longctx.generation.reading import CHUNK_TOKENS, check_chunk_tokens, read_each, starts_over
+from longctx.generation.reading import CHUNK_TOKENS, read_each, starts_over
 from longctx.generation.sampling import Greedy, Sample
-from longctx.generation.search import search
 from longctx.generation.stop_strings import StopStrings
 from longctx.model.attention.cache import KVCache
 from longctx.model.decoder import Decoder
@@ -51,8 +51,8 @@ def generate_batch(
         penalties=penalties or Penalties(),
         stop_ids=stop_ids,
         stop_strings=stop_strings,
+        chunk_tokens=chunk_tokens,
     )
-    check_chunk_tokens(chunk_tokens)
     if max_sequences < 1:
         raise ConfigError(f"max_sequences={max_sequences} must be at least 1. The default is {MAX_SEQUENCES}.")
     # All of them now: hours later, one bad prompt would lose the others' continuations.
@@ -62,8 +62,8 @@ def generate_batch(
         except ConfigError as error:
             raise ConfigError(f"prompt {index} of {len(prompts)}: {error}") from error
     if isinstance(request.strategy, Beams):
-        return _searched(model, prompts, request, request.strategy, chunk_tokens)
-    return _continued(model, prompts, request, max_sequences, chunk_tokens)
+        return ((index, list(stream(model, prompt_ids, request))) for index, prompt_ids in enumerate(prompts))
+    return _continued(model, prompts, request, max_sequences)
 
 
 @dataclass(frozen=True, eq=False)
@@ -77,7 +77,7 @@ class _Sequence:
 
 @torch.inference_mode()
 def _continued(
-    model: Decoder, prompts: Sequence[Sequence[int]], request: Request, max_sequences: int, chunk_tokens: int
+    model: Decoder, prompts: Sequence[Sequence[int]], request: Request, max_sequences: int
 ) -> Iterator[tuple[int, list[int]]]:
     new_cache = model.new_caches(min(max_sequences, len(prompts)))
     # A list gives its last element fastest.
@@ -89,7 +89,7 @@ def _continued(
             index, cache = waiting.pop(), new_cache()
             cache.expect(request.expected_tokens)
             entering.append(_Sequence(index, Continuation(request, prompts[index]), cache))
-        _enter(model, request, entering, prompts, chunk_tokens)
+        _enter(model, request, entering, prompts)
         under_way += entering
         ended = _ended(under_way)
         yield from ended
@@ -97,7 +97,7 @@ def _continued(
         if under_way and not ended:
             new_ids = [_unread(model, sequence, prompts) for sequence in under_way]
             caches = [sequence.cache for sequence in under_way]
-            _add_tokens(request, under_way, read_each(model, new_ids, caches, chunk_tokens))
+            _add_tokens(request, under_way, read_each(model, new_ids, caches, request.chunk_tokens))
             yield from _ended(under_way)
 
 
@@ -110,18 +110,12 @@ def _unread(model: Decoder, sequence: _Sequence, prompts: Sequence[Sequence[int]
     return list(prompts[sequence.index]) + ids
 
 
-def _enter(
-    model: Decoder,
-    request: Request,
-    sequences: list[_Sequence],
-    prompts: Sequence[Sequence[int]],
-    chunk_tokens: int,
-) -> None:
+def _enter(model: Decoder, request: Request, sequences: list[_Sequence], prompts: Sequence[Sequence[int]]) -> None:
     """Read the prompts of these sequences, together, and choose their first tokens."""
     reading = [sequence for sequence in sequences if not sequence.continuation.has_ended]
     if reading:
-        ids = [prompts[sequence.index] for sequence in reading]
-        _add_tokens(request, reading, read_each(model, ids, [sequence.cache for sequence in reading], chunk_tokens))
+        ids, caches = [prompts[sequence.index] for sequence in reading], [sequence.cache for sequence in reading]
+        _add_tokens(request, reading, read_each(model, ids, caches, request.chunk_tokens))
 
 
 def _add_tokens(request: Request, sequences: list[_Sequence], logits_NV: Tensor) -> None:
@@ -146,12 +140,3 @@ def _ended(under_way: list[_Sequence]) -> list[tuple[int, list[int]]]:
     for sequence in ended:
         sequence.cache.free()
     return [(sequence.index, sequence.continuation.ids) for sequence in ended]
-
-
-def _searched(
-    model: Decoder, prompts: Sequence[Sequence[int]], request: Request, beams: Beams, chunk_tokens: int
-) -> Iterator[tuple[int, list[int]]]:
-    for index, prompt_ids in enumerate(prompts):
-        cache = model.new_caches(request.num_caches)()
-        cache.expect(request.expected_tokens)
-        yield index, list(search(model, list(prompt_ids), request, beams, cache, chunk_tokens))

@@ -13,6 +13,7 @@ from torch import Tensor
 from longctx.errors import ConfigError
 from longctx.generation.beams import Beams
 from longctx.generation.penalties import Penalties
+from longctx.generation.reading import CHUNK_TOKENS, check_chunk_tokens
 from longctx.generation.sampling import Greedy, Sample
 from longctx.generation.stop_strings import StopStrings
 from longctx.model.decoder import Decoder
@@ -34,6 +35,8 @@ class Request:
     """A token of these is the last one."""
     stop_strings: StopStrings | None = None
     """The token that completes one of these is the last one."""
+    chunk_tokens: int = CHUNK_TOKENS
+    """Tokens of a prompt that a forward pass reads, about."""
 
     @property
     def num_caches(self) -> int:
@@ -53,7 +56,8 @@ class Request:
         return isinstance(self.strategy, Greedy) and self.penalties == Penalties()
 
     def check(self, model: Decoder, prompt_ids: Sequence[int]) -> None:
-        """ConfigError for an empty prompt, an id outside the vocabulary, or a negative number of tokens."""
+        """ConfigError for an empty prompt, an id outside the vocabulary, or impossible numbers of tokens."""
+        check_chunk_tokens(self.chunk_tokens)
         if len(prompt_ids) == 0:
             raise ConfigError("the prompt is empty: a model continues at least one token. Start with the begin id.")
         if self.max_new_tokens < 0:

@@ -47,6 +47,14 @@ def starts_over(model: Decoder, cache: KVCache, num_new: int) -> bool:
     return 0 < cache.num_tokens <= config.rope.original_max_positions < cache.num_tokens + num_new
 
 
+def can_share(model: Decoder) -> bool:
+    """Return True if texts may be read together, or behind one reading of what they share.
+
+    Not where frequencies depend on the length of the text.
+    """
+    return model.config.position != "rope" or not model.config.rope.depends_on_length
+
+
 @torch.no_grad()
 def read(model: Decoder, ids: Sequence[int], cache: KVCache, chunk_tokens: int = CHUNK_TOKENS) -> Tensor:
     """Read tokens behind those of the cache; hidden states [1, t, M] of the last few, the last token's at the end."""
@@ -71,10 +79,7 @@ def read_each(
 
     A pass reads at most about ``chunk_tokens``, however many sequences they are of.
     """
-    config = model.config
-    # Frequencies that depend on a sequence's length differ from one sequence to the next.
-    stretches = config.position == "rope" and config.rope.depends_on_length
-    if len(caches) == 1 or stretches:
+    if len(caches) == 1 or not can_share(model):
         parts = [read(model, of_one, cache, chunk_tokens)[:, -1] for of_one, cache in zip(ids, caches, strict=True)]
     elif all(len(of_one) == 1 for of_one in ids):
         parts = [_newest_hidden(model, [of_one[0] for of_one in ids], caches)]

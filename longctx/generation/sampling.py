@@ -1,4 +1,7 @@
-"""Choose the next token: greedy, or drawn with temperature, top-k, top-p and min-p."""
+"""Choose the next token: greedy, or drawn with temperature, top-k, top-p and min-p.
+
+Axes: V vocabulary.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +13,6 @@ import torch
 from torch import Tensor
 
 from longctx.errors import ConfigError
-from longctx.generation.truncation import min_p, top_k, top_p
 
 
 @dataclass(frozen=True)
@@ -64,9 +66,35 @@ class Sample:
         """The distribution [V] that tokens are drawn from."""
         scores_V = logits_V / self.temperature
         if self.top_k:
-            scores_V = top_k(scores_V, self.top_k)
+            scores_V = _top_k(scores_V, self.top_k)
         if self.top_p < 1:
-            scores_V = top_p(scores_V, self.top_p)
+            scores_V = _top_p(scores_V, self.top_p)
         if self.min_p:
-            scores_V = min_p(scores_V, self.min_p)
+            scores_V = _min_p(scores_V, self.min_p)
         return scores_V.softmax(0)
+
+
+# --- scores [V] to scores [V], −inf where a token is taken out ---
+
+
+def _top_k(scores_V: Tensor, count: int) -> Tensor:
+    """The scores of the ``count`` likeliest tokens, and of those as likely as the last of them."""
+    # By score, not by index: ties with the last one stay, whichever of them topk names.
+    threshold = scores_V.topk(min(count, len(scores_V))).values[-1]
+    return scores_V.masked_fill(scores_V < threshold, -torch.inf)
+
+
+def _top_p(scores_V: Tensor, probability: float) -> Tensor:
+    """The scores of the likeliest tokens that reach ``probability`` together; at least one."""
+    ascending, order = scores_V.sort()
+    # Drop the unlikeliest tokens while the others still reach it; the likeliest always stays.
+    dropped = ascending.softmax(0).cumsum(0) <= 1 - probability
+    dropped[-1] = False
+    return scores_V.masked_fill(torch.zeros_like(dropped).scatter(0, order, dropped), -torch.inf)
+
+
+def _min_p(scores_V: Tensor, share: float) -> Tensor:
+    """The scores of tokens that are at least ``share`` times as likely as the likeliest (arXiv 2407.01082)."""
+    # Of probabilities and not of scores: rounding then takes out what transformers takes out.
+    probabilities_V = scores_V.softmax(0)
+    return scores_V.masked_fill(probabilities_V < share * probabilities_V.max(), -torch.inf)

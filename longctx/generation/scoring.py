@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from longctx.errors import ConfigError
-from longctx.generation.reading import CHUNK_TOKENS, given_tokens, last_logits, read, read_chunks
+from longctx.generation.reading import CHUNK_TOKENS, can_share, given_tokens, last_logits, read, read_chunks
 from longctx.model.attention.cache import KVCache
 from longctx.model.decoder import Decoder
 
@@ -47,14 +47,6 @@ class Score(NamedTuple):
     """Whether greedy decoding writes it: each token is the likeliest after those before it."""
 
 
-def can_share(model: Decoder) -> bool:
-    """Whether texts may be read together, or behind one reading of what they share.
-
-    Not where frequencies depend on the length of the text.
-    """
-    return model.config.position != "rope" or not model.config.rope.depends_on_length
-
-
 @torch.no_grad()
 def score_packed(model: Decoder, pairs: Sequence[Pair]) -> list[Score]:
     """The score of each pair, all read in one forward pass as documents of one row. For a process that works alone."""
@@ -74,11 +66,7 @@ def score_packed(model: Decoder, pairs: Sequence[Pair]) -> list[Score]:
 
 @torch.no_grad()
 def score_behind(
-    model: Decoder,
-    context: Sequence[int],
-    continuations: Sequence[Sequence[int]],
-    *,
-    chunk_tokens: int = CHUNK_TOKENS,
+    model: Decoder, context: Sequence[int], continuations: Sequence[Sequence[int]], *, chunk_tokens: int = CHUNK_TOKENS
 ) -> list[Score]:
     """The score of each continuation of one context, which is read once, about ``chunk_tokens`` at a time.
 
@@ -88,7 +76,8 @@ def score_behind(
     for pair in pairs:
         _check(model, pair)
     if len(pairs) == 1 or not can_share(model):
-        return [_score_one(model, pair, chunk_tokens) for pair in pairs]
+        first, ids = len(context) - 1, [pair.ids for pair in pairs]
+        return [_score(_read_and_score(model, x[:-1], x[1:], first, model.new_cache(), chunk_tokens)) for x in ids]
     cache = model.new_cache()
     # In the context's buffers, which are copied: else each copy would be copied once more.
     cache.expect(max(map(len, continuations)) - 1)
@@ -114,12 +103,6 @@ def _check(model: Decoder, pair: Pair) -> None:
         outside = [i for i in ids if not 0 <= i < vocab_size]
         if outside:
             raise ConfigError(f"id {outside[0]} is not in the model's vocabulary, 0 to {vocab_size - 1}.")
-
-
-def _score_one(model: Decoder, pair: Pair, chunk_tokens: int) -> Score:
-    """The score of one pair."""
-    ids, first = pair.ids, len(pair.context) - 1
-    return _score(_read_and_score(model, ids[:-1], ids[1:], first, model.new_cache(), chunk_tokens))
 
 
 def _read_and_score(

@@ -21,9 +21,7 @@ _NONE = -1
 
 
 @torch.inference_mode()
-def search(
-    model: Decoder, prompt_ids: list[int], request: Request, beams: Beams, cache: KVCache, chunk_tokens: int
-) -> Iterator[int]:
+def search(model: Decoder, prompt_ids: list[int], request: Request, beams: Beams, cache: KVCache) -> Iterator[int]:
     """Yield the best continuation when it is found.
 
     Processes that share the cache follow the search of the first: the state of the others' is never read.
@@ -43,7 +41,7 @@ def search(
         return chosen or [_NONE] * (2 * beams.num_beams)
 
     # Every beam is the prompt, read once: what follows it is the same for all, and only one is continued.
-    logits_NV = last_logits(model, read(model, prompt_ids, cache, chunk_tokens)).expand(beams.num_beams, -1)
+    logits_NV = last_logits(model, read(model, prompt_ids, cache, request.chunk_tokens)).expand(beams.num_beams, -1)
     caches: list[KVCache] = [cache] * beams.num_beams
     # Of the beams as all processes were told them.
     running: list[list[int]] = [[]] * beams.num_beams
@@ -59,7 +57,7 @@ def search(
             for of_one in caches:
                 of_one.free()
             unread = [prompt_ids + ids for ids in running]
-        logits_NV = read_each(model, unread, caches, chunk_tokens)
+        logits_NV = read_each(model, unread, caches, request.chunk_tokens)
     # The other processes know no lengths: they are told as many integers as there may be tokens.
     padding = [_NONE] * request.max_new_tokens
     best = cache.once(lambda: (state.best() + padding)[: request.max_new_tokens], request.max_new_tokens)

@@ -26,7 +26,7 @@ from longctx.batch import IGNORED_TARGET
 from longctx.errors import ConfigError
 from longctx.kernels.devices import on_cpu
 from longctx.kernels.dtypes import accumulate_dtype
-from longctx.kernels.matmul import add_wide_product_, multiplies_in_float32
+from longctx.kernels.matmul import add_wide_product_, multiplies_in_float32, row_tiles
 from longctx.kernels.processor import Products
 from longctx.kernels.regions import Run, call_function
 
@@ -70,20 +70,6 @@ class LossOptions:
 
 
 PLAIN = LossOptions()
-
-
-def linear_cross_entropy(
-    hidden_NM: Tensor,
-    weight_VM: Tensor,
-    targets_N: Tensor,
-    *,
-    options: LossOptions = PLAIN,
-    products: Products = "native",
-    chunk_tokens: int | None = None,
-) -> Tensor:
-    """Σ objective over the targets that count: a float32 scalar (float64 for float64) with gradient."""
-    sums = loss_sums(hidden_NM, weight_VM, targets_N, options=options, products=products, chunk_tokens=chunk_tokens)
-    return sums[0]
 
 
 def loss_sums(
@@ -169,7 +155,7 @@ class _LossSums(torch.autograd.Function):
 def scaled(total_VM: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
     """total · factor in ``dtype``, without a copy of the total in its own."""
     out_VM = torch.empty_like(total_VM, dtype=dtype)
-    for tile in _slices(len(total_VM), max(1, TILE_ELEMENTS // total_VM.shape[1])):
+    for tile in row_tiles(len(total_VM), max(1, TILE_ELEMENTS // total_VM.shape[1])):
         out_VM[tile] = total_VM[tile] * factor
     return out_VM
 
@@ -247,7 +233,7 @@ def _chunks(
     if multiplies_in_float32(hidden_NM, products):
         dtype = torch.float32
     memory = _memory(weight_VM, min(size, len(hidden_NM)), dtype)
-    for chunk in _slices(len(hidden_NM), size):
+    for chunk in row_tiles(len(hidden_NM), size):
         hidden_nM = hidden_NM[chunk].to(dtype)
         logits_nV = memory[: len(hidden_nM)]
         for tile, weight_vM in _weight_tiles(weight_VM, dtype):
@@ -269,7 +255,7 @@ def _weight_tiles(weight_VM: Tensor, dtype: torch.dtype) -> Iterator[tuple[slice
     if weight_VM.dtype == dtype:
         yield slice(0, len(weight_VM)), weight_VM
         return
-    for tile in _slices(len(weight_VM), max(1, TILE_ELEMENTS // weight_VM.shape[1])):
+    for tile in row_tiles(len(weight_VM), max(1, TILE_ELEMENTS // weight_VM.shape[1])):
         yield tile, weight_VM[tile].to(dtype)
 
 
@@ -303,10 +289,6 @@ def _rows_of_block(whole: Tensor) -> int:
     return max(1, _BLOCK_ELEMENTS * torch.get_num_threads() // whole.shape[1])
 
 
-def _slices(length: int, size: int) -> Iterator[slice]:
-    return (slice(start, min(start + size, length)) for start in range(0, length, size))
-
-
 def _plus_product(total: Tensor | None, a: Tensor, b: Tensor) -> Tensor:
     """The total with a · b added, in the same memory where there is a total."""
     return a @ b if total is None else total.addmm_(a, b)
@@ -317,7 +299,7 @@ def _plus(total: Tensor | None, part: Tensor, dtype: torch.dtype) -> Tensor:
     if total is None:
         return part.to(dtype)
     # PyTorch converts all that it adds before it adds any: of a block, the converted copy stays in the cache
-    for block in _slices(len(total), _rows_of_block(total)):
+    for block in row_tiles(len(total), _rows_of_block(total)):
         total[block] += part[block]
     return total
 
@@ -336,7 +318,7 @@ def losses_(
     # a vocabulary of exponentials is summed in float32, whatever the products were
     partial = accumulate_dtype(logits_nV.dtype)
     losses_2n = logits_nV.new_empty(2, len(logits_nV), dtype=partial)
-    for block in _slices(len(logits_nV), _rows_of_block(logits_nV)):
+    for block in row_tiles(len(logits_nV), _rows_of_block(logits_nV)):
         block_rV = logits_nV[block].to(partial)  # the logits themselves where they have this dtype
         losses_2n[0, block], losses_2n[1, block] = _block_losses_(block_rV, targets_n[block], options, with_gradient)
         if with_gradient and partial != logits_nV.dtype:

@@ -9,7 +9,7 @@ Axes: N rows (any leading shape), n rows of one tile, I input width, O output wi
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -36,7 +36,7 @@ def linear(x_NI: Tensor, weight_OI: Tensor, bias_O: Tensor | None = None, *, pro
     if not torch.is_grad_enabled():
         return multiply(x_NI, weight_OI, bias_O, products=products)
     if multiplies_in_float32(x_NI, products):
-        return _Float32Linear.apply(x_NI, weight_OI, bias_O)
+        return _Linear.apply(x_NI, weight_OI, bias_O, products, True)
     return nn.functional.linear(x_NI, weight_OI, bias_O)
 
 
@@ -45,7 +45,7 @@ def linear_graph(x_NI: Tensor, weight_OI: Tensor, bias_O: Tensor | None = None, 
 
     For what is computed a second time, where no backward reads the product.
     """
-    return _LinearGraph.apply(x_NI, weight_OI, bias_O, products)
+    return _Linear.apply(x_NI, weight_OI, bias_O, products, False)
 
 
 def no_values(x_NI: Tensor, weight_OI: Tensor) -> Tensor:
@@ -63,7 +63,13 @@ def multiply(x_NI: Tensor, weight_OI: Tensor, bias_O: Tensor | None = None, *, p
     if x_NI.dtype == torch.float32:
         return nn.functional.linear(x_NI, weight_OI, bias_O)
     if is_one_row(x_NI):
-        return multiply_row(x_NI, weight_OI, bias_O)
+        # Reads every weight once and as it is, with sums in float32: for one row a matrix product would convert or
+        # repack the whole weight, which takes up to twice the time.
+        if bias_O is None:
+            out_O = torch.mv(weight_OI, x_NI.reshape(-1))
+        else:
+            out_O = torch.addmv(bias_O, weight_OI, x_NI.reshape(-1))
+        return out_O.view(x_NI.shape[:-1] + out_O.shape)
     if not multiplies_in_float32(x_NI, products):
         return nn.functional.linear(x_NI, weight_OI, bias_O)
     # a graph that held the tiles would serve one number of rows
@@ -76,7 +82,7 @@ def _multiply(x_NI: Tensor, weight_OI: Tensor, bias_O: Tensor | None) -> Tensor:
     """x · weightᵀ + bias, formed in float32 and rounded once."""
     rows_NI, weight_IO = x_NI.reshape(-1, x_NI.shape[-1]), weight_OI.float().T
     out_NO = rows_NI.new_empty(len(rows_NI), weight_OI.shape[0])
-    for n in _tiles(len(rows_NI)):
+    for n in row_tiles(len(rows_NI), _ROWS):
         product = rows_NI[n].float() @ weight_IO
         # in float32 still: the result is rounded once
         if bias_O is not None:
@@ -88,19 +94,6 @@ def _multiply(x_NI: Tensor, weight_OI: Tensor, bias_O: Tensor | None) -> Tensor:
 def is_one_row(x_NI: Tensor) -> bool:
     """Whether x is a single row on the CPU, as in decoding."""
     return on_cpu(x_NI) and x_NI.numel() == x_NI.shape[-1]
-
-
-def multiply_row(x_1I: Tensor, weight_OI: Tensor, bias_O: Tensor | None = None) -> Tensor:
-    """``multiply`` of a single row.
-
-    Reads every weight once and as it is, with sums in float32: for one row a matrix product would convert or repack
-    the whole weight, which takes up to twice the time.
-    """
-    if bias_O is None:
-        out_O = torch.mv(weight_OI, x_1I.reshape(-1))
-    else:
-        out_O = torch.addmv(bias_O, weight_OI, x_1I.reshape(-1))
-    return out_O.view(x_1I.shape[:-1] + out_O.shape)
 
 
 def multiply_backward(
@@ -136,7 +129,7 @@ def _multiply_backward(
     if needs_weight:
         # summed over the tiles in float32 and rounded once
         dweight_OI = rows_NI.new_zeros(weight_OI.shape, dtype=torch.float32)
-    for n in _tiles(len(rows_NI)):
+    for n in row_tiles(len(rows_NI), _ROWS):
         dy_nO = dy_rows_NO[n].float()
         if needs_x:
             dx_NI[n] = dy_nO @ wide_weight_OI
@@ -171,51 +164,38 @@ def add_wide_product_on_cuda_(total_OI: Tensor, a_ON: Tensor, b_NI: Tensor) -> N
     torch.addmm(total_OI, a_ON, b_NI, out_dtype=total_OI.dtype, out=total_OI)
 
 
-class _LinearGraph(torch.autograd.Function):
-    """Backward of ``linear``, whose forward nobody needs."""
+class _Linear(torch.autograd.Function):
+    """``linear`` by ``multiply``, or without values for its backward alone.
+
+    Saves the parameter itself and no copy of it: ZeRO-3 frees a gathered weight by emptying the parameter.
+    """
 
     @staticmethod
-    def forward(ctx: Any, x_NI: Tensor, weight_OI: Tensor, bias_O: Tensor | None, products: Products) -> Tensor:
+    def forward(
+        ctx: Any, x_NI: Tensor, weight_OI: Tensor, bias_O: Tensor | None, products: Products, has_values: bool
+    ) -> Tensor:
         ctx.save_for_backward(x_NI, weight_OI)
         ctx.products = products
+        if has_values:
+            return multiply(x_NI, weight_OI, bias_O, products=products)
         return no_values(x_NI, weight_OI)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy: Tensor):  # type: ignore[override]
-        needs_x, needs_weight, needs_bias, _ = ctx.needs_input_grad
+        needs_x, needs_weight, needs_bias = ctx.needs_input_grad[:3]
         x, weight = ctx.saved_tensors
         products = ctx.products
         dx, dweight = multiply_backward(dy, x, weight, needs_x=needs_x, needs_weight=needs_weight, products=products)
         dbias: Tensor | None = None
         if needs_bias:
             dbias = sum_rows(dy)
-        return dx, dweight, dbias, None
+        return dx, dweight, dbias, None, None
 
 
-class _Float32Linear(torch.autograd.Function):
-    """Saves the parameter itself and no copy of it: ZeRO-3 frees a gathered weight by emptying the parameter."""
-
-    @staticmethod
-    def forward(ctx: Any, x_NI: Tensor, weight_OI: Tensor, bias_O: Tensor | None) -> Tensor:
-        ctx.save_for_backward(x_NI, weight_OI)
-        return multiply(x_NI, weight_OI, bias_O, products="float32")
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, dy: Tensor):  # type: ignore[override]
-        needs_x, needs_weight, needs_bias = ctx.needs_input_grad
-        x, weight = ctx.saved_tensors
-        dx, dweight = multiply_backward(dy, x, weight, needs_x=needs_x, needs_weight=needs_weight, products="float32")
-        dbias: Tensor | None = None
-        if needs_bias:
-            dbias = sum_rows(dy)
-        return dx, dweight, dbias
-
-
-def _tiles(rows: int) -> list[slice]:
-    """The rows in tiles of at most ``_ROWS``."""
-    return [slice(start, min(start + _ROWS, rows)) for start in range(0, rows, _ROWS)]
+def row_tiles(rows: int, size: int) -> Iterator[slice]:
+    """Yield the rows in tiles of at most ``size``."""
+    return (slice(start, min(start + size, rows)) for start in range(0, rows, size))
 
 
 def _fake_multiply(x_NI: Tensor, weight_OI: Tensor, bias_O: Tensor | None) -> Tensor:

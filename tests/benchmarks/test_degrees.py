@@ -20,13 +20,6 @@ def test_two_documents_on_two_ranks_stay_whole():
     assert (placed.received, placed.ranks, placed.fewest, placed.fewest_even, placed.documents) == (0, 2, 2, 2, 2)
 
 
-def test_one_document_spreads_over_all_and_is_padded():
-    placed = degrees.place(one_row([0, 511]), 2, 256)
-    assert (placed.ranks, placed.fewest, placed.padding) == (2, 2, 1)
-    assert sum(placed.work) == 511 * 512 // 2 + 1
-    assert placed.received > 0
-
-
 def test_side_by_side_and_with_fixed_degrees(tmp_path):
     data = str(data_plan.make_corpus(tmp_path / "data", 2000))
     found = degrees.measure(data, 4096, 4, 2048, 3)

@@ -47,14 +47,6 @@ def test_a_contender_gives_rows_without_end(made, tmp_path, contender: Contender
     assert opened.state() is not None
 
 
-def test_a_copy_has_the_target_of_its_last_token(made, tmp_path):
-    copy = next(contender for contender in HERE if contender.name == COPY)
-    rows = copy.open(made, tmp_path, SEQ_LEN).rows
-    first, second = next(rows), next(rows)
-    assert len(first) == SEQ_LEN + 1
-    assert first[-1] == second[0]
-
-
 def test_our_contender_gives_what_the_loader_gives(made, tmp_path):
     ours = next(contender for contender in HERE if contender.name == OURS).open(made, tmp_path, SEQ_LEN).rows
     loader = build_loader(made / SHARDS, seq_len=SEQ_LEN, rows_per_step=(1 << 20) // SEQ_LEN)
@@ -76,14 +68,6 @@ def test_a_contender_that_fails_says_why_and_the_others_go_on(made, monkeypatch,
     assert rows[0]["share"] == 1.0
     assert "DataError" in rows[1]["problem"]
     assert "share" not in rows[1]
-
-
-def test_slices_of_a_row_touch_their_part_of_it(made):
-    found = details.measure_slices(made, seq_len=16_384, num_rows=2, rounds=1)
-    # A chunk of 512 tokens is a kilobyte: it may lie on two pages, and each document is elsewhere.
-    assert 1 / details.DEGREE <= found["touched_share"] < 1
-    assert found["row_page_bytes"] >= 2 * 16_384
-    assert found["slice_checked_bytes"] <= found["row_checked_bytes"] <= 4 * TOKENS
 
 
 @pytest.mark.slow

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks.first_gpu import contact, models, ring
+from benchmarks.first_gpu import contact, models
 from benchmarks.first_gpu.checks import Job, Sheet
 from benchmarks.first_gpu.commands import Command, run
 from benchmarks.first_gpu.ranks import run_ranks
@@ -84,11 +84,6 @@ def test_a_part_of_the_model_with_a_wrong_or_missing_gradient_is_told():
     assert models.worst_part(nan, want) == (float("inf"), "norm")
     del wrong["model.layers.0.mlp.up_proj.weight"]
     assert models.worst_part(wrong, want) == (float("inf"), "layer 0, FFN")
-
-
-def test_two_runs_differ_by_their_largest_difference():
-    runs = [[{"loss": 2.0}, {"loss": 3.0}], [{"loss": 2.0}, {"loss": 4.0}]]
-    assert ring.largest_difference(runs, lambda step: step["loss"]) == 0.25
 
 
 def test_a_command_that_fails_or_hangs_says_so():

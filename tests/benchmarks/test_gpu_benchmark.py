@@ -53,15 +53,3 @@ def test_a_ring_on_one_device_is_float64s(kernel):
     assert len(rows) == 7 * 4 * 2
     # Sums of up to 240 terms in float32, folded eight times: 1e-6. A hop that is missing is off by 0.1 and more.
     assert [row for row in rows if not row["worst"] < 1e-5] == []
-
-
-def test_thresholds_are_the_notes_figures():
-    """500 TFLOP/s, 32/8 heads: 0.7K tokens a rank over 350 GB/s and 5.6K over 45 GB/s forward."""
-    rows = [{"kernel": "flash", "mask": "full", "forward_tflops": 500.0, "backward_tflops": 500.0}]
-    nvlink, infiniband = benchmark.thresholds(benchmark.full_setting(), rows)
-    assert (nvlink["forward"], nvlink["backward_float32"]) == (714, 857)
-    assert (infiniband["forward"], infiniband["backward_float32"], infiniband["backward_bfloat16"]) == (
-        5556,
-        6667,
-        4444,
-    )

@@ -33,16 +33,3 @@ def test_what_must_not_grow_does_not(figures: list[Figure]):
     assert max(entered[0]) <= 6
     read = [values for (part, _), values in found.items() if part == "checksums that a rank reads"]
     assert read == [[250 * 268_435_456, 125 * 268_435_456]]
-
-
-def test_growth_is_the_power_between_the_ends():
-    def grown(*values: float, power: float = 1.0, unit: str = "s") -> Figure:
-        return Figure("", "", unit, "", power, dict(zip((64, 512, 4096), values, strict=True)))
-
-    assert grown(1.0, 8.0, 64.0).growth == pytest.approx(1.0)
-    assert not grown(1.0, 8.0, 64.0).is_too_fast
-    assert grown(1.0, 64.0, 4096.0).is_too_fast
-    assert grown(1.0, 1.0, 1.0, power=-1.0).is_too_fast
-    # Microseconds are noise.
-    assert grown(1e-6, 1e-5, 1e-3).growth is None
-    assert grown(100, 200, 300, unit="B").growth is None

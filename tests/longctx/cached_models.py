@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 import torch
 from torch import Tensor
 
 from longctx.architecture.rope import Rope
 from longctx.batch import IGNORED_TARGET
 from longctx.config import ModelConfig
+from longctx.generation import Greedy, Sample
 from longctx.model.decoder import Decoder
 
 _STRETCHED = {"factor": 4.0, "original_max_positions": 8}
@@ -62,3 +65,20 @@ def whole_nll(decoder: Decoder, ids: list[int]) -> Tensor:
     """The negative log-likelihoods of a prompt that is read in one pass, without a cache."""
     hidden = decoder(torch.tensor([ids]), torch.arange(len(ids))[None])
     return decoder.token_nll(hidden, torch.tensor([[*ids[1:], IGNORED_TARGET]]))[0, :-1]
+
+
+@torch.inference_mode()
+def without_cache(
+    decoder: Decoder,
+    prompt: list[int],
+    num_tokens: int,
+    strategy: Greedy | Sample | None = None,
+    stop_ids: Collection[int] = (),
+) -> list[int]:
+    """What ``generate`` gives, by reading everything again at each step."""
+    choose, new_ids = (strategy or Greedy()).start(), []
+    while len(new_ids) < num_tokens and not (new_ids and new_ids[-1] in stop_ids):
+        ids_BT = torch.tensor([prompt + new_ids])
+        hidden_BTM = decoder(ids_BT, torch.arange(ids_BT.shape[1])[None])
+        new_ids.append(choose(decoder.logits(hidden_BTM[:, -1:])[0, 0].float()))
+    return new_ids

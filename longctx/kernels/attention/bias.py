@@ -22,8 +22,6 @@ def alibi_slopes(num_heads: int) -> Tensor:
     Other numbers of heads take the slopes of the power of two below, then every second one of the power above, as the
     paper's authors do (arXiv 2108.12409, footnote 6 and code).
     """
-    if num_heads < 1:
-        raise ConfigError(f"ALiBi needs at least one head, not {num_heads}.")
     below = 1 << num_heads.bit_length() - 1
     slopes = [2.0 ** (-8 * h / below) for h in range(1, below + 1)]
     slopes += [2.0 ** (-4 * h / below) for h in range(1, 2 * below, 2)]

@@ -81,10 +81,8 @@ class BlockwiseKernel:
         check_scores(scores, q_BtHD.shape[2])
         partial, K = accumulate_dtype(q_BtHD.dtype), k_BsKD.shape[2]
         dq, dk, dv = (torch.zeros_like(x, dtype=partial) for x in (q_BtHD, k_BsKD, v_BsKV))
-        dtable: Tensor | None = None
-        if scores.relative_bias is not None:
-            # float64: one entry sums the gradients of a whole diagonal of scores
-            dtable = torch.zeros_like(scores.relative_bias.table_NH, dtype=torch.float64)
+        # float64: one entry sums the gradients of a whole diagonal of scores
+        dtable = scores.table_gradient(torch.float64)
         power_BtH, lse_BtH = _centred(lse_BtH, partial)
         for attn_slice in table_slices(slices):
             for block in row_blocks(attn_slice, rows=_TILE, keys=_TILE):

@@ -7,7 +7,7 @@ V value head size, N buckets of a bias table.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import NamedTuple, Protocol, TypeGuard
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -59,6 +59,12 @@ class Scores:
         """The rules beyond the scaled dot product, keys of ``RULES``."""
         values = (self.softcap, self.alibi_slopes_H, self.relative_bias)
         return tuple(rule for rule, value in zip(RULES, values, strict=True) if value is not None)
+
+    def table_gradient(self, dtype: torch.dtype) -> Tensor | None:
+        """Zeros to add the gradient of the bias table to; None without one."""
+        if self.relative_bias is None:
+            return None
+        return torch.zeros_like(self.relative_bias.table_NH, dtype=dtype)
 
     def of_heads(self, start: int, stop: int) -> Scores:
         """The scores of query heads [start, stop) alone."""
@@ -149,28 +155,3 @@ class AttentionKernel(Protocol):
         the keys' own (a learnable sink takes a share), and is −inf on rows that meet no key anywhere.
         """
         ...
-
-
-class NewestTokensKernel(Protocol):
-    """A kernel that attends for the newest tokens of several sequences in one call."""
-
-    def forward_newest(
-        self,
-        q_N1HD: Tensor,
-        k_NsKD: Tensor,
-        v_NsKV: Tensor,
-        bias_N11s: Tensor | None,
-        *,
-        scores: Scores,
-        sinks_H: Tensor | None = None,
-    ) -> Tensor:
-        """Partial output [N, 1, H, V] of one query a sequence over all of its keys, and over the sinks.
-
-        ``bias_N11s`` is −inf where a row is not the sequence's; it must be finite all the same.
-        """
-        ...
-
-
-def attends_newest(kernel: object) -> TypeGuard[NewestTokensKernel]:
-    """Whether a kernel is a ``NewestTokensKernel``."""
-    return hasattr(kernel, "forward_newest")

@@ -116,6 +116,10 @@ class CpuFlashKernel:
         scores: Scores,
         sinks_H: Tensor | None = None,
     ) -> Tensor:
+        """Partial output [N, 1, H, V] of one query a sequence over all of its keys, and over the sinks.
+
+        ``bias_N11s`` is −inf where a row is not the sequence's; it must be finite all the same.
+        """
         N, _, H, D = q_N1HD.shape
         V, op = v_NsKV.shape[3], self._op(q_N1HD, v_NsKV, scores)
         # Query heads that share keys are rows of one head: its keys are read once, and not once for each of them.

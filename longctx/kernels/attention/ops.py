@@ -33,13 +33,7 @@ _library.define(
 
 
 def forward(
-    kernel: str,
-    q_BtHD: Tensor,
-    k_BsKD: Tensor,
-    v_BsKV: Tensor,
-    slices: Tensor,
-    *,
-    scores: Scores,
+    kernel: str, q_BtHD: Tensor, k_BsKD: Tensor, v_BsKV: Tensor, slices: Tensor, *, scores: Scores
 ) -> tuple[Tensor, Tensor]:
     """What the ``forward`` of the kernel of that name returns, through the operator.
 
@@ -78,16 +72,8 @@ def _plain(slices: Tensor, kernel: str, scores: Scores) -> tuple:
     bias = scores.relative_bias
     if bias is not None:
         table_NH, max_distance, bidirectional = bias.table_NH, bias.max_distance, bias.bidirectional
-    return (
-        slices,
-        kernel,
-        scores.scale,
-        scores.softcap,
-        scores.alibi_slopes_H,
-        table_NH,
-        max_distance,
-        bidirectional,
-    )
+    slopes_H = scores.alibi_slopes_H
+    return slices, kernel, scores.scale, scores.softcap, slopes_H, table_NH, max_distance, bidirectional
 
 
 def _scores(

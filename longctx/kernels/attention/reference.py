@@ -60,9 +60,7 @@ class ReferenceKernel:
         dout, out = (x.double().transpose(1, 2) for x in (dout_BtHV, out_BtHV))
         lse, delta = lse_BtH.double().transpose(1, 2), (dout * out).sum(-1, keepdim=True)
         dq, dk, dv = (torch.zeros_like(x) for x in (q, k, v))
-        bias, dtable = scores.relative_bias, None
-        if bias is not None:
-            dtable = torch.zeros_like(bias.table_NH, dtype=torch.float64)
+        bias, dtable = scores.relative_bias, scores.table_gradient(torch.float64)
         for attn_slice in _row_blocks(slices):
             rows, keys = slice(attn_slice.q_start, attn_slice.q_stop), slice(attn_slice.k_start, attn_slice.k_stop)
             products = _products(q[:, :, rows], k[:, :, keys], scores)

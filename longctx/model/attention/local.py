@@ -17,7 +17,8 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from longctx.kernels.attention import ops
-from longctx.kernels.attention.contract import KernelRequest, NewestTokensKernel, Scores, attends_newest
+from longctx.kernels.attention.contract import KernelRequest, Scores
+from longctx.kernels.attention.cpu_flash import CpuFlashKernel
 from longctx.kernels.attention.select import KERNELS, choose_kernel
 from longctx.kernels.attention.sinks import apply_sinks, sinks_gradient
 from longctx.kernels.attention.slices import AttentionSlice, slice_table
@@ -55,7 +56,7 @@ class LocalPlan:
     """Cached rows that some query sees; None for all."""
     later_rows: int = 0
     """Rows that are to join them."""
-    newest: NewestTokensKernel | None = None
+    newest: CpuFlashKernel | None = None
     """The kernel where a single token sees all that the cache stores: there is no other work then."""
     in_graph: bool = True
 
@@ -81,7 +82,7 @@ class LocalAttention(AttentionCore):
         """
         chosen = choose_kernel(self.kernel, self._request(mask, shapes))
         kernel, earlier_rows = chosen.name, None
-        if attends_newest(chosen) and _is_newest(mask, shapes):
+        if isinstance(chosen, CpuFlashKernel) and _is_newest(mask, shapes):
             return LocalPlan(shapes, kernel, (), earlier_seen(mask, shapes), later_stored(mask, shapes), chosen)
         if shapes.cached_tokens is None:
             shapes.check_whole(mask.documents)
@@ -144,7 +145,7 @@ class LocalAttention(AttentionCore):
         """Sequences in slots are attended to together where they see all keys and the kernel can, others alone."""
         kernel, together = choose_kernel(self.kernel, self._request(mask, shapes)), None
         sees_all = mask.window is None and not mask.stride and not shapes.rules
-        if sees_all and attends_newest(kernel):
+        if sees_all and isinstance(kernel, CpuFlashKernel):
             together = Together.build(kernel, shapes, chunks)
         return SequencesPlan.build(self, mask, shapes, chunks, together)
 

@@ -13,7 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from longctx.kernels.attention.contract import NewestTokensKernel, Scores
+from longctx.kernels.attention.contract import Scores
+from longctx.kernels.attention.cpu_flash import CpuFlashKernel
 from longctx.kernels.dtypes import as_dtype, int64_tensor
 from longctx.model.attention.cache import LayerCache, TokenChunk
 from longctx.model.attention.core import AttentionShapes, EachAlone, PassCore, plan_alone
@@ -25,7 +26,7 @@ from longctx.model.attention.slots import SLOT_TOKENS, Slot, SlotLayer, as_range
 class Together:
     """Tokens whose sequences are in slots of one pool."""
 
-    kernel: NewestTokensKernel
+    kernel: CpuFlashKernel
     tokens: tuple[int, ...]
     """Which of the pass's tokens they are, in the order of their slots."""
     tokens_n: Tensor | None
@@ -43,9 +44,7 @@ class Together:
     values_in_keys: bool
 
     @classmethod
-    def build(
-        cls, kernel: NewestTokensKernel, shapes: AttentionShapes, chunks: Sequence[TokenChunk]
-    ) -> Together | None:
+    def build(cls, kernel: CpuFlashKernel, shapes: AttentionShapes, chunks: Sequence[TokenChunk]) -> Together | None:
         """The plan of single tokens that are in slots with what comes before them; None for less than two of them."""
         if any(chunk.num_tokens != 1 for chunk in chunks):
             return None

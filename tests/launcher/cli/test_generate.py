@@ -28,12 +28,12 @@ def from_file(run: Path, path: object, option: str = "prompts-file", **options: 
 def reference(run: Path, prompt: str, num_tokens: int) -> str:
     """Greedy without a cache, begin id first."""
     from longctx.generation.load import load_model
-    from longctx.generation.loop import generate
     from longctx.tokenizer import load_tokenizer
+    from tests.longctx.cached_models import without_cache
 
     tokenizer = load_tokenizer(run / "checkpoints/step_000100/tokenizer.model")
     ids = [tokenizer.document_begin, *tokenizer.encode(prompt).tolist()]
-    return tokenizer.decode(generate(load_model(run), ids, num_tokens, use_cache=False))
+    return tokenizer.decode(without_cache(load_model(run), ids, num_tokens))
 
 
 @pytest.mark.parametrize("prompt", ["def main", "", "  ä 🙂\n"])
@@ -72,10 +72,10 @@ def test_it_ends_with_the_document(capsys, run, monkeypatch):
     from launcher.generation import run as generation
 
     asked = []
-    monkeypatch.setattr(generation, "stream", lambda *args, **options: asked.append(options) or iter([300, 2]))
+    monkeypatch.setattr(generation, "stream", lambda model, ids, request: asked.append(request) or iter([300, 2]))
     code, _, err = call(capsys, *words(run))
     assert code == 0
-    assert asked[0]["stop_ids"] == {2}
+    assert asked[0].stop_ids == {2}
     assert "then the document ended" in err
 
 

@@ -7,9 +7,10 @@ from pathlib import Path
 import pytest
 
 from launcher.metrics.record import read_metrics
-from longctx.generation import generate, load_model
+from longctx.generation import load_model
 from longctx.tokenizer import load_tokenizer
 from tests.launcher.workers import run, train_each
+from tests.longctx.cached_models import without_cache
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -42,7 +43,7 @@ def base(shards, tmp_path_factory) -> Path:
 def test_the_sample_is_the_greedy_continuation_by_one_process(base, name):
     tokenizer, model = load_tokenizer(base / name), load_model(base / name)
     prompt = tokenizer.encode_prompt(PROMPT)
-    ids = generate(model, prompt, 6, stop_ids=tokenizer.special.stops, use_cache=False)
+    ids = without_cache(model, prompt, 6, stop_ids=tokenizer.special.stops)
     validations = [record for record in read_metrics(base / name) if record["kind"] == "validation"]
     assert [record["step"] for record in validations] == [1]
     text = tokenizer.decode([*prompt, *ids])[len(tokenizer.decode(prompt)) :]

@@ -67,5 +67,3 @@ def test_bounds(pair):
         Beams(num_beams=1)
     with pytest.raises(ConfigError, match="length_penalty=nan"):
         Beams(num_beams=2, length_penalty=float("nan"))
-    with pytest.raises(ConfigError, match="use_cache"):
-        generate(model, PROMPT, 3, Beams(num_beams=2), use_cache=False)

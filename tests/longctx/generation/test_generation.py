@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from longctx.errors import ConfigError
 from longctx.generation.loop import generate
+from longctx.generation.reading import read
 from longctx.generation.sampling import Greedy, Sample
 from longctx.model.attention.cache import KVCache
 from longctx.model.decoder import Decoder
@@ -57,8 +58,9 @@ def test_sampling_is_transformers_sampling_token_for_token(model, reference, opt
 
 def test_what_generation_leaves_behind_serves_other_modes(model):
     """Generation runs in inference mode: its cache goes on outside of it, and training trains."""
-    cache = KVCache()
-    new_ids = generate(model, PROMPT, 9, cache=cache)
+    cache, new_ids = KVCache(), generate(model, PROMPT, 9)
+    with torch.inference_mode():
+        read(model, PROMPT + new_ids[:-1], cache)
     with torch.no_grad():
         cached = model(torch.tensor([new_ids[-1:]]), torch.tensor([[cache.num_tokens]]), cache=cache)
         ids = torch.tensor([PROMPT + new_ids])
@@ -66,12 +68,6 @@ def test_what_generation_leaves_behind_serves_other_modes(model):
     torch.testing.assert_close(cached[:, -1], whole[:, -1], atol=1e-5, rtol=1e-4)
     model(ids, torch.arange(ids.shape[1])[None]).sum().backward()
     model.zero_grad()
-
-
-@pytest.mark.parametrize("strategy", [Greedy(), Sample(seed=3, temperature=0.9, top_p=0.95)])
-def test_the_cache_changes_nothing(model, strategy):
-    assert generate(model, PROMPT, 40, strategy) == generate(model, PROMPT, 40, strategy, use_cache=False)
-    assert generate(model, PROMPT, 40, strategy, cache=KVCache()) == generate(model, PROMPT, 40, strategy)
 
 
 def test_each_step_sees_the_logits_of_a_whole_forward(model):
@@ -140,9 +136,7 @@ def test_the_sampled_distribution(logits, temperature, top_k, top_p, min_p):
         (lambda m: generate(m, [], 3), "empty"),
         (lambda m: generate(m, PROMPT, -1), "max_new_tokens=-1"),
         (lambda m: generate(m, [97], 3), "97 .*0 to 96"),
-        (lambda m: generate(m, [-1], 3), "-1"),
         (lambda m: Sample(temperature=0), r"temperature=0.*Greedy"),
-        (lambda m: Sample(temperature=-1), "temperature=-1"),
         (lambda m: Sample(temperature=float("nan")), "temperature=nan"),
         (lambda m: Sample(top_p=0), "top_p=0"),
         (lambda m: Sample(top_p=1.1), "top_p=1.1"),

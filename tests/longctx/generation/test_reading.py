@@ -20,7 +20,7 @@ from longctx.generation.scoring import score_behind
 from longctx.model.attention.cache import KVCache, LayerCache
 from longctx.model.attention.local import LocalAttention
 from longctx.model.decoder import Decoder
-from tests.longctx.cached_models import MODELS, config_of, ids_of, whole_nll
+from tests.longctx.cached_models import MODELS, config_of, ids_of, whole_nll, without_cache
 
 
 def build(name: str) -> Decoder:
@@ -43,7 +43,7 @@ def test_chunks_change_no_token(name):
         wanted = generate(decoder, ids_of(length), 7, chunk_tokens=100)
         assert generate(decoder, ids_of(length), 7, chunk_tokens=4) == wanted
         if name != "dynamic":  # whose keys depend on the length that is known when they are made
-            assert generate(decoder, ids_of(length), 7, use_cache=False) == wanted
+            assert without_cache(decoder, ids_of(length), 7) == wanted
 
 
 def new_cache(decoder: Decoder) -> KVCache:
@@ -152,10 +152,6 @@ def test_refusals():
         generate(decoder, [1, 2], 1, chunk_tokens=0)
     with pytest.raises(ConfigError, match="at least 2"):
         token_nll(decoder, [1])
-    cache = decoder.new_cache()
-    generate(decoder, [1, 2], 2, cache=cache)
-    with pytest.raises(ConfigError, match="holds 3 tokens"):
-        generate(decoder, [1, 2], 1, cache=cache)
 
 
 # --- LongRoPE: one table up to 8 tokens, another beyond -------------------------------------------------------------
@@ -186,7 +182,7 @@ def test_answers_across_the_switch_of_longrope_are_those_of_reading_all_again():
             patched.enter_context(patch(name, lambda *_: False))
         assert answers(decoder) != found, "the tables differ too little to tell"
     for prompt, answer in zip(map(ids_of, ACROSS), found, strict=False):
-        assert generate(decoder, prompt, 12, use_cache=False) == answer
+        assert without_cache(decoder, prompt, 12) == answer
 
 
 def test_an_answer_across_the_switch_has_the_likelihood_that_it_was_given():

@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 import torch
 
-from longctx.kernels import matmul
 from longctx.kernels.cross_entropy import PLAIN, loss_sums
 from longctx.kernels.regions import Regions, call_function
 from tests.as_on_a_gpu import computing_as_on_a_gpu
@@ -47,14 +46,6 @@ def test_a_wide_total_is_not_rounded_between_chunks():
         objective, _ = loss_sums(hidden, weight, targets, chunk_tokens=2)
         got = torch.autograd.grad(objective, weight)[0]
     assert relative_error(got, whole(hidden, weight, targets)[0][2]) < rounded(1)
-
-
-def test_a_wide_product_is_exact_and_added_in_place():
-    torch.manual_seed(0)
-    a, b, total = torch.randn(5, 7).bfloat16(), torch.randn(7, 3).bfloat16(), torch.randn(5, 3)
-    wanted = total.double() + a.double() @ b.double()
-    matmul.add_wide_product_(total, a, b)
-    torch.testing.assert_close(total.double(), wanted, rtol=1e-6, atol=1e-6)
 
 
 def test_cuda_has_a_product_of_its_own_for_it(monkeypatch):

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from longctx.kernels import grouped, grouped_blocks
+from longctx.kernels import grouped
 from longctx.kernels.grouped import (
     grouped_outer,
     grouped_rows,
@@ -71,10 +71,10 @@ def test_grouped_products_equal_their_definition(dtype, loop, products, monkeypa
 @pytest.mark.parametrize("copied", [1, 300])
 def test_products_by_blocks_equal_their_definition(dtype, rows, copied, monkeypatch):
     """What CUDA takes where the grouped product would wait; on a CPU by its own code."""
-    monkeypatch.setattr(grouped_blocks, "ROWS", rows)
-    monkeypatch.setattr(grouped_blocks, "_COPIED_VALUES", copied)  # a block at a time, and two
+    monkeypatch.setattr(grouped, "_ROWS", rows)
+    monkeypatch.setattr(grouped, "_COPIED_VALUES", copied)  # a block at a time, and two
     x, weight, dy, ends = operands(dtype)
-    got = grouped_blocks.rows_by_blocks(x, weight.mT, ends), grouped_blocks.outer_by_blocks(dy, x, ends)
+    got = grouped.rows_by_blocks(x, weight.mT, ends), grouped.outer_by_blocks(dy, x, ends)
     for value, exact in zip(got, by_definition(x, weight, dy), strict=True):
         assert value.dtype == dtype
         # a block's part of a gradient is rounded before it is added

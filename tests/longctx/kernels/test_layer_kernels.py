@@ -62,16 +62,12 @@ def test_only_what_needs_a_gradient_gets_one(products, small_tiles):
     assert x.grad is not None
 
 
-@both_ways
-def test_other_dtypes_take_the_plain_product(products):
-    x, weight = torch.randn(4, 5), torch.randn(6, 5)
-    assert torch.equal(linear(x, weight, products=products), nn.functional.linear(x, weight))
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_the_native_way_is_pytorchs_own(dtype):
+@pytest.mark.parametrize(
+    ("dtype", "products"), [(torch.float32, "float32"), (torch.float32, "native"), (torch.bfloat16, "native")], ids=str
+)
+def test_other_dtypes_and_the_native_way_take_pytorchs_product(dtype, products):
     x, weight = torch.randn(4, 5).to(dtype), torch.randn(6, 5).to(dtype)
-    assert torch.equal(linear(x, weight, products="native"), nn.functional.linear(x, weight))
+    assert torch.equal(linear(x, weight, products=products), nn.functional.linear(x, weight))
 
 
 @both_ways

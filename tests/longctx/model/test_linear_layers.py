@@ -13,6 +13,7 @@ from longctx.model.decoder import Decoder
 from longctx.model.mixers.linear import LocalLinearAttention
 from longctx.model.training_pass import Execution
 from tests.longctx.attention_cores import MaskIsPlan, attend_once
+from tests.longctx.cached_models import without_cache
 from tests.longctx.kernels.test_linear_attention import closed_form, inputs
 from tests.longctx.model.attention.test_local import by_definition
 from tests.longctx.samples import (
@@ -82,7 +83,7 @@ def test_generation_is_the_same_with_a_cache(config):
     decoder = Decoder(config)
     randomize(decoder)
     prompt = list(range(5, 16))
-    assert generate(decoder, prompt, 12) == generate(decoder, prompt, 12, use_cache=False)
+    assert generate(decoder, prompt, 12) == without_cache(decoder, prompt, 12)
 
 
 def test_a_share_of_the_tokens_is_refused():

@@ -24,7 +24,7 @@ from parallel.attention.cache import ShardedKVCache
 from parallel.mesh import Mesh
 from parallel.parallelize import build_parallel_model
 from tests.helpers import on_ranks, run_distributed
-from tests.longctx.cached_models import MODELS, config_of, ids_of, whole_nll
+from tests.longctx.cached_models import MODELS, config_of, ids_of, whole_nll, without_cache
 
 LENGTHS = (1, 2, 3, 5, 8, 13, 31)
 """One, primes, fewer than ranks, multiples of what layouts divide."""
@@ -79,7 +79,8 @@ def check_kinds(ways: list[tuple[str, int]], how_many: int):
 def one_process(decoder: Decoder, ids: list[int], name: str) -> tuple[list[int], Tensor]:
     """The tokens of one process, and the likelihoods of all by a single pass."""
     # Where keys depend on the length that is known when they are read, reading all again is another computation.
-    tokens = generate(decoder, ids, NEW_TOKENS, use_cache=name == "dynamic")
+    continue_alone = without_cache if name == "dynamic" else generate
+    tokens = continue_alone(decoder, ids, NEW_TOKENS)
     return tokens, whole_nll(decoder, ids + tokens)
 
 
@@ -249,7 +250,7 @@ def bytes_sent(action) -> int:
 def test_refusals():
     decoder = parallel_decoder("all kinds")
     with pytest.raises(ConfigError, match=r"Take Decoder.new_cache\(\)"):
-        generate(decoder, ids_of(5), 2, cache=KVCache())
+        read(decoder, ids_of(5), KVCache())
     with pytest.raises(ConfigError, match="no backward"):
         decoder(torch.tensor([[1, 2]]), torch.arange(2)[None], cache=decoder.new_cache())
     cache = decoder.new_cache()

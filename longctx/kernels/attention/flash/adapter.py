@@ -1,8 +1,5 @@
 """flash-attn 2 and 4 and PyTorch's CUDA flash operator behind our kernel contract: one adapter, a table of libraries.
 
-Smaller heads are padded with zeros to a size that the library has: zeros change no score, and their gradients are cut
-off again.
-
 Axes: n query and m key rows packed for one call, H query heads, K key heads, D query/key head size, V value head size.
 """
 
@@ -14,19 +11,10 @@ import torch
 from torch import Tensor
 
 from longctx.errors import ConfigError
-from longctx.kernels.attention.contract import RULES, KernelRequest, Scores
-from longctx.kernels.attention.flash.calls import UNBOUNDED
+from longctx.kernels.attention.contract import KernelRequest, Scores
+from longctx.kernels.attention.flash.calls import UNBOUNDED, VarlenCall
 from longctx.kernels.attention.flash.libraries import FlashLibrary
-from longctx.kernels.attention.flash.varlen import (
-    Sequences,
-    VarlenKernel,
-    capability_refusal,
-    padded,
-    shape_refusal,
-)
-
-HALF = (torch.bfloat16, torch.float16)
-"""What flash libraries compute in."""
+from longctx.kernels.attention.flash.varlen import HALF, ThreeTensors, VarlenKernel
 
 
 class FlashKernel(VarlenKernel):
@@ -47,7 +35,7 @@ class FlashKernel(VarlenKernel):
         if deterministic:
             name = f"{library.name}_deterministic"
         super().__init__(name, capability=capability)
-        self.library, self.ops, self.deterministic = library, ops, deterministic
+        self.library, self.ops, self.deterministic, self.lacks = library, ops, deterministic, library.lacks
 
     def supports(self, request: KernelRequest) -> str | None:
         return self.unsuited(request) or self.missing()
@@ -62,7 +50,7 @@ class FlashKernel(VarlenKernel):
     def unsuited(self, request: KernelRequest) -> str | None:
         """Why the request could not be served on this device even if the library were installed."""
         library = self.library
-        if why := _refusal(request, library):
+        if why := self.refusal(request, dtypes=HALF, largest_head=256):
             return why
         if request.deterministic and library.never_repeats is not None:
             return library.never_repeats
@@ -71,52 +59,41 @@ class FlashKernel(VarlenKernel):
                 return f"the backward does not repeat to the bit; that of {self.name}_deterministic does"
             if not _is_process_deterministic():
                 return "the backward repeats to the bit only after torch.use_deterministic_algorithms(True)"
-        capability = self.device_capability()
-        why = capability_refusal(capability, library.generations)
-        if capability is None or why:
+        if why := self.device_refusal(request, library.generations):
             return why
-        head, value = request.head_dim, request.value_dim or request.head_dim
-        if library.head_sizes(head, value, capability[0]) is None:
-            return f"no heads of {head} with values of {value} on compute capability {capability[0]}.x"
+        capability = self.device_capability()
+        assert capability is not None
         return library.refuses(request, capability[0])
 
+    def head_sizes(self, head_dim: int, value_dim: int) -> tuple[int, int] | None:
+        capability = self.device_capability()
+        if capability is None:
+            return None
+        return self.library.head_sizes(head_dim, value_dim, capability[0])
+
     def call_forward(
-        self, q_nHD: Tensor, k_mKD: Tensor, v_mKV: Tensor, call: Sequences, scores: Scores
+        self, q_nHD: Tensor, k_mKD: Tensor, v_mKV: Tensor, call: VarlenCall, scores: Scores
     ) -> tuple[Tensor, Tensor]:
-        V = v_mKV.shape[-1]
-        # padding channels are 0: they add nothing to a score, and their outputs are cut off
-        D_padded, V_padded = self._head_sizes(q_nHD.shape[-1], V)
         arguments = {
-            "q": padded(q_nHD, D_padded),
-            "k": padded(k_mKD, D_padded),
-            "v": padded(v_mKV, V_padded),
+            "q": q_nHD,
+            "k": k_mKD,
+            "v": v_mKV,
             **self._arguments(call, scores),
             **self.library.forward_constants,
         }
         results = self._call(self.library.forward, arguments)
-        out_nHV, lse_Hn = results[0], results[1]
-        return out_nHV[..., :V], lse_Hn.transpose(0, 1)
+        return results[0], results[1].transpose(0, 1)
 
     def call_backward(
-        self,
-        dout_nHV: Tensor,
-        q_nHD: Tensor,
-        k_mKD: Tensor,
-        v_mKV: Tensor,
-        out_nHV: Tensor,
-        lse_nH: Tensor,
-        call: Sequences,
-        scores: Scores,
+        self, dout_nHV: Tensor, qkv: ThreeTensors, result: tuple[Tensor, Tensor], call: VarlenCall, scores: Scores
     ) -> tuple[Tensor, Tensor, Tensor, None]:
-        library, D, V = self.library, q_nHD.shape[-1], v_mKV.shape[-1]
-        D_padded, V_padded = self._head_sizes(D, V)
-        inputs = (padded(q_nHD, D_padded), padded(k_mKD, D_padded), padded(v_mKV, V_padded))
+        library, (q_nHD, k_mKD, v_mKV), (out_nHV, lse_nH) = self.library, qkv, result
         arguments = {
-            "dout": padded(dout_nHV.to(q_nHD.dtype), V_padded).contiguous(),
-            "q": inputs[0],
-            "k": inputs[1],
-            "v": inputs[2],
-            "out": padded(out_nHV.to(q_nHD.dtype), V_padded).contiguous(),
+            "dout": dout_nHV.to(q_nHD.dtype).contiguous(),
+            "q": q_nHD,
+            "k": k_mKD,
+            "v": v_mKV,
+            "out": out_nHV.to(q_nHD.dtype).contiguous(),
             "lse": lse_nH.transpose(0, 1).float().contiguous(),
             **self._arguments(call, scores),
         }
@@ -124,20 +101,19 @@ class FlashKernel(VarlenKernel):
             arguments["deterministic"] = self.deterministic
         if library.takes_random_state:
             # for dropout, of which there is none: never read
-            state = torch.empty(2, dtype=torch.uint64, device=q_nHD.device)
+            state = torch.empty(2, dtype=torch.uint64, device=dout_nHV.device)
             arguments |= {"rng_state": state, "unused": state.new_empty(())}
         if library.writes_gradients:
-            grads = [torch.empty_like(x, memory_format=torch.contiguous_format) for x in inputs]
+            grads = [torch.empty_like(x, memory_format=torch.contiguous_format) for x in qkv]
             arguments |= zip(("dq", "dk", "dv"), grads, strict=True)
             self._call(library.backward, arguments)
         else:
             grads = self._call(library.backward, arguments)
-        return grads[0][..., :D], grads[1][..., :D], grads[2][..., :V], None
+        return grads[0], grads[1], grads[2], None
 
-    def _arguments(self, call: Sequences, scores: Scores) -> dict[str, Any]:
+    def _arguments(self, call: VarlenCall, scores: Scores) -> dict[str, Any]:
         """What both passes are given, in our words."""
         library = self.library
-        _check_rules(self.name, library, scores)
         longest = call.max_seqlen_k
         if library.clamps_windows and (call.left, call.right) != (UNBOUNDED, UNBOUNDED):
             longest = max(call.max_seqlen_q, call.max_seqlen_k)
@@ -167,37 +143,6 @@ class FlashKernel(VarlenKernel):
     def _functions(self) -> Any:
         """What holds the library's functions, or why they cannot be had."""
         return self.library.load() if self.ops is None else self.ops
-
-    def _head_sizes(self, head_dim: int, value_dim: int) -> tuple[int, int]:
-        capability = self.device_capability()
-        sizes = None
-        if capability is not None:
-            sizes = self.library.head_sizes(head_dim, value_dim, capability[0])
-        if sizes is None:
-            raise ConfigError(
-                f"parallel.kernel={self.name} has no heads of {head_dim} with values of {value_dim} on this device "
-                f"(compute capability {capability}). Try parallel.kernel=auto."
-            )
-        return sizes
-
-
-def _refusal(request: KernelRequest, library: FlashLibrary) -> str | None:
-    """Why the library cannot serve the request: the reasons that need neither the library nor a device."""
-    if request.device_type != "cuda":
-        return f"runs on CUDA devices, not on {request.device_type}"
-    if request.dtype not in HALF:
-        return f"computes in bfloat16 and float16, not in {str(request.dtype).removeprefix('torch.')}"
-    for rule in request.rules:
-        if rule in library.lacks:
-            return f"no {RULES[rule]}; flex has"
-    return shape_refusal(request, largest_head=256)
-
-
-def _check_rules(name: str, library: FlashLibrary, scores: Scores) -> None:
-    """ConfigError for a rule that the library lacks: operators call a kernel by name and do not ask what it has."""
-    for rule in scores.rules:
-        if rule in library.lacks:
-            raise ConfigError(f"parallel.kernel={name} has no {RULES[rule]}. Try parallel.kernel=auto.")
 
 
 def _is_process_deterministic() -> bool:

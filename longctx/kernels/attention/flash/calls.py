@@ -10,7 +10,8 @@ How slices come to that form is told in ``groups.py``.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -20,15 +21,15 @@ from torch import Tensor
 from longctx.kernels.attention.flash.groups import UNBOUNDED, Group, group_slices
 from longctx.kernels.attention.slices import K_START, K_STOP, OFFSET, Q_START, Q_STOP, STEP, once_per_table
 
-__all__ = ["UNBOUNDED", "Rows", "VarlenCall", "translate"]
+__all__ = ["UNBOUNDED", "Rows", "VarlenCall", "calls_of", "translate"]
 
 Rows = slice | Tensor
 """Rows of a tensor: a slice where they are neighbours, else their int64 indices."""
 
 
-@dataclass(frozen=True, eq=False, slots=True, kw_only=True)
+@dataclass(frozen=True, eq=False, kw_only=True)
 class VarlenCall:
-    """One call: which rows it packs, where its sequences end, its window. Tensors are on the CPU, for one batch row."""
+    """One call: which rows it packs, where its sequences end, its window. Made on the CPU, for one batch row."""
 
     queries: Rows
     keys: Rows
@@ -47,6 +48,34 @@ class VarlenCall:
     """Tokens of a sequence stand ``step·(i − j) + offset`` apart, i and j counted from its first rows; int64."""
     offsets: Tensor
 
+    def on_device(self, B: int, device: torch.device) -> VarlenCall:
+        """The call for B batch rows of the same sequences, its tensors copied to the device."""
+
+        def copied(x: Tensor) -> Tensor:
+            return x.to(device, non_blocking=True)  # no wait for the kernels before it
+
+        def bounds(cu_seqlens: Tensor) -> Tensor:
+            """The sequences of all batch rows, behind each other."""
+            first = torch.arange(B, dtype=cu_seqlens.dtype)[:, None] * cu_seqlens[-1]
+            return copied(torch.cat((cu_seqlens[:1], (cu_seqlens[1:] + first).flatten())))
+
+        def rows(x: Rows) -> Rows:
+            if isinstance(x, slice):
+                return x
+            return copied(x)
+
+        return replace(
+            self,
+            queries=rows(self.queries),
+            keys=rows(self.keys),
+            num_queries=B * self.num_queries,
+            num_keys=B * self.num_keys,
+            cu_seqlens_q=bounds(self.cu_seqlens_q),
+            cu_seqlens_k=bounds(self.cu_seqlens_k),
+            steps=copied(self.steps.repeat(B)),
+            offsets=copied(self.offsets.repeat(B)),
+        )
+
 
 @once_per_table
 def translate(slices: Tensor, *, distances: bool = False) -> tuple[VarlenCall, ...]:
@@ -55,12 +84,14 @@ def translate(slices: Tensor, *, distances: bool = False) -> tuple[VarlenCall, .
     With ``distances`` each sequence has one step and one offset, so no two slices are joined and none is cut.
     """
     groups = group_slices(slices, distances=distances)
-    if not groups:
-        return ()
     # the largest call first: most often it names all rows, and then nothing is merged
-    groups = sorted(groups, key=lambda group: -int((group.work[:, Q_STOP] - group.work[:, Q_START]).sum()))
-    touched = np.zeros(max(int(group.work[:, Q_STOP].max()) for group in groups), dtype=bool)
-    calls = []
+    return calls_of(sorted(groups, key=lambda group: -int((group.work[:, Q_STOP] - group.work[:, Q_START]).sum())))
+
+
+def calls_of(groups: Iterable[Group]) -> tuple[VarlenCall, ...]:
+    """A call for each group, in their order."""
+    groups, calls = list(groups), []
+    touched = np.zeros(max((int(group.work[:, Q_STOP].max()) for group in groups), default=0), dtype=bool)
     for group in groups:
         queries = _rows(group.work[:, Q_START], group.work[:, Q_STOP])
         index = queries

@@ -21,16 +21,9 @@ from torch import Tensor
 
 from longctx.errors import ConfigError
 from longctx.kernels.attention.contract import RULES, KernelRequest, Scores
-from longctx.kernels.attention.flash.calls import UNBOUNDED, VarlenCall
-from longctx.kernels.attention.flash.groups import trimmed
-from longctx.kernels.attention.flash.varlen import (
-    Sequences,
-    VarlenKernel,
-    capability_refusal,
-    on_device,
-    padded,
-    shape_refusal,
-)
+from longctx.kernels.attention.flash.calls import UNBOUNDED, VarlenCall, calls_of
+from longctx.kernels.attention.flash.groups import Group, trimmed
+from longctx.kernels.attention.flash.varlen import HALF, ThreeTensors, VarlenKernel
 from longctx.kernels.attention.slices import HI, K_START, K_STOP, LO, Q_START, Q_STOP, once_per_table
 
 _FAR = 1 << 39
@@ -42,7 +35,7 @@ _FIRST_WITH_192 = 91100
 class CudnnKernel(VarlenKernel):
     """Causal and full masks without a window; bfloat16 and float16 heads up to 128, or 192 with values of 128."""
 
-    deterministic = False
+    lacks = tuple(RULES)
 
     def __init__(
         self, ops: Any = None, *, capability: tuple[int, int] | None = None, version: int | None = None
@@ -52,42 +45,27 @@ class CudnnKernel(VarlenKernel):
         self.ops, self.version = ops, version
 
     def supports(self, request: KernelRequest) -> str | None:
-        if request.device_type != "cuda":
-            return f"runs on CUDA devices, not on {request.device_type}"
-        if request.dtype not in (torch.bfloat16, torch.float16):
-            return f"computes in bfloat16 and float16, not in {str(request.dtype).removeprefix('torch.')}"
-        for rule in request.rules:
-            return f"no {RULES[rule]}"
+        if why := self.refusal(request, dtypes=HALF, largest_head=192):
+            return why
         if request.window:
             return "no window"
         if request.deterministic:
             return "the backward does not repeat to the bit"
-        if why := shape_refusal(request, largest_head=192) or self._missing():
-            return why
-        capability = self.device_capability()
-        if capability is None or capability[0] < 8:
-            return capability_refusal(capability, (8, None))
-        head, value = request.head_dim, request.value_dim or request.head_dim
-        if self._head_sizes(head, value) is None:
-            return f"no heads of {head} with values of {value} on compute capability {capability[0]}.x"
-        return None
+        return self._missing() or self.device_refusal(request, (8, None))
 
-    def calls(self, slices: Tensor, q_BtHD: Tensor, scores: Scores) -> tuple[Sequences, ...]:
+    def calls(self, slices: Tensor, q_BtHD: Tensor, scores: Scores) -> tuple[VarlenCall, ...]:
         """A call for each rectangle and square."""
-        if scores.rules:
-            raise ConfigError(f"parallel.kernel=cudnn has no {RULES[scores.rules[0]]}. Try parallel.kernel=auto.")
         return dense_calls_on(slices, q_BtHD.shape[0], q_BtHD.device)
 
     def call_forward(
-        self, q_nHD: Tensor, k_mKD: Tensor, v_mKV: Tensor, call: Sequences, scores: Scores
+        self, q_nHD: Tensor, k_mKD: Tensor, v_mKV: Tensor, call: VarlenCall, scores: Scores
     ) -> tuple[Tensor, Tensor]:
         if call.max_seqlen_k == 1:
             return _one_key(q_nHD, k_mKD, v_mKV, call, scores)
-        D, V = self._padded_sizes(q_nHD.shape[-1], v_mKV.shape[-1])
         out_BHnV, lse, *_ = self._operators()._scaled_dot_product_cudnn_attention(
-            _by_heads(padded(q_nHD, D), call.max_seqlen_q),
-            _by_heads(padded(k_mKD, D), call.max_seqlen_k),
-            _by_heads(padded(v_mKV, V), call.max_seqlen_k),
+            _by_heads(q_nHD, call.max_seqlen_q),
+            _by_heads(k_mKD, call.max_seqlen_k),
+            _by_heads(v_mKV, call.max_seqlen_k),
             None,  # attn_bias
             True,  # compute_log_sumexp
             0.0,  # dropout_p
@@ -96,33 +74,23 @@ class CudnnKernel(VarlenKernel):
         )
         # eager code returns [B, H, n], the rule for fake tensors [B, H, n, 1]
         lse_BHn = lse.reshape(out_BHnV.shape[:3])
-        out_nHV = out_BHnV.transpose(1, 2).flatten(0, 1)
-        return out_nHV[..., : v_mKV.shape[-1]], lse_BHn.transpose(1, 2).flatten(0, 1)
+        return out_BHnV.transpose(1, 2).flatten(0, 1), lse_BHn.transpose(1, 2).flatten(0, 1)
 
     def call_backward(
-        self,
-        dout_nHV: Tensor,
-        q_nHD: Tensor,
-        k_mKD: Tensor,
-        v_mKV: Tensor,
-        out_nHV: Tensor,
-        lse_nH: Tensor,
-        call: Sequences,
-        scores: Scores,
+        self, dout_nHV: Tensor, qkv: ThreeTensors, result: tuple[Tensor, Tensor], call: VarlenCall, scores: Scores
     ) -> tuple[Tensor, Tensor, Tensor, None]:
         if call.max_seqlen_k == 1:
-            return _one_key_backward(dout_nHV, q_nHD, k_mKD, v_mKV, out_nHV, lse_nH, call, scores)
-        head, value = q_nHD.shape[-1], v_mKV.shape[-1]
-        D, V = self._padded_sizes(head, value)
+            return _one_key_backward(dout_nHV, qkv, result, call, scores)
+        (q_nHD, k_mKD, v_mKV), (out_nHV, lse_nH) = qkv, result
         n, m = call.max_seqlen_q, call.max_seqlen_k
         # always in one layout: a plan is kept for the lengths and q's, k's and v's strides, and not for these two's
-        dout, out = (padded(x.to(q_nHD.dtype), V).contiguous() for x in (dout_nHV, out_nHV))
+        dout, out = (x.to(q_nHD.dtype).contiguous() for x in (dout_nHV, out_nHV))
         state = torch.empty((), dtype=torch.int64, device=q_nHD.device)  # of dropout, of which there is none
         grads = self._operators()._scaled_dot_product_cudnn_attention_backward(
             _by_heads(dout, n),
-            _by_heads(padded(q_nHD, D), n),
-            _by_heads(padded(k_mKD, D), m),
-            _by_heads(padded(v_mKV, V), m),
+            _by_heads(q_nHD, n),
+            _by_heads(k_mKD, m),
+            _by_heads(v_mKV, m),
             _by_heads(out, n),
             lse_nH.unflatten(0, (-1, n)).transpose(1, 2).float().contiguous(),
             state,
@@ -137,7 +105,7 @@ class CudnnKernel(VarlenKernel):
             scale=scores.scale,
         )
         dq, dk, dv = (x.transpose(1, 2).flatten(0, 1) for x in grads)
-        return dq[..., :head], dk[..., :head], dv[..., :value], None
+        return dq, dk, dv, None
 
     def _missing(self) -> str | None:
         """Why PyTorch has no cuDNN; None where it has."""
@@ -150,8 +118,7 @@ class CudnnKernel(VarlenKernel):
             raise ConfigError(f"parallel.kernel=cudnn: {missing}. Try parallel.kernel=auto.")
         return self.ops or torch.ops.aten
 
-    def _head_sizes(self, head_dim: int, value_dim: int) -> tuple[int, int] | None:
-        """What heads are padded to; None where no size is large enough."""
+    def head_sizes(self, head_dim: int, value_dim: int) -> tuple[int, int] | None:
         D, V = (-(-size // 8) * 8 for size in (head_dim, value_dim))
         if max(D, V) <= 128:
             return max(D, V), max(D, V)
@@ -161,43 +128,15 @@ class CudnnKernel(VarlenKernel):
             return 192, 128
         return None
 
-    def _padded_sizes(self, head_dim: int, value_dim: int) -> tuple[int, int]:
-        sizes = self._head_sizes(head_dim, value_dim)
-        if sizes is None:
-            raise ConfigError(
-                f"parallel.kernel=cudnn has no heads of {head_dim} with values of {value_dim} on this device. "
-                "Try parallel.kernel=auto."
-            )
-        return sizes
-
 
 @once_per_table
-def dense_calls_on(slices: Tensor, B: int, device: torch.device) -> tuple[Sequences, ...]:
+def dense_calls_on(slices: Tensor, B: int, device: torch.device) -> tuple[VarlenCall, ...]:
     """The table's rectangles and squares, one sequence each, on the device."""
-    calls, touched = [], np.zeros(0, dtype=bool)
-    pieces = squares_and_rectangles(slices)
-    if len(pieces):
-        touched = np.zeros(int(pieces[:, 1].max()), dtype=bool)
-    for q_start, q_stop, k_start, k_stop, causal in pieces.tolist():
-        n, m = q_stop - q_start, k_stop - k_start
-        call = VarlenCall(
-            queries=slice(q_start, q_stop),
-            keys=slice(k_start, k_stop),
-            num_queries=n,
-            num_keys=m,
-            cu_seqlens_q=torch.tensor([0, n], dtype=torch.int32),
-            cu_seqlens_k=torch.tensor([0, m], dtype=torch.int32),
-            max_seqlen_q=n,
-            max_seqlen_k=m,
-            left=UNBOUNDED,
-            right=0 if causal else UNBOUNDED,
-            is_first=not touched[q_start:q_stop].any(),
-            steps=torch.zeros(1, dtype=torch.int64),
-            offsets=torch.zeros(1, dtype=torch.int64),
-        )
-        touched[q_start:q_stop] = True
-        calls.append(on_device(call, B, device))
-    return tuple(calls)
+    groups = []
+    for q_start, q_stop, k_start, k_stop, causal in squares_and_rectangles(slices).tolist():
+        work = np.array([[q_start, q_stop, k_start, k_stop, 0, 0, 0, 0]])  # the window says what LO and HI would
+        groups.append(Group(UNBOUNDED, 0 if causal else UNBOUNDED, work))
+    return tuple(call.on_device(B, device) for call in calls_of(groups))
 
 
 @once_per_table
@@ -226,7 +165,7 @@ def squares_and_rectangles(slices: Tensor) -> ndarray:
     return table[(table[:, 0] < table[:, 1]) & (table[:, 2] < table[:, 3])]
 
 
-def _is_causal(call: Sequences) -> bool:
+def _is_causal(call: VarlenCall) -> bool:
     """Whether the call's mask is a triangle: its sides are equal then, so both corners are the same."""
     return call.right != UNBOUNDED
 
@@ -239,22 +178,16 @@ def _by_heads(x_nHD: Tensor, length: int) -> Tensor:
 # --- one key, which the operator refuses ------------------------------------------------------------------------------
 
 
-def _one_key(q_nHD: Tensor, k_mKD: Tensor, v_mKV: Tensor, call: Sequences, scores: Scores) -> tuple[Tensor, Tensor]:
+def _one_key(q_nHD: Tensor, k_mKD: Tensor, v_mKV: Tensor, call: VarlenCall, scores: Scores) -> tuple[Tensor, Tensor]:
     """Output and log-sum-exp of rows that see a single key: its value and its score."""
     k_nHD, v_nHV = (_of_each_row(x, q_nHD, call) for x in (k_mKD, v_mKV))
     return v_nHV, (q_nHD.float() * k_nHD).sum(-1) * scores.scale
 
 
 def _one_key_backward(
-    dout_nHV: Tensor,
-    q_nHD: Tensor,
-    k_mKD: Tensor,
-    v_mKV: Tensor,
-    out_nHV: Tensor,
-    lse_nH: Tensor,
-    call: Sequences,
-    scores: Scores,
+    dout_nHV: Tensor, qkv: ThreeTensors, result: tuple[Tensor, Tensor], call: VarlenCall, scores: Scores
 ) -> tuple[Tensor, Tensor, Tensor, None]:
+    (q_nHD, k_mKD, v_mKV), (out_nHV, lse_nH) = qkv, result
     k_nHD, v_nHV = (_of_each_row(x, q_nHD, call) for x in (k_mKD, v_mKV))
     dout = dout_nHV.float()
     score_nH = (q_nHD.float() * k_nHD).sum(-1) * scores.scale
@@ -270,7 +203,7 @@ def _one_key_backward(
     return dscore_nH.unsqueeze(-1) * k_nHD, of_key(dk), of_key(dv), None
 
 
-def _of_each_row(x_mKD: Tensor, q_nHD: Tensor, call: Sequences) -> Tensor:
+def _of_each_row(x_mKD: Tensor, q_nHD: Tensor, call: VarlenCall) -> Tensor:
     """The one key of each query row and head in float32, [n, H, D]."""
     heads = x_mKD.float().repeat_interleave(q_nHD.shape[1] // x_mKD.shape[1], dim=1)
     return heads.repeat_interleave(call.max_seqlen_q, dim=0)

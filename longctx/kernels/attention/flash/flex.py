@@ -31,8 +31,8 @@ from torch.nn.functional import pad
 
 from longctx.kernels.attention.bias import buckets
 from longctx.kernels.attention.contract import KernelRequest, Scores
-from longctx.kernels.attention.flash.calls import UNBOUNDED
-from longctx.kernels.attention.flash.varlen import Sequences, VarlenKernel, capability_refusal, padded, shape_refusal
+from longctx.kernels.attention.flash.calls import UNBOUNDED, VarlenCall
+from longctx.kernels.attention.flash.varlen import HALF, ThreeTensors, VarlenKernel
 
 _BLOCK = 128
 """Rows and keys of a block of the mask."""
@@ -48,8 +48,6 @@ _CACHE_BYTES = 256 << 20
 class FlexKernel(VarlenKernel):
     """Any mask and any score rule; bfloat16, float16 and float32."""
 
-    deterministic = False
-
     def __init__(self, ops: Any = None, *, capability: tuple[int, int] | None = None) -> None:
         """``ops`` is the function to call (None: ``flex_attention``, compiled)."""
         super().__init__("flex", capability=capability)
@@ -57,37 +55,28 @@ class FlexKernel(VarlenKernel):
         self._prepared = PreparedCalls(_CACHE_BYTES)
 
     def supports(self, request: KernelRequest) -> str | None:
-        if request.device_type != "cuda":
-            return f"runs on CUDA devices, not on {request.device_type}"
-        if request.dtype not in (torch.bfloat16, torch.float16, torch.float32):
-            return f"no {str(request.dtype).removeprefix('torch.')}"
         largest = 256
         if request.dtype == torch.float32:
             largest = 128  # what a block's shared memory holds
-        if why := shape_refusal(request, largest_head=largest):
+        if why := self.refusal(request, dtypes=(*HALF, torch.float32), largest_head=largest):
             return why
         if request.deterministic and "relative_bias" in request.rules:
             return "the gradient of a bias table is added up in no fixed order"
-        return capability_refusal(self.device_capability(), (8, None))
+        return self.device_refusal(request, (8, None))
+
+    def head_sizes(self, head_dim: int, value_dim: int) -> tuple[int, int]:
+        return max(_LEAST_HEAD, head_dim), max(_LEAST_HEAD, value_dim)
 
     def call_forward(
-        self, q_nHD: Tensor, k_mKD: Tensor, v_mKV: Tensor, call: Sequences, scores: Scores
+        self, q_nHD: Tensor, k_mKD: Tensor, v_mKV: Tensor, call: VarlenCall, scores: Scores
     ) -> tuple[Tensor, Tensor]:
         return self._attention(q_nHD.detach(), k_mKD.detach(), v_mKV.detach(), call, scores, _table(scores))
 
     def call_backward(
-        self,
-        dout_nHV: Tensor,
-        q_nHD: Tensor,
-        k_mKD: Tensor,
-        v_mKV: Tensor,
-        out_nHV: Tensor,
-        lse_nH: Tensor,
-        call: Sequences,
-        scores: Scores,
+        self, dout_nHV: Tensor, qkv: ThreeTensors, result: tuple[Tensor, Tensor], call: VarlenCall, scores: Scores
     ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-        table = _table(scores)
-        q, k, v = leaves = [x.detach().requires_grad_() for x in (q_nHD, k_mKD, v_mKV)]
+        table, (out_nHV, lse_nH) = _table(scores), result
+        q, k, v = leaves = [x.detach().requires_grad_() for x in qkv]
         if table is not None:
             table = table.detach().requires_grad_()
             leaves.append(table)
@@ -109,20 +98,19 @@ class FlexKernel(VarlenKernel):
         return grads[0], grads[1], grads[2], dtable
 
     def _attention(
-        self, q_nHD: Tensor, k_mKD: Tensor, v_mKV: Tensor, call: Sequences, scores: Scores, table: Tensor | None
+        self, q_nHD: Tensor, k_mKD: Tensor, v_mKV: Tensor, call: VarlenCall, scores: Scores, table: Tensor | None
     ) -> tuple[Tensor, Tensor]:
         """Output [n, H, V] and log-sum-exp [n, H] of one call, under autograd."""
         prepared = self._prepared.of(call)
-        D, V = max(_LEAST_HEAD, q_nHD.shape[-1]), max(_LEAST_HEAD, v_mKV.shape[-1])
         run, attention = _by_heads, self.ops
         if attention is None:
             bidirectional = scores.relative_bias is not None and scores.relative_bias.bidirectional
             kind = (scores.scale, scores.softcap, scores.rules, bidirectional, torch.is_grad_enabled())
             run, attention = _compiled(kind), flex_attention
         out_nHV, lse_nH = run(
-            _filled(q_nHD, D),
-            _filled(k_mKD, D),
-            _filled(v_mKV, V),
+            _filled_rows(q_nHD),
+            _filled_rows(k_mKD),
+            _filled_rows(v_mKV),
             attention,
             score_mod=score_rule(prepared, scores, table),
             block_mask=prepared.mask,
@@ -130,7 +118,7 @@ class FlexKernel(VarlenKernel):
             enable_gqa=q_nHD.shape[1] != k_mKD.shape[1],
         )
         rows = len(q_nHD)
-        return out_nHV[:rows, :, : v_mKV.shape[-1]], lse_nH[:rows]
+        return out_nHV[:rows], lse_nH[:rows]
 
 
 class Prepared(NamedTuple):
@@ -156,20 +144,19 @@ class PreparedCalls:
     def __init__(self, most_bytes: int) -> None:
         self._most_bytes, self.num_bytes = most_bytes, 0
         # by the call's identity, the one met last at the end
-        self._known: OrderedDict[int, Prepared] = OrderedDict()
-        self._calls: dict[int, ref[Sequences]] = {}
+        self._known: OrderedDict[int, tuple[ref[VarlenCall], Prepared]] = OrderedDict()
 
     def __len__(self) -> int:
         return len(self._known)
 
-    def of(self, call: Sequences) -> Prepared:
+    def of(self, call: VarlenCall) -> Prepared:
         """What FlexAttention needs of this call."""
         key = id(call)
         if key in self._known:
             self._known.move_to_end(key)
-            return self._known[key]
-        prepared = self._known[key] = prepare(call)
-        self._calls[key] = ref(call, lambda _: self._forget(key))
+            return self._known[key][1]
+        prepared = prepare(call)
+        self._known[key] = ref(call, lambda _: self._forget(key)), prepared
         self.num_bytes += prepared.num_bytes()
         # the newest stays whatever it takes: it is about to be used
         while self.num_bytes > self._most_bytes and len(self._known) > 1:
@@ -177,13 +164,11 @@ class PreparedCalls:
         return prepared
 
     def _forget(self, key: int) -> None:
-        prepared = self._known.pop(key, None)
-        self._calls.pop(key, None)
-        if prepared is not None:
-            self.num_bytes -= prepared.num_bytes()
+        if key in self._known:
+            self.num_bytes -= self._known.pop(key)[1].num_bytes()
 
 
-def prepare(call: Sequences) -> Prepared:
+def prepare(call: VarlenCall) -> Prepared:
     """The block mask, and where the rows' tokens stand in their document."""
     row_q, sequence_q = _rows_of(call.cu_seqlens_q, call.num_queries)
     row_k, sequence_k = _rows_of(call.cu_seqlens_k, call.num_keys)
@@ -197,22 +182,14 @@ def prepare(call: Sequences) -> Prepared:
 
 
 def _filled_rows(x_n: Tensor, value: int = 0) -> Tensor:
-    """x with this value behind it up to ``_LEAST_ROWS`` rows."""
+    """x [n, …] with this value behind its last row up to ``_LEAST_ROWS`` rows."""
     missing = _LEAST_ROWS - len(x_n)
     if missing > 0:
-        return pad(x_n, (0, missing), value=value)
+        return pad(x_n, (0, 0) * (x_n.ndim - 1) + (0, missing), value=value)
     return x_n
 
 
-def _filled(x_nHD: Tensor, size: int) -> Tensor:
-    """Packed rows with zeros behind the last channel up to ``size`` and, of short calls, behind the last row."""
-    missing = _LEAST_ROWS - len(x_nHD)
-    if missing > 0:
-        x_nHD = pad(x_nHD, (0, 0, 0, 0, 0, missing))
-    return padded(x_nHD, size)
-
-
-def visible_keys(call: Sequences) -> tuple[Tensor, Tensor]:
+def visible_keys(call: VarlenCall) -> tuple[Tensor, Tensor]:
     """Of each packed query row the keys first <= k < stop, int32 [n]: one range, since a sequence's window is one."""
     row, sequence = _rows_of(call.cu_seqlens_q, call.num_queries)
     length_q, length_k = call.cu_seqlens_q.diff()[sequence], call.cu_seqlens_k.diff()[sequence]

@@ -7,42 +7,33 @@ each other), H query heads, K key heads, D query/key head size, V value head siz
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
+from longctx.errors import ConfigError
 from longctx.kernels.attention.bias import check_scores
-from longctx.kernels.attention.contract import Gradients, KernelRequest, Scores, merge_
+from longctx.kernels.attention.contract import RULES, Gradients, KernelRequest, Scores, merge_
 from longctx.kernels.attention.flash.calls import Rows, VarlenCall, translate
 from longctx.kernels.attention.slices import once_per_table
 from longctx.kernels.dtypes import accumulate_dtype
 
-
-@dataclass(frozen=True, eq=False)
-class Sequences:
-    """A call on its device, for B batch rows that have the same sequences."""
-
-    queries: Rows
-    keys: Rows
-    num_queries: int
-    num_keys: int
-    cu_seqlens_q: Tensor
-    cu_seqlens_k: Tensor
-    max_seqlen_q: int
-    max_seqlen_k: int
-    left: int
-    right: int
-    is_first: bool
-    """Whether no earlier call touches any of its query rows."""
-    steps: Tensor
-    """Int64 [sequences]; tokens of a sequence stand ``step·(i − j) + offset`` apart."""
-    offsets: Tensor
+ThreeTensors = tuple[Tensor, Tensor, Tensor]
+HALF = (torch.bfloat16, torch.float16)
+"""What flash libraries and cuDNN compute in."""
 
 
 class VarlenKernel(ABC):
-    """An attention kernel made of calls over packed sequences; a subclass adds one call's forward and backward."""
+    """An attention kernel made of calls over packed sequences; a subclass adds one call's forward and backward.
+
+    Heads are padded with zeros to a size that the kernel has: zeros change no score, and what they give is cut off.
+    """
+
+    lacks: tuple[str, ...] = ()
+    """Rules of the scores that it does not know."""
+    deterministic = False
+    """Whether its backward repeats to the bit."""
 
     def __init__(self, name: str, *, capability: tuple[int, int] | None = None) -> None:
         """``capability`` is the compute capability to go by (None: the current CUDA device's)."""
@@ -53,26 +44,25 @@ class VarlenKernel(ABC):
         """None when the kernel can serve the request, else the reason why not."""
 
     @abstractmethod
+    def head_sizes(self, head_dim: int, value_dim: int) -> tuple[int, int] | None:
+        """What heads of queries and keys, and of values, are padded to; None where no size is large enough."""
+
+    @abstractmethod
     def call_forward(
-        self, q_nHD: Tensor, k_mKD: Tensor, v_mKV: Tensor, call: Sequences, scores: Scores
+        self, q_nHD: Tensor, k_mKD: Tensor, v_mKV: Tensor, call: VarlenCall, scores: Scores
     ) -> tuple[Tensor, Tensor]:
         """Output [n, H, V] and log-sum-exp [n, H] of one call, in any dtype."""
 
     @abstractmethod
     def call_backward(
-        self,
-        dout_nHV: Tensor,
-        q_nHD: Tensor,
-        k_mKD: Tensor,
-        v_mKV: Tensor,
-        out_nHV: Tensor,
-        lse_nH: Tensor,
-        call: Sequences,
-        scores: Scores,
+        self, dout_nHV: Tensor, qkv: ThreeTensors, result: tuple[Tensor, Tensor], call: VarlenCall, scores: Scores
     ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-        """dq, dk, dv (in any dtype) and the bias table's gradient (None without one) of one call."""
+        """dq, dk, dv (in any dtype) and the bias table's gradient (None without one) of one call.
 
-    def calls(self, slices: Tensor, q_BtHD: Tensor, scores: Scores) -> tuple[Sequences, ...]:
+        ``result`` is the output [n, H, V] and the log-sum-exp [n, H] over all calls, hops and ranks.
+        """
+
+    def calls(self, slices: Tensor, q_BtHD: Tensor, scores: Scores) -> tuple[VarlenCall, ...]:
         """The calls for these slices."""
         return calls_on(slices, q_BtHD.shape[0], q_BtHD.device, distances=scores.needs_distances)
 
@@ -87,12 +77,13 @@ class VarlenKernel(ABC):
     def forward(
         self, q_BtHD: Tensor, k_BsKD: Tensor, v_BsKV: Tensor, slices: Tensor, *, scores: Scores
     ) -> tuple[Tensor, Tensor]:
-        check_scores(scores, q_BtHD.shape[2])
-        result = _Result(q_BtHD, v_BsKV.shape[-1])
+        self._check(scores, q_BtHD.shape[2])
+        V = v_BsKV.shape[-1]
+        result, sizes = _Result(q_BtHD, V), self._padded_sizes(q_BtHD.shape[-1], V)
         for call in self.calls(slices, q_BtHD, scores):
-            q, k, v = pack(q_BtHD, call.queries), pack(k_BsKD, call.keys), pack(v_BsKV, call.keys)
+            q, k, v = _packed_inputs(q_BtHD, k_BsKD, v_BsKV, call, sizes)
             out_nHV, lse_nH = self.call_forward(q, k, v, call, scores)
-            result.merge(out_nHV, lse_nH, call)
+            result.merge(out_nHV[..., :V], lse_nH, call)
         return result.get()
 
     def backward(
@@ -107,23 +98,67 @@ class VarlenKernel(ABC):
         *,
         scores: Scores,
     ) -> Gradients:
-        check_scores(scores, q_BtHD.shape[2])
+        self._check(scores, q_BtHD.shape[2])
+        D, V = q_BtHD.shape[-1], v_BsKV.shape[-1]
+        sizes = self._padded_sizes(D, V)
         dq, dk, dv = _Gradient(q_BtHD), _Gradient(k_BsKD), _Gradient(v_BsKV)
-        bias, dtable = scores.relative_bias, None
-        if bias is not None:
-            # calls give theirs in the table's dtype; there are many, so their sum is wider
-            dtable = torch.zeros_like(bias.table_NH, dtype=accumulate_dtype(q_BtHD.dtype))
+        # calls give theirs in the table's dtype; there are many, so their sum is wider
+        dtable = scores.table_gradient(accumulate_dtype(q_BtHD.dtype))
         for call in self.calls(slices, q_BtHD, scores):
-            q, k, v = pack(q_BtHD, call.queries), pack(k_BsKD, call.keys), pack(v_BsKV, call.keys)
+            qkv = _packed_inputs(q_BtHD, k_BsKD, v_BsKV, call, sizes)
             # out and lse are global, over all calls, hops and ranks: then each call's gradients are simply added
-            dout, out, lse = (pack(x, call.queries) for x in (dout_BtHV, out_BtHV, lse_BtH))
-            dq_nHD, dk_mKD, dv_mKV, dtable_part = self.call_backward(dout, q, k, v, out, lse, call, scores)
-            dq.add(dq_nHD, call.queries)
-            dk.add(dk_mKD, call.keys)
-            dv.add(dv_mKV, call.keys)
+            dout, out = (padded(pack(x, call.queries), sizes[1]) for x in (dout_BtHV, out_BtHV))
+            result = out, pack(lse_BtH, call.queries)
+            dq_nHD, dk_mKD, dv_mKV, dtable_part = self.call_backward(dout, qkv, result, call, scores)
+            dq.add(dq_nHD[..., :D], call.queries)
+            dk.add(dk_mKD[..., :D], call.keys)
+            dv.add(dv_mKV[..., :V], call.keys)
             if dtable is not None and dtable_part is not None:
                 dtable += dtable_part
         return Gradients(dq.get(), dk.get(), dv.get(), dtable)
+
+    def _check(self, scores: Scores, num_heads: int) -> None:
+        """ConfigError for scores that it cannot form: operators call a kernel by name and do not ask what it has."""
+        check_scores(scores, num_heads)
+        for rule in scores.rules:
+            if rule in self.lacks:
+                raise ConfigError(f"parallel.kernel={self.name} has no {RULES[rule]}. Try parallel.kernel=auto.")
+
+    def _padded_sizes(self, head_dim: int, value_dim: int) -> tuple[int, int]:
+        sizes = self.head_sizes(head_dim, value_dim)
+        if sizes is None:
+            raise ConfigError(
+                f"parallel.kernel={self.name} has no heads of {head_dim} with values of {value_dim} on this device "
+                f"(compute capability {self.device_capability()}). Try parallel.kernel=auto."
+            )
+        return sizes
+
+    def refusal(self, request: KernelRequest, *, dtypes: tuple[torch.dtype, ...], largest_head: int) -> str | None:
+        """Why the request cannot be served, by what needs neither a library nor a device."""
+        if request.device_type != "cuda":
+            return f"runs on CUDA devices, not on {request.device_type}"
+        if request.dtype not in dtypes:
+            return f"computes in {' and '.join(map(_short, dtypes))}, not in {_short(request.dtype)}"
+        for rule in request.rules:
+            if rule in self.lacks:
+                return f"no {RULES[rule]}; flex has"
+        head = max(request.head_dim, request.value_dim or 0)
+        if head > largest_head:
+            return f"heads of {head} are too large; up to {largest_head} for {_short(request.dtype)}"
+        if request.num_heads % request.num_kv_heads:
+            return f"{request.num_heads} query heads do not share {request.num_kv_heads} key heads evenly"
+        return None
+
+    def device_refusal(self, request: KernelRequest, generations: tuple[int, int | None]) -> str | None:
+        """Why the request cannot be served on this device by a kernel for these major compute capabilities."""
+        capability = self.device_capability()
+        why = _capability_refusal(capability, generations)
+        if capability is None or why:
+            return why
+        head, value = request.head_dim, request.value_dim or request.head_dim
+        if self.head_sizes(head, value) is None:
+            return f"no heads of {head} with values of {value} on compute capability {capability[0]}.x"
+        return None
 
 
 class _Result:
@@ -133,7 +168,7 @@ class _Result:
         self._q_BtHD, self._value_dim = q_BtHD, value_dim
         self._merged: tuple[Tensor, Tensor] | None = None
 
-    def merge(self, out_nHV: Tensor, lse_nH: Tensor, call: Sequences) -> None:
+    def merge(self, out_nHV: Tensor, lse_nH: Tensor, call: VarlenCall) -> None:
         """Merge one call's output and log-sum-exp into those of its query rows."""
         B, t = self._q_BtHD.shape[:2]
         part = out_nHV.unflatten(0, (B, -1)).to(accumulate_dtype(self._q_BtHD.dtype))
@@ -201,42 +236,9 @@ class _Gradient:
 
 
 @once_per_table
-def calls_on(slices: Tensor, B: int, device: torch.device, *, distances: bool) -> tuple[Sequences, ...]:
+def calls_on(slices: Tensor, B: int, device: torch.device, *, distances: bool) -> tuple[VarlenCall, ...]:
     """The calls for a table, their tensors on the device: made once, so that only the first layer copies anything."""
-    return tuple(on_device(call, B, device) for call in translate(slices, distances=distances))
-
-
-def on_device(call: VarlenCall, B: int, device: torch.device) -> Sequences:
-    """The call for B batch rows of the same sequences, its tensors copied to the device."""
-
-    def copied(x: Tensor) -> Tensor:
-        return x.to(device, non_blocking=True)  # no wait for the kernels before it
-
-    def bounds(cu_seqlens: Tensor) -> Tensor:
-        """The sequences of all batch rows, behind each other."""
-        first = torch.arange(B, dtype=cu_seqlens.dtype)[:, None] * cu_seqlens[-1]
-        return copied(torch.cat((cu_seqlens[:1], (cu_seqlens[1:] + first).flatten())))
-
-    def rows(x: Rows) -> Rows:
-        if isinstance(x, slice):
-            return x
-        return copied(x)
-
-    return Sequences(
-        queries=rows(call.queries),
-        keys=rows(call.keys),
-        num_queries=B * call.num_queries,
-        num_keys=B * call.num_keys,
-        cu_seqlens_q=bounds(call.cu_seqlens_q),
-        cu_seqlens_k=bounds(call.cu_seqlens_k),
-        max_seqlen_q=call.max_seqlen_q,
-        max_seqlen_k=call.max_seqlen_k,
-        left=call.left,
-        right=call.right,
-        is_first=call.is_first,
-        steps=copied(call.steps.repeat(B)),
-        offsets=copied(call.offsets.repeat(B)),
-    )
+    return tuple(call.on_device(B, device) for call in translate(slices, distances=distances))
 
 
 def pack(x_Bt: Tensor, rows: Rows) -> Tensor:
@@ -244,6 +246,14 @@ def pack(x_Bt: Tensor, rows: Rows) -> Tensor:
     if isinstance(rows, slice):
         return x_Bt[:, rows].flatten(0, 1)
     return x_Bt.index_select(1, rows).flatten(0, 1)
+
+
+def _packed_inputs(
+    q_BtHD: Tensor, k_BsKD: Tensor, v_BsKV: Tensor, call: VarlenCall, sizes: tuple[int, int]
+) -> ThreeTensors:
+    """The rows of a call with heads of these sizes: q [n, H, D], k [m, K, D], v [m, K, V]."""
+    D, V = sizes
+    return padded(pack(q_BtHD, call.queries), D), padded(pack(k_BsKD, call.keys), D), padded(pack(v_BsKV, call.keys), V)
 
 
 def padded(x: Tensor, size: int) -> Tensor:
@@ -256,17 +266,7 @@ def padded(x: Tensor, size: int) -> Tensor:
     return x
 
 
-def shape_refusal(request: KernelRequest, *, largest_head: int) -> str | None:
-    """Why heads of this size or number cannot be served."""
-    head = max(request.head_dim, request.value_dim or 0)
-    if head > largest_head:
-        return f"heads of {head} are too large; up to {largest_head} for {_short(request.dtype)}"
-    if request.num_heads % request.num_kv_heads:
-        return f"{request.num_heads} query heads do not share {request.num_kv_heads} key heads evenly"
-    return None
-
-
-def capability_refusal(capability: tuple[int, int] | None, generations: tuple[int, int | None]) -> str | None:
+def _capability_refusal(capability: tuple[int, int] | None, generations: tuple[int, int | None]) -> str | None:
     """Why a device of this compute capability (None: no device) is not one of these generations."""
     first, last = generations
     if capability is not None and first <= capability[0] and (last is None or capability[0] <= last):

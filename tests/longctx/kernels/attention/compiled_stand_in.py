@@ -16,10 +16,9 @@ from tests.longctx.kernels.attention import flash_stand_in as definition
 HALF = (torch.float16, torch.bfloat16)
 
 
-def _check_types(expected: dict[type, tuple]) -> None:
-    for kind, values in expected.items():
-        for value in values:
-            assert type(value) is kind, f"{value!r} is no {kind.__name__}"
+def _check_types(kind: type, *values: object) -> None:
+    for value in values:
+        assert type(value) is kind, f"{value!r} is no {kind.__name__}"
 
 
 def _check_half(*tensors: Tensor) -> None:
@@ -33,94 +32,37 @@ class CompiledFlash2(ModuleType):
 
     def __init__(self) -> None:
         super().__init__("flash_attn_2_cuda")
-        self.calls: list[dict] = []
 
     def varlen_fwd(
-        self,
-        q,
-        k,
-        v,
-        out,
-        cu_seqlens_q,
-        cu_seqlens_k,
-        seqused_k,
-        leftpad_k,
-        block_table,
-        alibi_slopes,
-        max_seqlen_q,
-        max_seqlen_k,
-        dropout,
-        scale,
-        zero_tensors,
-        causal,
-        left,
-        right,
-        softcap,
-        return_softmax,
-        generator,
-    ):
+        self, q, k, v, out, cu_seqlens_q, cu_seqlens_k, seqused_k, leftpad_k, block_table, alibi_slopes, max_seqlen_q,
+        max_seqlen_k, dropout, scale, zero_tensors, causal, left, right, softcap, return_softmax, generator,
+    ):  # fmt: skip
         assert all(x is None for x in (out, seqused_k, leftpad_k, block_table, alibi_slopes, generator)), (
             "nothing of ours uses this"
         )
-        _check_types(
-            {
-                int: (max_seqlen_q, max_seqlen_k, left, right),
-                float: (dropout, scale, softcap),
-                bool: (zero_tensors, causal, return_softmax),
-            }
-        )
+        _check_types(int, max_seqlen_q, max_seqlen_k, left, right)
+        _check_types(float, dropout, scale, softcap)
+        _check_types(bool, zero_tensors, causal, return_softmax)
         assert (dropout, zero_tensors, return_softmax) == (0.0, False, False)
         _check_half(q, k, v)
-        definition._check(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
-        self.calls.append({"pass": "forward"})
-        rule = definition._rule_of_flash2(scale, causal, left, right, softcap, max_seqlen_k)
-        out, lse = definition._forward(q, k, v, cu_seqlens_q, cu_seqlens_k, rule)
-        return [out, lse, q.new_empty(0), torch.zeros(2, dtype=torch.int64)]
+        sequences = cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k
+        window = left, right, softcap
+        return list(definition.Flash2()._flash_attn_varlen_forward(q, k, v, *sequences, 0.0, scale, causal, *window))
 
     def varlen_bwd(
-        self,
-        dout,
-        q,
-        k,
-        v,
-        out,
-        lse,
-        dq,
-        dk,
-        dv,
-        cu_seqlens_q,
-        cu_seqlens_k,
-        alibi_slopes,
-        max_seqlen_q,
-        max_seqlen_k,
-        dropout,
-        scale,
-        zero_tensors,
-        causal,
-        left,
-        right,
-        softcap,
-        deterministic,
-        generator,
-        rng_state,
-    ):
+        self, dout, q, k, v, out, lse, dq, dk, dv, cu_seqlens_q, cu_seqlens_k, alibi_slopes, max_seqlen_q,
+        max_seqlen_k, dropout, scale, zero_tensors, causal, left, right, softcap, deterministic, generator, rng_state,
+    ):  # fmt: skip
         assert alibi_slopes is None
         assert generator is None
-        _check_types(
-            {
-                int: (max_seqlen_q, max_seqlen_k, left, right),
-                float: (dropout, scale, softcap),
-                bool: (zero_tensors, causal, deterministic),
-            }
-        )
+        _check_types(int, max_seqlen_q, max_seqlen_k, left, right)
+        _check_types(float, dropout, scale, softcap)
+        _check_types(bool, zero_tensors, causal, deterministic)
         _check_half(dout, q, k, v, out, dq, dk, dv)
-        definition._check(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
-        self.calls.append({"pass": "backward", "deterministic": deterministic})
-        rule = definition._rule_of_flash2(scale, causal, left, right, softcap, max_seqlen_k)
-        found = definition._backward(dout, q, k, v, out, lse, cu_seqlens_q, cu_seqlens_k, rule)
-        for given, x in zip((dq, dk, dv), found, strict=True):
-            assert given.shape == x.shape
-            given.copy_(x)
+        tensors = dout, q, k, v, out, lse, dq, dk, dv
+        sequences = cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k
+        rest = left, right, softcap, None, deterministic
+        definition.Flash2()._flash_attn_varlen_backward(*tensors, *sequences, 0.0, scale, causal, *rest)
         return [dq, dk, dv, torch.empty_like(lse)]
 
 
@@ -212,29 +154,9 @@ def _flash3_forward(q, k, v, *rest):
 
 
 def _flash3_backward(
-    dout,
-    q,
-    k,
-    v,
-    out,
-    lse,
-    dq,
-    dk,
-    dv,
-    cu_q,
-    cu_k,
-    seqused_q,
-    seqused_k,
-    max_q,
-    max_k,
-    scale,
-    causal=False,
-    left=-1,
-    right=-1,
-    softcap=0.0,
-    deterministic=False,
-    sm_margin=0,
-):
+    dout, q, k, v, out, lse, dq, dk, dv, cu_q, cu_k, seqused_q, seqused_k, max_q, max_k, scale, causal=False, left=-1,
+    right=-1, softcap=0.0, deterministic=False, sm_margin=0,
+):  # fmt: skip
     assert seqused_q is None
     assert seqused_k is None
     assert not deterministic

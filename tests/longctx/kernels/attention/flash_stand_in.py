@@ -8,7 +8,6 @@ where no sequence wrote. What a library refuses, they refuse.
 from __future__ import annotations
 
 import torch
-from torch import Tensor
 from torch.nn.attention.flex_attention import AuxOutput
 
 
@@ -131,27 +130,10 @@ class Flash2:
     calls = 0
 
     def _flash_attn_varlen_forward(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        cu_seqlens_q: Tensor,
-        cu_seqlens_k: Tensor,
-        max_seqlen_q: int,
-        max_seqlen_k: int,
-        dropout_p: float,
-        softmax_scale: float,
-        causal: bool,
-        window_size_left: int = -1,
-        window_size_right: int = -1,
-        softcap: float = 0.0,
-        alibi_slopes: Tensor | None = None,
-        return_softmax: bool = False,
-        block_table: Tensor | None = None,
-        leftpad_k: Tensor | None = None,
-        seqused_k: Tensor | None = None,
-        zero_tensors: bool = False,
-    ):
+        self, q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, dropout_p, softmax_scale, causal,
+        window_size_left=-1, window_size_right=-1, softcap=0.0, alibi_slopes=None, return_softmax=False,
+        block_table=None, leftpad_k=None, seqused_k=None, zero_tensors=False,
+    ):  # fmt: skip
         self.calls += 1
         _check(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
         assert alibi_slopes is None
@@ -160,31 +142,10 @@ class Flash2:
         return out, lse, torch.empty(0), torch.empty(2, dtype=torch.int64)
 
     def _flash_attn_varlen_backward(
-        self,
-        dout: Tensor,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        out: Tensor,
-        softmax_lse: Tensor,
-        dq: Tensor | None,
-        dk: Tensor | None,
-        dv: Tensor | None,
-        cu_seqlens_q: Tensor,
-        cu_seqlens_k: Tensor,
-        max_seqlen_q: int,
-        max_seqlen_k: int,
-        dropout_p: float,
-        softmax_scale: float,
-        causal: bool,
-        window_size_left: int,
-        window_size_right: int,
-        softcap: float,
-        alibi_slopes: Tensor | None,
-        deterministic: bool,
-        rng_state: Tensor | None = None,
-        zero_tensors: bool = False,
-    ):
+        self, dout, q, k, v, out, softmax_lse, dq, dk, dv, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k,
+        dropout_p, softmax_scale, causal, window_size_left, window_size_right, softcap, alibi_slopes, deterministic,
+        rng_state=None, zero_tensors=False,
+    ):  # fmt: skip
         self.deterministic = deterministic
         _check(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
         assert alibi_slopes is None
@@ -192,7 +153,7 @@ class Flash2:
         rule = _rule_of_flash2(softmax_scale, causal, *window)
         found = _backward(dout, q, k, v, out, softmax_lse, cu_seqlens_q, cu_seqlens_k, rule)
         for given, x in zip((dq, dk, dv), found, strict=True):
-            assert given is not None
+            assert given.shape == x.shape
             given.copy_(x)
         return torch.empty(0)
 
@@ -201,26 +162,10 @@ class Aten:
     """``torch.ops.aten``'s two CUDA flash operators, as of PyTorch 2.13."""
 
     def _flash_attention_forward(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        cum_seq_q: Tensor,
-        cum_seq_k: Tensor,
-        max_q: int,
-        max_k: int,
-        dropout_p: float,
-        is_causal: bool,
-        return_debug_mask: bool,
-        *,
-        scale: float | None = None,
-        window_size_left: int | None = None,
-        window_size_right: int | None = None,
-        seqused_k: Tensor | None = None,
-        alibi_slopes: Tensor | None = None,
-        block_table: Tensor | None = None,
-        num_splits: int | None = None,
-    ):
+        self, query, key, value, cum_seq_q, cum_seq_k, max_q, max_k, dropout_p, is_causal, return_debug_mask, *,
+        scale=None, window_size_left=None, window_size_right=None, seqused_k=None, alibi_slopes=None, block_table=None,
+        num_splits=None,
+    ):  # fmt: skip
         out, lse, *_ = Flash2()._flash_attn_varlen_forward(
             query,
             key,
@@ -238,26 +183,9 @@ class Aten:
         return out, lse, torch.empty(2, dtype=torch.uint64), torch.empty((), dtype=torch.uint64), torch.empty(0)
 
     def _flash_attention_backward(
-        self,
-        grad_out: Tensor,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        out: Tensor,
-        logsumexp: Tensor,
-        cum_seq_q: Tensor,
-        cum_seq_k: Tensor,
-        max_q: int,
-        max_k: int,
-        dropout_p: float,
-        is_causal: bool,
-        rng_state: Tensor,
-        unused: Tensor,
-        *,
-        scale: float | None = None,
-        window_size_left: int | None = None,
-        window_size_right: int | None = None,
-    ):
+        self, grad_out, query, key, value, out, logsumexp, cum_seq_q, cum_seq_k, max_q, max_k, dropout_p, is_causal,
+        rng_state, unused, *, scale=None, window_size_left=None, window_size_right=None,
+    ):  # fmt: skip
         _check(query, key, value, cum_seq_q, cum_seq_k, max_q, max_k)
         left, right = (-1 if w is None else w for w in (window_size_left, window_size_right))
         rule = _rule_of_flash2(scale or query.shape[-1] ** -0.5, is_causal, left, right, 0.0, max_k)
@@ -268,53 +196,20 @@ class Flash4:
     """``flash_attn.cute.interface`` 4.0.0b36 on Hopper; arguments that concern paging, sinks and tuning left out."""
 
     def _flash_attn_fwd(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        qv: Tensor | None = None,
-        cu_seqlens_q: Tensor | None = None,
-        cu_seqlens_k: Tensor | None = None,
-        seqused_q: Tensor | None = None,
-        seqused_k: Tensor | None = None,
-        max_seqlen_q: int | None = None,
-        max_seqlen_k: int | None = None,
-        min_seqlen_k: int | None = None,
-        page_table: Tensor | None = None,
-        softmax_scale: float | None = None,
-        causal: bool = False,
-        softcap: float | None = None,
-        window_size_left: int | None = None,
-        window_size_right: int | None = None,
-        learnable_sink: Tensor | None = None,
-        *,
-        return_lse: bool = False,
-    ):
+        self, q, k, v, qv=None, cu_seqlens_q=None, cu_seqlens_k=None, seqused_q=None, seqused_k=None,
+        max_seqlen_q=None, max_seqlen_k=None, min_seqlen_k=None, page_table=None, softmax_scale=None, causal=False,
+        softcap=None, window_size_left=None, window_size_right=None, learnable_sink=None, *, return_lse=False,
+    ):  # fmt: skip
         _check(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, same_head=False)
         assert return_lse
         rule = self._rule(softmax_scale, causal, window_size_left, window_size_right, softcap)
         return (*_forward(q, k, v, cu_seqlens_q, cu_seqlens_k, rule), None, None, None)
 
     def _flash_attn_bwd(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        out: Tensor,
-        dout: Tensor,
-        lse: Tensor,
-        softmax_scale: float | None = None,
-        causal: bool = False,
-        softcap: float = 0.0,
-        window_size_left: int | None = None,
-        window_size_right: int | None = None,
-        *,
-        cu_seqlens_q: Tensor | None = None,
-        cu_seqlens_k: Tensor | None = None,
-        max_seqlen_q: int | None = None,
-        max_seqlen_k: int | None = None,
-        deterministic: bool = False,
-    ):
+        self, q, k, v, out, dout, lse, softmax_scale=None, causal=False, softcap=0.0, window_size_left=None,
+        window_size_right=None, *, cu_seqlens_q=None, cu_seqlens_k=None, max_seqlen_q=None, max_seqlen_k=None,
+        deterministic=False,
+    ):  # fmt: skip
         _check(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, same_head=False)
         rule = self._rule(softmax_scale, causal, window_size_left, window_size_right, softcap)
         return tuple(_backward(dout, q, k, v, out, lse, cu_seqlens_q, cu_seqlens_k, rule))
@@ -332,18 +227,9 @@ class Cudnn:
         self.calls = []
 
     def _scaled_dot_product_cudnn_attention(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        attn_bias: Tensor | None,
-        compute_log_sumexp: bool,
-        dropout_p: float = 0.0,
-        is_causal: bool = False,
-        return_debug_mask: bool = False,
-        *,
-        scale: float | None = None,
-    ):
+        self, query, key, value, attn_bias, compute_log_sumexp, dropout_p=0.0, is_causal=False,
+        return_debug_mask=False, *, scale=None,
+    ):  # fmt: skip
         assert attn_bias is None
         assert compute_log_sumexp
         assert dropout_p == 0.0
@@ -357,25 +243,9 @@ class Cudnn:
         return out, lse.view(H, B, n).transpose(0, 1).contiguous(), None, None, n, key.shape[2], None, None, None
 
     def _scaled_dot_product_cudnn_attention_backward(
-        self,
-        grad_out: Tensor,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        out: Tensor,
-        logsumexp: Tensor,
-        philox_seed: Tensor,
-        philox_offset: Tensor,
-        attn_bias: Tensor | None,
-        cum_seq_q: Tensor | None,
-        cum_seq_k: Tensor | None,
-        max_q: int,
-        max_k: int,
-        dropout_p: float,
-        is_causal: bool,
-        *,
-        scale: float | None = None,
-    ):
+        self, grad_out, query, key, value, out, logsumexp, philox_seed, philox_offset, attn_bias, cum_seq_q, cum_seq_k,
+        max_q, max_k, dropout_p, is_causal, *, scale=None,
+    ):  # fmt: skip
         assert attn_bias is cum_seq_q is cum_seq_k is None
         assert (max_q, max_k) == (query.shape[2], key.shape[2])
         assert dropout_p == 0.0
@@ -405,18 +275,9 @@ class Cudnn:
 
 
 def flex(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    score_mod=None,
-    block_mask=None,
-    scale: float | None = None,
-    enable_gqa: bool = False,
-    return_lse: bool = False,
-    kernel_options=None,
-    *,
-    return_aux=None,
-):
+    query, key, value, score_mod=None, block_mask=None, scale=None, enable_gqa=False, return_lse=False,
+    kernel_options=None, *, return_aux=None,
+):  # fmt: skip
     """``flex_attention`` with gradients, on the CPU too: whole blocks as they are, partial ones under ``mask_mod``."""
     assert block_mask is not None
     assert return_aux is not None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 
 import torch
+from hypothesis import strategies as st
 from torch import Tensor
 
 from longctx.kernels.attention.contract import Gradients, RelativeBias, Scores
@@ -72,6 +73,16 @@ def tensors(
     generator = torch.Generator().manual_seed(seed)
     shapes = ((B, num_queries, H, D), (B, num_keys, K, D), (B, num_keys, K, V or D))
     return [torch.randn(s, generator=generator, dtype=torch.float64).to(dtype) for s in shapes]
+
+
+@st.composite
+def any_slices(draw, rows: int) -> AttentionSlice:
+    """A slice of tensors of so many rows, whatever its band."""
+    (q0, q1), (k0, k1) = (sorted(draw(st.lists(st.integers(0, rows), min_size=2, max_size=2))) for _ in range(2))
+    bounds = st.none() | st.integers(-rows - 1, rows + 1)
+    return AttentionSlice(
+        q0, q1, k0, k1, draw(bounds), draw(bounds), draw(st.integers(1, 3)), draw(st.integers(-20, 20))
+    )
 
 
 def _named(one: AttentionSlice, num_queries: int, num_keys: int) -> tuple[Tensor, Tensor]:

@@ -13,24 +13,13 @@ from hypothesis import strategies as st
 from longctx.kernels.attention.flash.calls import UNBOUNDED, VarlenCall
 from longctx.kernels.attention.flash.calls import translate as translate_table
 from longctx.kernels.attention.slices import AttentionSlice, slice_table
+from tests.longctx.kernels.attention.kernel_cases import any_slices, band_matrix
 
 ROWS = 14
 
 
 def translate(slices, **options):
     return translate_table(slice_table(slices), **options)
-
-
-def cells(slices, num_queries=ROWS, num_keys=ROWS):
-    """How often each (query row, key row) is named, by the definition of a slice."""
-    seen = torch.zeros(num_queries, num_keys, dtype=torch.int64)
-    i, j = torch.arange(num_queries)[:, None], torch.arange(num_keys)
-    for p in slices:
-        named = (p.q_start <= i) & (i < p.q_stop) & (p.k_start <= j) & (j < p.k_stop)
-        for holds in ([] if p.lo is None else [i - j >= p.lo]) + ([] if p.hi is None else [i - j <= p.hi]):
-            named = named & holds
-        seen += named
-    return seen
 
 
 def rows_of(rows, total):
@@ -75,34 +64,25 @@ def covered(calls, total=ROWS):
     return seen
 
 
-@st.composite
-def slice_lists(draw):
-    def one():
-        (q0, q1), (k0, k1) = (sorted(draw(st.lists(st.integers(0, ROWS), min_size=2, max_size=2))) for _ in range(2))
-        bound = st.none() | st.integers(-ROWS, ROWS)
-        return AttentionSlice(
-            q0, q1, k0, k1, draw(bound), draw(bound), draw(st.integers(1, 3)), draw(st.integers(-20, 20))
-        )
-
-    return [one() for _ in range(draw(st.integers(0, 6)))]
+slice_lists = st.lists(any_slices(ROWS), max_size=6)
 
 
-@given(slice_lists())
+@given(slice_lists)
 @settings(max_examples=150, deadline=None)
 def test_calls_cover_exactly_the_slices(slices):
-    wanted = cells(slices)
+    wanted = band_matrix(slices, ROWS, ROWS)
     assert torch.equal(covered(translate(slices)), wanted)
     assert torch.equal(covered(translate(slices, distances=True)), wanted)
 
 
-@given(slice_lists())
+@given(slice_lists)
 @settings(max_examples=100, deadline=None)
 def test_distances_follow_the_rows(slices):
     """Σ over the cells of a distance is the slices' own."""
     exact, found = torch.zeros(ROWS, ROWS), torch.zeros(ROWS, ROWS)
     for p in slices:
         distance = p.step * (torch.arange(ROWS)[:, None] - torch.arange(ROWS)) + p.offset
-        exact += distance * cells([p])
+        exact += distance * band_matrix([p], ROWS, ROWS)
     for call in translate(slices, distances=True):
         for n, (q, k, visible) in enumerate(sequences(call, ROWS)):
             here = call.steps[n] * (torch.arange(len(q))[:, None] - torch.arange(len(k))) + call.offsets[n]
@@ -135,7 +115,7 @@ def test_overlapping_rectangles_are_calls_of_their_own():
     slices = [AttentionSlice(0, 3, 0, 2), AttentionSlice(3, 6, 0, 2), AttentionSlice(6, 9, 0, 4)]
     calls = translate(slices)
     assert len(calls) == 2
-    assert torch.equal(covered(calls), cells(slices))
+    assert torch.equal(covered(calls), band_matrix(slices, ROWS, ROWS))
     # neighbouring keys of the same rows are one sequence
     slices = [AttentionSlice(0, 3, 0, 2), AttentionSlice(0, 3, 2, 7)]
     (call,) = translate(slices)
@@ -155,7 +135,7 @@ def test_windows_over_chunks_take_few_calls(chunk):
                 AttentionSlice(q, q + chunk, m * chunk, m * chunk + chunk, -offset, window - 1 - offset, 1, offset)
             )
     calls = translate(slices)
-    assert torch.equal(covered(calls, total), cells(slices, total, total))
+    assert torch.equal(covered(calls, total), band_matrix(slices, total, total))
     assert len(calls) <= 8
 
 
@@ -163,7 +143,7 @@ def test_many_kinds_of_windows_are_few_calls():
     """Twenty off-diagonal corners of different sizes need no call each."""
     slices = [AttentionSlice(20 * n, 20 * n + 10, 20 * n, 20 * n + 18, None, n - 6) for n in range(20)]
     assert len(translate(slices)) <= 4
-    assert torch.equal(covered(translate(slices), 420), cells(slices, 420, 420))
+    assert torch.equal(covered(translate(slices), 420), band_matrix(slices, 420, 420))
 
 
 def test_translation_is_quick_and_cached():
@@ -178,13 +158,3 @@ def test_translation_is_quick_and_cached():
     assert len(calls) == 1
     assert first < 0.1, f"{first:.3f} s for 2000 documents"  # about 0.006 s on an idle core
     assert again < 0.001
-
-
-def test_nothing_to_do():
-    assert translate(()) == ()
-    assert (
-        translate(
-            (AttentionSlice(0, 0, 0, 4), AttentionSlice(3, 5, 7, 9, lo=0), AttentionSlice(0, 4, 0, 4, lo=2, hi=1))
-        )
-        == ()
-    )

@@ -87,17 +87,10 @@ def test_supports():
         assert CudnnKernel(capability=HOPPER).supports(GOOD) == "this PyTorch was built without cuDNN"
 
 
-@pytest.mark.parametrize(
-    ("slices", "scores", "said"),
-    [
-        ([AttentionSlice(0, 9, 0, 9, 0, 3)], Scores(scale=1.0), "no window"),
-        ([AttentionSlice(0, 9, 0, 9, 0)], Scores(scale=1.0, softcap=2.0), "no soft cap"),
-    ],
-)
-def test_what_it_lacks_is_refused_by_the_call_too(slices, scores, said):
-    q = torch.randn(1, 9, 1, 8)
-    with pytest.raises(ConfigError, match=f"parallel.kernel=cudnn has {said}"):
-        kernel().forward(q, q, q, slice_table(slices), scores=scores)
+def test_a_window_is_refused_by_the_call_too():
+    q, slices = torch.randn(1, 9, 1, 8), slice_table([AttentionSlice(0, 9, 0, 9, 0, 3)])
+    with pytest.raises(ConfigError, match="has no window"):
+        kernel().forward(q, q, q, slices, scores=Scores(scale=1.0))
 
 
 @pytest.mark.skipif(torch._C._has_cudnn, reason="says what is missing where it is")

@@ -13,19 +13,19 @@ from torch.nn.attention.flex_attention import flex_attention
 
 from longctx.errors import ConfigError
 from longctx.kernels.attention import ops, select
-from longctx.kernels.attention.bias import distance_bias
 from longctx.kernels.attention.contract import KernelRequest, RelativeBias, Scores, merge_
 from longctx.kernels.attention.flash import flex
 from longctx.kernels.attention.flash.adapter import FlashKernel
+from longctx.kernels.attention.flash.cudnn import CudnnKernel
 from longctx.kernels.attention.flash.flex import FlexKernel
 from longctx.kernels.attention.flash.libraries import CUDA_FLASH, FLASH2, FLASH3, FLASH4
 from longctx.kernels.attention.flash.varlen import calls_on
 from longctx.kernels.attention.slices import AttentionSlice, slice_table
-from tests.longctx.kernels.attention import flash_stand_in
+from tests.longctx.kernels.attention import flash_stand_in, kernel_cases
 
 HOPPER = (9, 0)
 LIBRARIES = {library.name: library for library in (FLASH2, FLASH3, FLASH4, CUDA_FLASH)}
-T, S, H, SCALE = 30, 30, 4, 0.3
+T, H, SCALE = 30, 4, kernel_cases.SCALE
 
 KERNELS = {
     "flash2": lambda: FlashKernel(FLASH2, flash_stand_in.Flash2(), capability=HOPPER),
@@ -40,84 +40,47 @@ def packed(*lengths, hi=None):
     return [AttentionSlice(a, b, a, b, 0, hi) for a, b in pairwise(starts)]
 
 
-STAIRCASE = [AttentionSlice(4 * n, 4 * n + 4, 0, 3 * n + 2, None, None, 1, 20 + 5 * n) for n in range(7)]
-SLICES = {
+SLICES = kernel_cases.SLICES | {
     "causal": packed(30),
     "full": [AttentionSlice(0, 30, 0, 30)],
-    "window": packed(30, hi=4),
     "packed": packed(1, 11, 7, 1, 10),
     "packed window": packed(1, 11, 7, 1, 10, hi=5),
-    "both sides": [AttentionSlice(0, 30, 0, 30, -3, 6)],
-    "later queries": [AttentionSlice(5, 30, 0, 13, -3, None, 1, 7)],
     "tall triangle": [AttentionSlice(0, 30, 0, 4, 0)],
     "tall upper triangle": [AttentionSlice(0, 30, 2, 6, None, 1)],
     "corner of a window": [AttentionSlice(0, 12, 3, 30, None, -10, 1, 27)],
-    "blind rows": [AttentionSlice(3, 9, 0, 5), AttentionSlice(12, 15, 5, 8, 6)],
-    "same rows twice": [AttentionSlice(0, 20, 0, 6, None, None, 1, 14), AttentionSlice(4, 20, 6, 20, 0)],
-    "staircase": STAIRCASE,
-    "striped": [AttentionSlice(0, 30, 0, 30, 1, None, 4, -2)],
-    "striped window": [AttentionSlice(0, 30, 0, 30, 0, 3, 4, 2)],
+    "staircase": [AttentionSlice(4 * n, 4 * n + 4, 0, 3 * n + 2, None, None, 1, 20 + 5 * n) for n in range(7)],
     "window over chunks": [
         AttentionSlice(q, q + 5, k, k + 5, -o, 6 - o, 1, o)
         for q in range(0, 30, 5)
         for k in range(0, q + 1, 5)
         for o in [2 * (q - k) + 5 - (q - k)]
     ],
-    "none": [],
 }
-
-
-def definition(q, k, v, slices, scores):
-    """(out, lse) of softmax attention in float64 with autograd, one slice's cells after the other's."""
-    groups = q.shape[2] // k.shape[2]
-    k, v = (x.repeat_interleave(groups, 2) for x in (k, v))
-    raw = torch.einsum("bihd,bjhd->bhij", q, k) * scores.scale
-    if scores.softcap is not None:
-        raw = scores.softcap * torch.tanh(raw / scores.softcap)
-    i, j = torch.arange(q.shape[1])[:, None], torch.arange(k.shape[1])
-    seen, bias = torch.zeros(len(i), len(j), dtype=torch.bool), torch.zeros(q.shape[2], len(i), len(j))
-    bias = bias.double()
-    for p in slices:
-        here = (p.q_start <= i) & (i < p.q_stop) & (p.k_start <= j) & (j < p.k_stop)
-        here = here & (i - j >= (-99 if p.lo is None else p.lo)) & (i - j <= (99 if p.hi is None else p.hi))
-        seen = seen | here
-        if scores.needs_distances:
-            bias = bias + here * distance_bias(scores, p.step * (i - j) + p.offset)
-    raw = (raw + bias).masked_fill(~seen, -torch.inf)
-    lse = raw.logsumexp(-1)
-    weights = torch.where(seen, torch.exp(raw - lse.nan_to_num(neginf=0.0)[..., None]), 0.0)
-    return torch.einsum("bhij,bjhd->bihd", weights, v), lse.transpose(1, 2)
 
 
 def check(kernel, slices, scores=None, *, K=2, D=8, V=None, B=2):
     """Forward, and backward in two visits with the global output and log-sum-exp, against the definition."""
     scores = scores or Scores(scale=SCALE)
-    V = V or D
-    g = torch.Generator().manual_seed(0)
-    shapes = ((B, T, H, D), (B, S, K, D), (B, S, K, V), (B, T, H, V))
-    q, k, v, dout = (torch.randn(shape, generator=g, dtype=torch.float64) for shape in shapes)
+    q, k, v = kernel_cases.tensors(T, T, torch.float64, H=H, K=K, D=D, V=V, B=B)
     leaves = [x.clone().requires_grad_() for x in (q, k, v)]
     exact = scores
     if scores.relative_bias is not None:
         leaves.append(scores.relative_bias.table_NH.double().requires_grad_())
         exact = replace(scores, relative_bias=replace(scores.relative_bias, table_NH=leaves[3]))
-    wanted = definition(*leaves[:3], slices, exact)
-    visits = (
-        [tuple(slices)] if len(slices) < 2 else [tuple(slices[: len(slices) // 2]), tuple(slices[len(slices) // 2 :])]
-    )
-    out, lse = torch.zeros(B, T, H, V, dtype=torch.float64), torch.full((B, T, H), -torch.inf, dtype=torch.float64)
+    seen, distances = (of(slices, T, T) for of in (kernel_cases.band_matrix, kernel_cases.distance_matrix))
+    wanted = kernel_cases.plain_attention(*leaves[:3], seen, exact, distances)
+    dout = torch.randn(wanted[0].shape, generator=torch.Generator().manual_seed(9), dtype=torch.float64)
+    half = (len(slices) + 1) // 2
+    visits = [slice_table(slices[:half]), slice_table(slices[half:])]
+    out, lse = torch.zeros_like(wanted[0]), torch.full_like(wanted[1], -torch.inf)
     for visit in visits:
-        merge_(out, lse, *kernel.forward(q, k, v, slice_table(visit), scores=scores))
+        merge_(out, lse, *kernel.forward(q, k, v, visit, scores=scores))
     whole = kernel.forward(q, k, v, slice_table(slices), scores=scores)
     for got in (whole, (out, lse)):
         assert got[0].dtype == got[1].dtype == torch.float64
         torch.testing.assert_close(got, tuple(x.detach() for x in wanted), atol=2e-6, rtol=2e-6)
-    parts = [kernel.backward(dout, q, k, v, *whole, slice_table(visit), scores=scores) for visit in visits]
-    if not slices:
-        assert all(not x.any() for x in parts[0][:3])
-        return
-    grads = torch.autograd.grad(wanted[0], leaves, dout)
-    for n, want in enumerate(grads):
+    parts = [kernel.backward(dout, q, k, v, *whole, visit, scores=scores) for visit in visits]
+    for n, want in enumerate(torch.autograd.grad(wanted[0], leaves, dout)):
         got = sum(part[n] for part in parts)
         torch.testing.assert_close(got.double(), want, atol=5e-6, rtol=5e-6)
 
@@ -128,14 +91,18 @@ def test_masks(name, case):
     check(KERNELS[name](), SLICES[case])
 
 
+SLOPES = torch.tensor([0.5, 0.25, 0.11, 0.0])
+
+
 @pytest.mark.parametrize("case", SLICES)
 def test_alibi(case):
-    slopes = torch.tensor([0.5, 0.25, 0.11, 0.0])
-    check(KERNELS["flex"](), SLICES[case], Scores(scale=SCALE, alibi_slopes_H=slopes))
+    check(KERNELS["flex"](), SLICES[case], Scores(scale=SCALE, alibi_slopes_H=SLOPES))
 
 
 @pytest.mark.parametrize("bidirectional", [False, True])
-@pytest.mark.parametrize("case", ["causal", "both sides", "packed", "staircase", "striped", "blind rows"])
+@pytest.mark.parametrize(
+    "case", ["causal", "window on both sides", "packed", "staircase", "striped, with window", "blind rows"]
+)
 def test_relative_bias(case, bidirectional):
     table = torch.randn(8, H, generator=torch.Generator().manual_seed(1))
     bias = RelativeBias(table, max_distance=12, bidirectional=bidirectional)
@@ -145,19 +112,16 @@ def test_relative_bias(case, bidirectional):
 @pytest.mark.parametrize("name", ["flash2", "flash4", "flex"])
 def test_softcap(name):
     check(KERNELS[name](), SLICES["packed window"], Scores(scale=2.0, softcap=1.5))
+    if name == "flex":  # which has what comes behind the cap too
+        check(KERNELS[name](), SLICES["later queries"], Scores(scale=2.0, softcap=1.5, alibi_slopes_H=SLOPES))
 
 
-def test_softcap_before_alibi():
-    slopes = torch.tensor([0.5, 0.25, 0.11, 0.0])
-    check(KERNELS["flex"](), SLICES["later queries"], Scores(scale=2.0, softcap=1.5, alibi_slopes_H=slopes))
-
-
-@pytest.mark.parametrize("name", ["flash2", "flash4", "cuda_flash"])
-def test_rules_that_a_library_lacks_are_refused_by_the_call_too(name):
-    q = torch.randn(1, 4, 1, 8)
+@pytest.mark.parametrize("name", ["flash2", "flash4", "cuda_flash", "cudnn"])
+def test_rules_that_a_kernel_lacks_are_refused_by_the_call_too(name):
+    q, kernel = torch.randn(1, 4, 1, 8), {**KERNELS, "cudnn": CudnnKernel}[name]()
     scores = Scores(scale=1.0, alibi_slopes_H=torch.ones(1))
     with pytest.raises(ConfigError, match=f"{name} has no ALiBi"):
-        KERNELS[name]().forward(q, q, q, slice_table([AttentionSlice(0, 4, 0, 4)]), scores=scores)
+        kernel.forward(q, q, q, slice_table([AttentionSlice(0, 4, 0, 4)]), scores=scores)
 
 
 @pytest.mark.parametrize("name", KERNELS)

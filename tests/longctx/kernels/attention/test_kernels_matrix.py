@@ -9,6 +9,7 @@ import torch
 
 from longctx.errors import ConfigError
 from longctx.kernels.attention import blockwise, cpu_flash, tiles
+from longctx.kernels.attention.bias import buckets
 from longctx.kernels.attention.blockwise import BlockwiseKernel
 from longctx.kernels.attention.contract import KernelRequest, RelativeBias, Scores
 from longctx.kernels.attention.cpu_flash import CpuFlashKernel
@@ -211,3 +212,13 @@ def test_keys_outside_the_band_weigh_exactly_nothing(name, dtype, tile_size):
     assert out[:, :12].abs().max() < 10
     grads = KERNELS[name].backward(dout, q, k, v, out, lse, slice_table(slices), scores=scores)
     assert grads.dk_BsKD[:, 12:].abs().max() == grads.dv_BsKV[:, 12:].abs().max() == 0
+
+
+@pytest.mark.parametrize("bidirectional", [False, True])
+@pytest.mark.parametrize(("num_buckets", "max_distance"), [(32, 128), (32, 1000), (8, 20), (4, 17)])
+def test_buckets_are_t5s(num_buckets, max_distance, bidirectional):
+    attention = pytest.importorskip("transformers.models.t5.modeling_t5").T5Attention
+    distances = torch.arange(-1200, 1200)
+    bias = RelativeBias(torch.zeros(num_buckets, 2), max_distance, bidirectional)
+    theirs = attention._relative_position_bucket(-distances, bidirectional, num_buckets, max_distance)
+    assert torch.equal(buckets(distances, bias), theirs)

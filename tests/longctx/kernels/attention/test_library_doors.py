@@ -61,19 +61,18 @@ def skip_where_installed(name):
 
 @pytest.fixture(scope="module")
 def flash2(source):
-    """(flash-attn 2's own Python module, the stand-in for its compiled one); imported as if it were installed."""
+    """flash-attn 2's own Python module over a stand-in for its compiled one; imported as if it were installed."""
     skip_where_installed("flash_attn")
-    compiled = CompiledFlash2()
     with pytest.MonkeyPatch.context() as patch:
         patch.syspath_prepend(source)
-        patch.setitem(sys.modules, "flash_attn_2_cuda", compiled)
+        patch.setitem(sys.modules, "flash_attn_2_cuda", CompiledFlash2())
         libraries.import_library.cache_clear()
         module = importlib.import_module("flash_attn.flash_attn_interface")
         for name in ("_flash_attn_varlen_forward", "_flash_attn_varlen_backward"):
             # operators for CUDA devices: the same Python code serves CPU tensors too
             operator = getattr(module, name)
             operator.register_kernel("cpu")(operator._init_fn)
-        yield module, compiled
+        yield module
         forget_imports()
 
 
@@ -228,7 +227,6 @@ def both_passes(kernel, q, k, v, dout, table, scores):
 def test_the_librarys_own_autograd_asks_for_the_same(kernel, left, softcap, request):
     """The library's public function over the same documents: the same bits, so the stand-in reads what it means."""
     module = request.getfixturevalue(kernel.name)
-    module = module[0] if isinstance(module, tuple) else module
     g = torch.Generator().manual_seed(0)
     q, k, v, dout = (torch.randn(1, ROWS, h, 64, generator=g).bfloat16() for h in (4, 2, 2, 4))
     scores = Scores(scale=0.2, softcap=softcap or None)
@@ -241,15 +239,6 @@ def test_the_librarys_own_autograd_asks_for_the_same(kernel, left, softcap, requ
     out.backward(dout[0])
     for x, theirs in zip((ours[0], *ours[2:]), (out, *(leaf.grad for leaf in leaves)), strict=True):
         assert torch.equal(x[0].to(torch.bfloat16), theirs)
-
-
-def test_deterministic_reaches_the_compiled_module(flash2):
-    _, compiled = flash2
-    q = torch.randn(1, 4, 1, 64).bfloat16()
-    for wanted in (False, True):
-        kernel = FlashKernel(FLASH2, capability=HOPPER, deterministic=wanted)
-        both_passes(kernel, q, q, q, q, slice_table([AttentionSlice(0, 4, 0, 4)]), Scores(scale=1.0))
-        assert compiled.calls[-1] == {"pass": "backward", "deterministic": wanted}
 
 
 def test_fake_tensors_of_the_librarys_own_rules(flash2):

@@ -23,6 +23,7 @@ from longctx.model.decoder import Decoder
 from longctx.model.kept import Keep
 from longctx.model.training_pass import Execution
 from tests.longctx.attention_cores import attend_once
+from tests.longctx.cached_models import without_cache
 from tests.longctx.kernels.attention.test_flash_adapters import KERNELS, check
 from tests.longctx.model.attention.test_local import leaves, rules, softmax_over
 from tests.longctx.samples import (
@@ -181,7 +182,7 @@ def test_a_decoder_packs_recomputes_and_generates():
     assert all(torch.equal(again[name], x) for name, x in whole.items())
     check_documents_are_alone(decoder, batch)
     prompt = list(range(5, 16))
-    assert generate(decoder, prompt, 12) == generate(decoder, prompt, 12, use_cache=False)
+    assert generate(decoder, prompt, 12) == without_cache(decoder, prompt, 12)
 
 
 def test_a_decoder_uses_its_configs_mask():
