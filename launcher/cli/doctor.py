@@ -28,7 +28,6 @@ def doctor(
     master_port: int = 29500,
     local: bool = False,
     world_size: int = 0,
-    probe: str = "",
     links: bool = True,
     json: Json = False,
 ) -> int:
@@ -42,9 +41,8 @@ def doctor(
         hostfile: The run's hostfile.
         folder: Where runs are written. A file of at most 64 MiB is written there, and removed.
         master_port: deepspeed's --master_port, at which the ranks meet; 0 to leave it out.
-        local: Check this machine alone, as doctor does on each host.
+        local: Check this machine alone, and not its network.
         world_size: Ranks of the run; by default those of the hostfile.
-        probe: Name of a file that doctor wrote in --folder on another machine, to be read here.
         links: Leave the network out.
     """
     if local and hostfile is not None:
@@ -59,12 +57,11 @@ def doctor(
     slots: dict[str, int] = {}
     if hostfile is not None:
         slots = read_hostfile(hostfile)
-    options = Options(folder=folder, port=master_port, world_size=world_size or sum(slots.values()) or 1, probe=probe)
+    options = Options(folder=folder, port=master_port, world_size=world_size or sum(slots.values()) or 1)
     with progress("checking this machine"):
         here = examine(_for_this_machine(options, slots))
     hosts = _hosts(slots, here, options)
     network = None
-    # doctor on each host leaves the network to the one that asked it.
     if not local:
         network = _network(hostfile, slots, here, hosts, port=master_port, wanted=links)
     return _say(here, hosts, network, json)
@@ -109,8 +106,8 @@ def _network(
 
 def _say(here: Machine, hosts: list[Host], network: Network | None, as_json: bool) -> int:
     """Print all findings; returns the exit code."""
-    from launcher.doctor.finding import worst
-    from launcher.doctor.lines import lines_of, lines_of_hosts, summary
+    from launcher.doctor.finding import lines_of, summary, worst
+    from launcher.doctor.hosts import lines_of_hosts
 
     of_network = _findings_of(network)
     findings = here.findings + [finding for host in hosts for finding in host.findings] + of_network
@@ -126,11 +123,13 @@ def _say(here: Machine, hosts: list[Host], network: Network | None, as_json: boo
 
 def _as_json(here: Machine, hosts: list[Host], network: Network | None) -> dict[str, Any]:
     """This machine, each host with all its findings, and the network."""
+    from dataclasses import asdict
+
     from launcher.doctor.finding import worst
 
     told = here.to_json()
     told["hosts"] = {
-        host.name: {"verdict": worst(host.findings), "findings": [finding.to_json() for finding in host.findings]}
+        host.name: {"verdict": worst(host.findings), "findings": [asdict(finding) for finding in host.findings]}
         for host in hosts
     }
     if network is not None:

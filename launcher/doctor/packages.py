@@ -1,22 +1,29 @@
-"""Versions of Python and of the packages that a run stands on."""
+"""Versions of Python and of the packages that a run stands on, and a hash of the project's own code."""
 
 from __future__ import annotations
 
+import hashlib
 import platform
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, requires, version
+from pathlib import Path
 
 from packaging.requirements import InvalidRequirement, Requirement
 from packaging.specifiers import SpecifierSet
 from packaging.version import InvalidVersion
 
+import data_pipeline
+import launcher
+import longctx
+import parallel
 from launcher.doctor.finding import Finding
 
 DISTRIBUTION = "longctx-train"
 PACKAGES = ("torch", "deepspeed", "flash-attn", "flash-attn-4", "transformers", "pyarrow", "numpy", "triton")
 """What versions are told of, and compared between machines."""
 _REQUIRED = ("torch", "deepspeed", "pyarrow", "numpy")
+_SOURCE_ENDINGS = (".py", ".toml", ".html")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -101,10 +108,7 @@ def check_packages(installed: Mapping[str, str | None], requirements: list[str] 
     if requirements is None:
         requirements = requirements_of_longctx()
     shown = [f"{name} {found}" for name, found in installed.items() if found is not None]
-    findings = [
-        Finding(check="python", verdict="ok", value=platform.python_version()),
-        Finding(check="packages", verdict="ok", value=", ".join(shown)),
-    ]
+    findings = [Finding.of("python", platform.python_version()), Finding.of("packages", ", ".join(shown))]
     for name in _REQUIRED:
         if installed.get(name) is None:
             findings.append(_failure(f"{name} is not installed", "Run `make setup`, and start with .venv/bin/python."))
@@ -153,4 +157,22 @@ def _lies_in(found: str, versions: str) -> bool:
 
 
 def _failure(value: str, advice: str) -> Finding:
-    return Finding(check="packages", verdict="fail", value=value, advice=advice)
+    return Finding.of("packages", value, advice, "fail")
+
+
+def source_hash() -> str:
+    """16 hexadecimal digits of every source file of the four packages as they were imported."""
+    folders = [Path(package.__path__[0]) for package in (data_pipeline, launcher, longctx, parallel)]
+    return hash_folders(folders)
+
+
+def hash_folders(folders: Iterable[Path]) -> str:
+    """The same of any folders: names, paths below them and contents count, where the folders lie does not."""
+    digest = hashlib.sha256()
+    for folder in folders:
+        for path in sorted(path for path in folder.rglob("*") if path.suffix in _SOURCE_ENDINGS):
+            # Hashes of hashes: a byte that moves from one file to the next changes the sum.
+            name = f"{folder.name}/{path.relative_to(folder).as_posix()}"
+            content = hashlib.sha256(path.read_bytes()).hexdigest()
+            digest.update(f"{name}\0{content}\0".encode())
+    return digest.hexdigest()[:16]

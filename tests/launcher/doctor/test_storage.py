@@ -8,9 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from launcher.doctor.probe import probe_in, read_probe
-from launcher.doctor.source import hash_folders
-from launcher.doctor.storage import check_folder, check_shared_memory, existing_part
+from launcher.doctor.packages import hash_folders
+from launcher.doctor.storage import check_folder, check_shared_memory, existing_part, probe_in, read_probe
 from longctx.errors import ConfigError
 
 Usage = namedtuple("Usage", "total used free")

@@ -5,10 +5,7 @@ from __future__ import annotations
 import pytest
 
 from launcher.doctor.finding import Finding
-from launcher.doctor.network.findings import (
-    findings_of_hosts,
-    findings_of_machine,
-)
+from launcher.doctor.network.findings import findings_of_hosts, findings_of_machine
 from launcher.doctor.network.interfaces import Interface
 from launcher.doctor.network.nccl import NcclNetwork
 from launcher.doctor.network.survey import Port, Survey
