@@ -117,6 +117,15 @@ class TestNoAnswer:
         assert answer.why == "this machine has no ssh"
 
 
+@pytest.mark.parametrize("has_gpus", [False, True])
+def test_variables_of_nccl_are_handed_over_where_deepspeed_does_so(self, monkeypatch, has_gpus):
+    # From a machine with GPUs, as deepspeed's accelerators have it.
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: has_gpus)
+    line = exports({"NCCL_SOCKET_IFNAME": "eth1", "GLOO_SOCKET_IFNAME": "eth1"}, [])
+    assert ("NCCL_SOCKET_IFNAME" in line) == has_gpus
+    assert "GLOO" not in line
+
+
 class TestVariables:
     """Those that deepspeed's pdsh would set, read from its files and given to a real shell."""
 
@@ -160,14 +169,6 @@ class TestVariables:
         assert self.printed(line, "PYTHONPATH", file.parent) == "/there"
         assert self.printed(exports({"PYTHONPATH": "/here $PATH"}, []), "PYTHONPATH", file.parent) == "/here $PATH"
         assert line_there((), {}).startswith('export PYTHONPATH="/there"; cd ')
-
-    @pytest.mark.parametrize("has_gpus", [False, True])
-    def test_variables_of_nccl_are_handed_over_where_deepspeed_does_so(self, monkeypatch, has_gpus):
-        # From a machine with GPUs, as deepspeed's accelerators have it.
-        monkeypatch.setattr(torch.cuda, "is_available", lambda: has_gpus)
-        line = exports({"NCCL_SOCKET_IFNAME": "eth1", "GLOO_SOCKET_IFNAME": "eth1"}, [])
-        assert ("NCCL_SOCKET_IFNAME" in line) == has_gpus
-        assert "GLOO" not in line
 
     def test_a_file_of_another_name(self, file, monkeypatch, tmp_path):
         monkeypatch.setenv("DS_ENV_FILE", str(tmp_path / "mine"))
