@@ -118,7 +118,7 @@ class TestNoAnswer:
 
 
 @pytest.mark.parametrize("has_gpus", [False, True])
-def test_variables_of_nccl_are_handed_over_where_deepspeed_does_so(self, monkeypatch, has_gpus):
+def test_variables_of_nccl_are_handed_over_where_deepspeed_does_so(monkeypatch, has_gpus):
     # From a machine with GPUs, as deepspeed's accelerators have it.
     monkeypatch.setattr(torch.cuda, "is_available", lambda: has_gpus)
     line = exports({"NCCL_SOCKET_IFNAME": "eth1", "GLOO_SOCKET_IFNAME": "eth1"}, [])
