@@ -6,7 +6,7 @@ import tomllib
 from pathlib import Path
 from typing import Any
 
-from launcher.metrics.record import METRICS_FILE, STOP_EVENT, decode
+from launcher.metrics.record import METRICS_FILE, STOP_EVENT, readable_records
 from longctx.checkpoint_format import CHECKPOINTS, MANIFEST
 from longctx.errors import CheckpointError
 
@@ -38,21 +38,12 @@ def _remains(run_folder: Path) -> str:
 
 def _recorded(run_folder: Path) -> str:
     """What the metrics say of an earlier checkpoint; empty where they speak of none."""
-    path = run_folder / METRICS_FILE
-    if not path.is_file():
-        return ""
     last = 0
-    with path.open("rb") as file:
-        for line in file:
-            try:
-                record = decode(line)
-                step, event = int(record["step"]), record.get("event")
-            except (ValueError, LookupError, TypeError, AttributeError):
-                # Cut short by a kill.
-                continue
-            if event in (_RESUME_EVENT, STOP_EVENT):
-                return f"{METRICS_FILE} has a {event} at step {step}, which needs a checkpoint"
-            last = max(last, step)
+    for record in readable_records(run_folder / METRICS_FILE):
+        step, event = record["step"], record.get("event")
+        if event in (_RESUME_EVENT, STOP_EVENT):
+            return f"{METRICS_FILE} has a {event} at step {step}, which needs a checkpoint"
+        last = max(last, step)
     every = _save_interval(run_folder)
     # The second save waits until the first one is committed, and step 2 * every is recorded before that.
     if every and last > 2 * every:

@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from launcher.metrics.record import METRICS_FILE, decode
+from launcher.metrics.record import METRICS_FILE, readable_records
 from longctx.checkpoint_manifest import PROVED, read_proof, seal_proof
 from longctx.errors import CheckpointError
 from longctx.files import write_atomically
@@ -49,18 +49,9 @@ def is_proved(folder: Path, manifest_hash: Any) -> bool:
 
 def broken_step_after(run_folder: Path, step: int, before: float = math.inf) -> int | None:
     """The first recorded training step after ``step``, up to ``before``, that was not finite; None where all were."""
-    path = run_folder / METRICS_FILE
-    if not path.is_file():
-        return None
-    with path.open("rb") as file:
-        for line in file:
-            try:
-                record = decode(line)
-            except (ValueError, LookupError, TypeError, AttributeError):
-                # Cut short by a kill.
-                continue
-            if record["kind"] == "train" and step < record["step"] <= before and not _is_finite(record):
-                return record["step"]
+    for record in readable_records(run_folder / METRICS_FILE):
+        if record["kind"] == "train" and step < record["step"] <= before and not _is_finite(record):
+            return record["step"]
     return None
 
 

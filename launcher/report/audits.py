@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from launcher.cluster.suspects import AUDIT_EVENT
-from launcher.metrics.record import DISCARDED_FILE, Record, decode
-from launcher.report.section import Section, Table
+from launcher.metrics.record import DISCARDED_FILE, Record, readable_records
+from launcher.report.html import Section, Table
 from launcher.wording import plural
 
 MAX_FINDINGS = 20
@@ -21,19 +21,10 @@ def audit_events(folder: Path, records: Sequence[Record]) -> list[Record]:
     """The events of a run's wrong numbers, by step: those of steps that it has taken again since, too."""
     found = [record for record in records if record.get("event") == AUDIT_EVENT]
     # Whoever goes on from an earlier checkpoint sets the event aside, and the machine is as suspect as before.
-    path = folder / DISCARDED_FILE
-    if path.is_file():
-        for line in path.read_bytes().splitlines():
-            if f'"{AUDIT_EVENT}"'.encode() not in line:
-                continue
-            try:
-                record = decode(line)
-            except (ValueError, LookupError, TypeError, AttributeError):
-                # Cut short by a kill.
-                continue
-            # A resume that was killed may have set the same line aside twice.
-            if record.get("event") == AUDIT_EVENT and record not in found:
-                found.append(record)
+    for record in readable_records(folder / DISCARDED_FILE, f'"{AUDIT_EVENT}"'):
+        # A resume that was killed may have set the same line aside twice.
+        if record.get("event") == AUDIT_EVENT and record not in found:
+            found.append(record)
     return sorted(found, key=lambda record: (record["step"], record.get("time", "")))
 
 

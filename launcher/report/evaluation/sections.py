@@ -21,7 +21,7 @@ from launcher.report.evaluation.tables import (
     score_rows,
     tasks_with_depth,
 )
-from launcher.report.section import Section, Table
+from launcher.report.html import Section, Table
 from launcher.wording import plural
 
 
