@@ -10,9 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from launcher.checkpoint.names import step_of
+from launcher.checkpoint.names import remove_checkpoint, step_of
 from launcher.checkpoint.proof import is_proved
-from launcher.checkpoint.remove import remove_checkpoint
 from launcher.config.sections import CheckpointSection
 from longctx.checkpoint_format import list_checkpoints
 from longctx.errors import DataError

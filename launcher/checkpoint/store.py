@@ -200,7 +200,7 @@ class Store:
         for name, entry in reader.manifest["files"].items():
             if name in done and there.sizes.get(name) == entry["bytes"]:
                 continue
-            _Watched(folder / name, entry, seen).send(there.place / name)
+            _send_file(folder / name, entry, there.place / name, seen)
             try:
                 there.check(name, entry, seen)
             except CheckpointError as error:
@@ -248,26 +248,25 @@ class Store:
         return StoredCheckpoint(self.place / CHECKPOINTS / f"step_{step:06d}", sizes)
 
 
-class _Watched:
-    """A file of a checkpoint on its way to a store, hashed as it goes: damage must not travel under a right name."""
+def _send_file(path: Path, entry: dict[str, Any], to: ObjectPath, seen: Seen) -> None:
+    """Write a file of a checkpoint to a store, hashed as it goes: damage must not travel under a right name.
 
-    def __init__(self, path: Path, entry: dict[str, Any], seen: Seen) -> None:
-        self._path, self._entry, self._seen = path, entry, seen
-        self._digest, self._size = xxhash.xxh3_128(), 0
+    CheckpointError if it is gone, or not what the manifest lists.
+    """
+    digest, size = xxhash.xxh3_128(), 0
 
-    def send(self, to: ObjectPath) -> None:
-        """Write it there; CheckpointError where it is gone, or not what the manifest lists."""
-        try:
-            upload(self._path, to, each=self._see)
-        except OSError as error:
-            raise CheckpointError(f"{self._path} cannot be read: {error}.") from error
-        if (self._size, self._digest.hexdigest()) != (self._entry["bytes"], self._entry["hash"]):
-            raise CheckpointError(f"{self._path} is damaged: its xxh3-128 is not the manifest's.")
+    def see(block: bytes) -> None:
+        nonlocal size
+        digest.update(block)
+        size += len(block)
+        seen(len(block))
 
-    def _see(self, block: bytes) -> None:
-        self._digest.update(block)
-        self._size += len(block)
-        self._seen(len(block))
+    try:
+        upload(path, to, each=see)
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be read: {error}.") from error
+    if (size, digest.hexdigest()) != (entry["bytes"], entry["hash"]):
+        raise CheckpointError(f"{path} is damaged: its xxh3-128 is not the manifest's.")
 
 
 def store_at(address: str) -> Store:

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from launcher.checkpoint import find_resume
+from launcher.checkpoint.folder import find_resume
 from launcher.checkpoint.health import DAMAGED, WHOLE, staying, summaries
 from launcher.config.load import load_run_config
 from longctx.checkpoint_format import CHECKPOINTS, MANIFEST

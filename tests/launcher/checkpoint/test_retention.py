@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from launcher.checkpoint import remove
+from launcher.checkpoint import names as remove
 from launcher.checkpoint.folder import find_resume, remove_leftovers
 from launcher.checkpoint.proof import Proof, broken_step_after, is_in_range, is_proved, write_proof
 from launcher.checkpoint.retention import Candidate, Retention, prune
