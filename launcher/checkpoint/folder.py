@@ -12,8 +12,7 @@ from typing import Any
 from data_pipeline.stores.urls import is_url
 from launcher.checkpoint.load import check_training
 from launcher.checkpoint.names import leftovers, set_aside, step_of
-from launcher.checkpoint.proof import broken_step_after, is_proved
-from launcher.checkpoint.retention import remove_or_warn
+from launcher.checkpoint.retention import broken_step_after, is_proved, remove_or_warn
 from launcher.checkpoint.store import Store, find_address
 from launcher.config.sections import AUTO, NEWEST
 from launcher.metrics.record import METRICS_FILE, STOP_EVENT, readable_records

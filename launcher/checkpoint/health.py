@@ -13,8 +13,7 @@ from data_pipeline.stores.urls import ObjectPath
 from launcher.checkpoint.folder import checkpoint_section, problems_of
 from launcher.checkpoint.load import check_training
 from launcher.checkpoint.names import step_of
-from launcher.checkpoint.proof import is_proved
-from launcher.checkpoint.retention import Candidate, Retention
+from launcher.checkpoint.retention import Candidate, Retention, is_proved
 from launcher.checkpoint.store import Store, StoredCheckpoint
 from launcher.config.sections import CheckpointSection
 from longctx.checkpoint_format import MANIFEST, CheckpointReader, list_checkpoints

@@ -86,7 +86,6 @@ def leftovers(run: Path, *, is_running: bool) -> list[Leftover]:
 
 
 def _last_written(folder: Path) -> float:
-    """When something in a folder last changed, in seconds since 1970."""
     times = [folder.stat().st_mtime]
     for inner in folder.iterdir():
         # A save that is under way may give it another name, or remove it.

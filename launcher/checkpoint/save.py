@@ -191,7 +191,6 @@ def _write_beside(path: Path, content: bytes) -> WrittenFile:
 
 
 def _manifest(contents: Contents, files: Sequence[WrittenFile]) -> dict[str, Any]:
-    """The contents of ``manifest.json``, its own hash included."""
     manifest: dict[str, Any] = {
         "format": FORMAT,
         "version": VERSION,

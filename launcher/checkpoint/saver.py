@@ -24,8 +24,7 @@ from torch import Tensor
 from launcher.checkpoint.host_copy import Copies, HostCopy
 from launcher.checkpoint.mirror import Mirror
 from launcher.checkpoint.names import folder_of, hidden_folder, make_empty
-from launcher.checkpoint.proof import Proof, is_in_range, write_proof
-from launcher.checkpoint.retention import VALIDATION_LOSS, Retention, prune
+from launcher.checkpoint.retention import VALIDATION_LOSS, Proof, Retention, is_in_range, prune, write_proof
 from launcher.checkpoint.save import (
     Contents,
     WrittenFile,

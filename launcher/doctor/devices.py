@@ -105,7 +105,6 @@ def describe_choice(choice: KernelChoice, request: KernelRequest) -> Finding:
 
 
 def _gpu_summary(gpus: Sequence[Gpu], num_usable: int) -> str:
-    """Number, name, memory, driver and CUDA of the GPUs."""
     cuda = f"CUDA {torch.version.cuda}"
     if not gpus:
         return f"{plural(num_usable, 'GPU')} for PyTorch, {cuda}; nvidia-smi tells nothing"

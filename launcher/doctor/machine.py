@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from launcher.doctor.devices import Gpu, check_devices, check_kernel, check_processor, read_gpus
+from launcher.doctor.devices import check_devices, check_kernel, check_processor, read_gpus
 from launcher.doctor.finding import Finding, Text, worst
 from launcher.doctor.limits import check_compiler, check_locked_memory, check_map_count, check_open_files, check_port
 from launcher.doctor.packages import check_packages, installed_versions, source_hash
@@ -96,20 +96,12 @@ def examine(options: Options) -> Machine:
     ]
     if options.port:
         findings.append(check_port(options.port))
-    facts = _facts(options, packages, gpus, usable, folder)
-    return Machine(facts=facts, findings=[finding for finding in findings if finding is not None])
-
-
-def _facts(
-    options: Options, packages: Mapping[str, str | None], gpus: Sequence[Gpu], usable: Sequence[str], folder: Path
-) -> Facts:
-    probe = None
+    probe, driver = None, None
     if options.probe:
         probe = read_probe(folder, options.probe)
-    driver = None
     if gpus:
         driver = gpus[0].driver
-    return Facts(
+    facts = Facts(
         name=socket.gethostname(),
         python=platform.python_version(),
         executable=sys.executable,
@@ -123,10 +115,10 @@ def _facts(
         # Last, because others compare it with the time at which they hear it.
         time=time.time(),
     )
+    return Machine(facts=facts, findings=[finding for finding in findings if finding is not None])
 
 
 def _usable_gpus() -> list[str]:
-    """Names of the GPUs that PyTorch can use."""
     if not torch.cuda.is_available():
         return []
     return [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]

@@ -59,7 +59,6 @@ class Worker:
             return {"problem": first_line(error)}
 
     def _examine(self, order: dict[str, Any]) -> dict[str, Any]:
-        """Run the checks of this machine."""
         return asdict(examine(Options(**{**order, "folder": Path(order["folder"])})))
 
     def _lead(self, order: dict[str, Any]) -> tuple[str, int]:

@@ -199,7 +199,6 @@ def _silent(tokenizer: Tokenizer, token: int) -> str:
 
 
 def _write_picture(path: Path, found: AttentionMap, caption: str) -> list[Path]:
-    """The picture, and the rows that it was drawn from."""
     picture = path.with_suffix(".svg")
     write_atomically(picture, standalone(map_figure(found, caption, path.name)).encode())
     return [picture, write_csv(path.with_suffix(".csv"), csv_rows(found))]

@@ -58,7 +58,6 @@ def run_above(folder: Path) -> Path | None:
 
 
 def _write_picture(folder: Path, picture: Picture) -> None:
-    """The picture, and beside it what it was drawn from."""
     write_atomically(folder / f"{picture.name}.svg", standalone(picture.svg).encode())
     write_csv(folder / f"{picture.name}.csv", picture.rows)
     for name, rows in picture.more:
@@ -67,7 +66,6 @@ def _write_picture(folder: Path, picture: Picture) -> None:
 
 
 def _page(evaluation: Evaluation, drawn: list[Picture]) -> str:
-    """A page of the evaluation alone."""
     figures = [
         Figure(label=row["task"], value=f"{row['mean']:.3f}", note=f"area, {row['low']:.3f} to {row['high']:.3f}")
         for row in area_rows(evaluation)[-1:]

@@ -141,7 +141,6 @@ def loss_figure(
 
 
 def _token_axis(axes: Axes, train: Sequence[Any]) -> None:
-    """A second axis above that counts tokens, where they were logged."""
     tokens = Series.of(train, "tokens")
     if len(tokens.steps) < 2 or not tokens.drawable:
         return

@@ -71,7 +71,6 @@ def key_figures(run: Run) -> list[Figure]:
 
 
 def _loss_figures(run: Run) -> list[Figure]:
-    """How well the model predicts."""
     found = []
     if run.train:
         losses = [record["loss"] for record in run.train[-_RECENT_STEPS:]]

@@ -68,7 +68,6 @@ def sections(run: Run) -> list[Section]:
 
 
 def _loss_section(run: Run) -> Section:
-    """Loss over the steps, or why there is none."""
     if not run.train and not run.validations:
         return Section(title="Loss", caption="No step has been logged yet.")
     caption = "The run has not been validated yet: there is nothing to compare the training loss with."
@@ -123,7 +122,6 @@ def spread(records: Sequence[Record], most: int) -> list[Record]:
 
 
 def _position_section(run: Run) -> Section:
-    """Loss by position in the document: how far the context helps."""
     title = "Loss by position"
     measured = [record for record in run.validations if record.get("loss_by_position")]
     if not run.validations:
@@ -142,7 +140,6 @@ def _position_section(run: Run) -> Section:
 
 
 def _speed_section(run: Run) -> Section:
-    """Speed and memory over the steps."""
     title = "Speed and memory"
     if not known(run.train, "tokens_per_second"):
         return Section(title=title, caption="No step has been timed yet.")

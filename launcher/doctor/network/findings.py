@@ -70,7 +70,6 @@ def survey_to_json(survey: Survey) -> dict[str, Any]:
 
 
 def _nccl_problem(survey: Survey) -> list[Finding]:
-    """A failure if NCCL did not start between GPUs."""
     if not survey.nccl_problem:
         return []
     advice = "See the other findings first; then NCCL_DEBUG=INFO in .deepspeed_env says more"
@@ -233,12 +232,10 @@ def nccl_of(survey: Survey, name: str) -> NcclNetwork:
 
 
 def _num_machines(survey: Survey) -> int:
-    """How many machines the hosts are."""
     return len({network.machine for network in survey.networks.values()})
 
 
 def _source(networks: Mapping[str, NcclNetwork]) -> str:
-    """How it is known."""
     asked = [name for name, network in networks.items() if network.was_asked]
     if not asked:
         return "by its rules: without a GPU it was not asked"
@@ -248,7 +245,6 @@ def _source(networks: Mapping[str, NcclNetwork]) -> str:
 
 
 def _nccl_advice(survey: Survey, networks: Mapping[str, NcclNetwork]) -> str:
-    """What to do about NCCL's choice; "" where there is nothing."""
     if none := [name for name, network in networks.items() if not network.transport]:
         return f"NCCL finds no network on {names_of(none)}: look at NCCL_SOCKET_IFNAME, NCCL_IB_HCA and NCCL_NET there"
     transports = {network.transport for network in networks.values()}
@@ -289,7 +285,6 @@ def _described(network: HostNetwork) -> str:
 
 
 def _mtu_advice(networks: Mapping[str, HostNetwork]) -> str:
-    """What to do where the MTUs of gloo's interfaces differ."""
     sizes = {interface.mtu for network in networks.values() if (interface := _of_gloo(network)) is not None}
     if len(sizes) < 2:
         return ""

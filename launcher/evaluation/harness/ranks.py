@@ -121,7 +121,6 @@ class Worker:
         return options
 
     def _text(self, ids: list[int], generation: Generation) -> str:
-        """The text of new tokens, to the first stop string."""
         # By itself, as lm-eval decodes it: some tokenizers drop the space before whatever they decode first.
         text = self._decode(ids)
         ends = [at for at in map(text.find, generation.until) if at >= 0]

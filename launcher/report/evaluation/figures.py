@@ -108,7 +108,7 @@ def length_figure(rows: Rows, areas: Rows, caption: str, name: str) -> str:
         own = [row for row in rows if row["task"] == task]
         lengths, means = [row["length"] for row in own], [row["mean"] for row in own]
         colour = _COLOURS[number % len(_COLOURS)]
-        label = f"{task}, area {_with_interval(named[task])}"
+        label = f"{task}, area {with_interval(named[task])}"
         style = ("-", "--", ":")[number // len(_COLOURS) % 3]
         axes.plot(lengths, means, f"o{style}", color=colour, markersize=3.5, label=label)
         if len(tasks) <= _MOST_BANDS:
@@ -120,7 +120,7 @@ def length_figure(rows: Rows, areas: Rows, caption: str, name: str) -> str:
     axes.set_ylim(-0.02, 1.02)
     axes.set_ylabel("score")
     _length_axis(axes, [row["length"] for row in rows], "length (tokens, log scale)")
-    axes.set_title(f"All tasks: area {_with_interval(named['all tasks'])}")
+    axes.set_title(f"All tasks: area {with_interval(named['all tasks'])}")
     figure.legend(loc="outside right upper", fontsize=7.5, handlelength=3.2)
     write_caption(figure, caption)
     return to_svg(figure, name)
@@ -191,5 +191,6 @@ def write_caption(figure: Figure, caption: str) -> None:
     figure.supxlabel(caption, fontsize=7.5, color=GREY, parse_math=False)
 
 
-def _with_interval(row: dict[str, Any]) -> str:
+def with_interval(row: dict[str, Any]) -> str:
+    """Return a score and its interval of 95 %."""
     return f"{row['mean']:.3f} ({row['low']:.3f} to {row['high']:.3f})"

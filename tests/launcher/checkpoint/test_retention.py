@@ -14,8 +14,16 @@ from hypothesis import strategies as st
 
 from launcher.checkpoint import names as remove
 from launcher.checkpoint.folder import find_resume, remove_leftovers
-from launcher.checkpoint.proof import Proof, broken_step_after, is_in_range, is_proved, write_proof
-from launcher.checkpoint.retention import Candidate, Retention, prune
+from launcher.checkpoint.retention import (
+    Candidate,
+    Proof,
+    Retention,
+    broken_step_after,
+    is_in_range,
+    is_proved,
+    prune,
+    write_proof,
+)
 from launcher.config.check import check_run
 from launcher.metrics.record import METRICS_FILE, encode
 from longctx.checkpoint_format import CHECKPOINTS, MANIFEST, PROVED, CheckpointReader, list_checkpoints
