@@ -53,10 +53,10 @@ class NoAnswer:
 
 def ask(host: str, options: Options, *, timeout: float = ANSWER_SECONDS) -> Answer | NoAnswer:
     """Examine ``host`` over ssh, with this machine's Python and in this folder. ClusterError for no name of a host."""
-    check_host_name(host)
+    command = ssh_command(host, line_there(WORKER))
     started = time.monotonic()
     try:
-        session = Session(host, ssh_command(host, line_there(WORKER)))
+        session = Session(host, command)
     except ClusterError as error:
         return NoAnswer(why=str(error), advice="apt-get install openssh-client pdsh")
     order = {**asdict(options), "folder": os.fspath(options.folder.absolute())}
@@ -105,8 +105,9 @@ def _advice_on_ssh(said: str) -> str:
 def ssh_command(host: str, command: str) -> list[str]:
     """The words that start ``command`` in a shell of ``host``, without ever asking for a password.
 
-    The variable by which pdsh is given options of ssh counts here too.
+    The variable by which pdsh is given options of ssh counts here too. ClusterError for no name of a host.
     """
+    check_host_name(host)
     more = shlex.split(os.environ.get("PDSH_SSH_ARGS_APPEND", ""))
     return ["ssh", "-o", "BatchMode=yes", "-o", f"ConnectTimeout={CONNECT_SECONDS}", *more, "--", host, command]
 

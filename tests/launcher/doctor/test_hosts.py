@@ -29,10 +29,6 @@ def trouble(answer: Answer | NoAnswer, num_slots: int = 8, **here: Any) -> list[
     return [(finding.check, finding.verdict) for finding in found if finding.verdict != "ok"]
 
 
-def test_an_equal_host_is_well():
-    assert trouble(answered()) == []
-
-
 @pytest.mark.parametrize(
     ("facts", "expected"),
     [
@@ -58,20 +54,16 @@ def test_each_difference_is_found(facts, expected):
     assert trouble(answered(**facts)) == [expected]
 
 
-def test_without_gpus_slots_are_processes():
+def test_what_is_no_difference():
+    assert trouble(answered()) == []
+    # Without GPUs slots are processes. A machine that only starts the run has no driver.
     assert trouble(answered(gpus=[]), num_slots=3, gpus=[]) == []
-
-
-def test_a_machine_that_only_starts_the_run_has_no_driver():
     assert trouble(answered(), driver=None, gpus=[]) == []
 
 
-def test_what_a_host_found_of_itself_is_told():
+def test_what_a_host_found_of_itself_is_told_and_no_answer_is_all_there_is():
     taken = Finding(check="master port", verdict="fail", value="taken", advice="wait")
     assert trouble(answered(taken)) == [("master port", "fail")]
-
-
-def test_no_answer_is_the_only_finding():
     assert trouble(NoAnswer(why="ssh failed", advice="keys")) == [("ssh", "fail")]
 
 

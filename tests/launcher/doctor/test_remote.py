@@ -30,11 +30,9 @@ def refusal(folder: Path, monkeypatch: pytest.MonkeyPatch, script: str, timeout:
 
 
 @pytest.mark.parametrize("host", ["-oProxyCommand=touch x", "a;b", "a b", "$(id)", "", "a\n", "user@host", "-l"])
-def test_a_name_that_is_none_reaches_no_ssh(tmp_path, monkeypatch, host):
-    arguments = put_ssh(tmp_path, monkeypatch, "exit 0")
+def test_a_name_that_is_none_reaches_no_ssh(host):
     with pytest.raises(ClusterError, match="not the name of a host"):
-        ask(host, OPTIONS)
-    assert not arguments.exists()
+        ssh_command(host, "true")
 
 
 def test_ssh_asks_for_nothing_and_reads_the_name_as_a_name(monkeypatch):
@@ -99,9 +97,6 @@ class TestNoAnswer:
         assert "no answer within" in answer.why
         assert time.monotonic() - started < 20
 
-    def test_success_without_a_word(self, tmp_path, monkeypatch):
-        assert refusal(tmp_path, monkeypatch, "exit 0").why == "it ended: exit code 0"
-
     def test_another_version(self, tmp_path, monkeypatch):
         answer = refusal(tmp_path, monkeypatch, answering(tmp_path / "answer", python=3.12))
         assert answer.why.startswith("an answer that is none: facts.python: ")
@@ -146,7 +141,6 @@ class TestVariables:
     @pytest.mark.parametrize(
         ("value", "expected"),
         [
-            ("1", "1"),
             ("/venv/bin:$PATH", "/venv/bin:/usr/bin:/bin"),
             ("/venv/bin:${PATH}", "/venv/bin:/usr/bin:/bin"),
             ("a b; touch pwned", "a b; touch pwned"),
