@@ -92,7 +92,7 @@ def full_page(tmp_path_factory: pytest.TempPathFactory) -> str:
     return page_of(folder)
 
 
-def test_the_page_has_every_part(full_page: str) -> None:
+def test_the_page_has_every_part_and_tells_of_resumes_and_discarded_rows(full_page: str) -> None:
     titles = re.findall(r"<h2>(.*?)</h2>", full_page)
     assert titles == [
         "Loss",
@@ -105,6 +105,9 @@ def test_the_page_has_every_part(full_page: str) -> None:
     ]
     assert full_page.count("<svg") == 6
     assert "finished: 20 steps" in full_page
+    assert "Resumed at step 10;" in full_page
+    assert "2 rows of steps that were run again" in full_page
+    assert ">resumed</text>" in section_of(full_page, "Loss")
 
 
 def test_key_figures(full_page: str) -> None:
@@ -120,12 +123,6 @@ def test_key_figures(full_page: str) -> None:
         "Wall time": "20 s",
     }
     assert "of it 10 s in steps" in full_page
-
-
-def test_remarks_tell_of_resumes_and_discarded_rows(full_page: str) -> None:
-    assert "Resumed at step 10;" in full_page
-    assert "2 rows of steps that were run again" in full_page
-    assert ">resumed</text>" in section_of(full_page, "Loss")
 
 
 def test_the_page_needs_nothing_but_itself(full_page: str) -> None:
@@ -171,7 +168,10 @@ def test_a_run_of_an_earlier_release_is_still_shown() -> None:
 
 
 def test_a_run_before_its_first_step(tmp_path: Path) -> None:
-    page = page_of(make_run(tmp_path / "run", []))
+    folder = make_run(tmp_path / "run", [])
+    # Cut short by a kill.
+    (folder / "metrics.jsonl").write_text('{"kind": "tr')
+    page = page_of(folder)
     assert "no step yet" in page
     assert "<svg" not in page
     assert section_of(page, "Loss").count("No step has been logged yet.") == 1
@@ -182,13 +182,6 @@ def test_a_loss_that_is_not_finite_is_said_and_drawn(tmp_path: Path) -> None:
     page = page_of(make_run(tmp_path / "run", [*records, validation(4, loss=math.nan)]))
     assert "The loss was not finite in 2 steps, first at step 3." in page
     assert ">not finite</text>" in section_of(page, "Loss")
-
-
-def test_a_torn_last_line_does_not_stop_the_report(tmp_path: Path) -> None:
-    folder = make_run(tmp_path / "run", [dense(1)])
-    with (folder / "metrics.jsonl").open("a") as file:
-        file.write('{"kind": "tr')
-    assert "at step 1 of 20" in page_of(folder)
 
 
 def test_a_failed_report_leaves_the_older_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

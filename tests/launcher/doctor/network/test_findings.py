@@ -101,9 +101,6 @@ class TestNccl:
         assert troubles(survey) == [("NCCL network", "warn")]
         assert advice in only(survey, "NCCL network").advice
 
-    def test_infiniband_everywhere_is_well(self):
-        assert troubles(survey_of(network(1, **self.gpus()), network(2, **self.gpus()))) == []
-
     @pytest.mark.parametrize("name", ["lo", "docker0"])
     def test_interfaces_that_lead_nowhere(self, name):
         bad = NcclNetwork(transport="Socket", devices=(name,), meets_at=name)
@@ -111,12 +108,11 @@ class TestNccl:
         assert troubles(survey) == [("NCCL network", "warn")]
         assert "NCCL_SOCKET_IFNAME=eth0" in only(survey, "NCCL network").advice
 
-    def test_no_network_at_all(self):
+    def test_no_network_at_all_is_nobody_s_trouble_without_gpus(self):
         survey = survey_of(network(1, num_gpus=1, nccl=NONE), network(2, num_gpus=1))
         assert troubles(survey) == [("NCCL network", "fail")]
-
-    def test_without_gpus_it_is_nobody_s_trouble(self):
         assert troubles(survey_of(network(1, nccl=NONE), network(2))) == []
+        assert troubles(survey_of(network(1, **self.gpus()), network(2, **self.gpus()))) == []
 
     def test_nccl_that_does_not_start(self):
         survey = survey_of(network(1), network(2), nccl_problem="a: NCCL hangs")
