@@ -26,6 +26,7 @@ log = logging.getLogger(__name__)
 CONFIG_FILE = "config.toml"
 """Of a run folder."""
 _RESUME_EVENT = "resume"
+_START_ANEW = "start anew: --run.resume no and another --run.output_dir."
 _MOST_REASONS = 4
 """Checkpoints whose damage one message tells; a screen has room for no more."""
 _MOST_LETTERS = 240
@@ -60,32 +61,23 @@ def find_resume(run_folder: Path, resume: str, store: Store | None = None) -> Pa
         return None
     if not steps:
         raise CheckpointError(_none_found(run_folder, resume, store))
-    # "latest" trusts the files: loading checks their hashes anyway, and then says which one is damaged.
-    if resume == "latest":
-        reasons: list[str] = []
-        for step in steps:
-            path = known.get(step) or _brought(run_folder, step, store, reasons)
-            if path is not None:
-                return path
-        raise CheckpointError(_none_good(run_folder, resume, store, reasons))
-    return _newest_good(run_folder, resume, known, store if there else None, steps=steps)
+    return _newest(run_folder, resume, known, store if there else None, steps=steps)
 
 
-def _newest_good(
-    run_folder: Path, resume: str, known: Mapping[int, Path], store: Store | None, *, steps: list[int]
-) -> Path:
+def _newest(run_folder: Path, resume: str, known: Mapping[int, Path], store: Store | None, *, steps: list[int]) -> Path:
     """The newest of these whose files are whole, unless training broke right after it and nothing proves it.
 
     Those that are not ``known`` here, or damaged, are looked for in the ``store``. CheckpointError, with why, where
     none is whole.
     """
-    newest_whole = None
+    # "latest" trusts the files: loading checks their hashes anyway, and then says which one is damaged.
+    is_checked, newest_whole = resume != "latest", None
     reasons: list[str] = []
     before = math.inf
     for step in steps:
         next_step, before = before, step
         path = known.get(step)
-        if path is not None and (problems := problems_of(path)):
+        if is_checked and path is not None and (problems := problems_of(path)):
             reason = _on_one_line(problems).removeprefix(f"{path}/").removeprefix(f"{path}: ")
             log.warning("%s is passed over: %s", path, reason)
             reasons.append(f"{path.name}: {reason}")
@@ -93,7 +85,7 @@ def _newest_good(
         path = path or _brought(run_folder, step, store, reasons)
         if path is None:
             continue
-        if is_proved(path, CheckpointReader(path).manifest["hash"]):
+        if not is_checked or is_proved(path, CheckpointReader(path).manifest["hash"]):
             return path
         broken = broken_step_after(run_folder, step, next_step)
         if broken is None:
@@ -197,10 +189,7 @@ def _none_good(run_folder: Path, resume: str, store: Store | None, reasons: list
         lines.append(f"  and {len(reasons) - _MOST_REASONS} older ones.")
     if store is not None:
         lines.append(f"{store} has none that is whole either.")
-    lines.append(
-        "Nothing was changed. Put a whole copy of one there, or start anew: --run.resume no and another "
-        "--run.output_dir."
-    )
+    lines.append(f"Nothing was changed. Put a whole copy of one there, or {_START_ANEW}")
     return "\n".join(lines)
 
 
@@ -210,7 +199,7 @@ def _none_found(run_folder: Path, resume: str, store: Store | None) -> str:
         neither = f" Nor does {store}."
     return (
         f"run.resume={resume!r}, but {run_folder / CHECKPOINTS} holds no committed checkpoint.{neither}\n"
-        "Name a checkpoint folder, or start anew: --run.resume no and another --run.output_dir."
+        f"Name a checkpoint folder, or {_START_ANEW}"
     )
 
 
@@ -218,9 +207,7 @@ def _offer(run_folder: Path) -> str:
     """The checkpoints that a user can name instead."""
     known = [p.name for p in list_checkpoints(run_folder)]
     if not known:
-        return (
-            f"{run_folder / CHECKPOINTS} holds none either; start anew: --run.resume no and another --run.output_dir."
-        )
+        return f"{run_folder / CHECKPOINTS} holds none either; {_START_ANEW}"
     return f"Checkpoints of this run: {', '.join(known)}, or --run.resume latest."
 
 
@@ -234,7 +221,7 @@ def check_never_saved(run_folder: Path) -> None:
         raise CheckpointError(
             f"run.resume='auto', and {run_folder / CHECKPOINTS} holds no committed checkpoint, but the run has had "
             f"one: {lost}.\nIt does not begin anew by itself, and nothing was changed. Put the checkpoints back (is "
-            "the disk mounted?), or start anew: --run.resume no and another --run.output_dir."
+            f"the disk mounted?), or {_START_ANEW}"
         )
 
 

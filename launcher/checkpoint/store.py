@@ -104,19 +104,10 @@ class StoredCheckpoint:
         known = {MANIFEST, PROVED, *manifest["files"]}
         return problems + [f"{name} is not in the manifest: remove it" for name in sorted(self.sizes.keys() - known)]
 
-    def check(self, name: str, entry: dict[str, Any], seen: Seen = nobody) -> None:
-        """Read an object back; CheckpointError unless it is what the manifest lists."""
-        self._stream(name, entry, lambda block: seen(len(block)))
-
     def receive(self, name: str, entry: dict[str, Any], to: Path, seen: Seen = nobody) -> None:
         """Write an object's bytes into a file; CheckpointError unless they are those that the manifest lists."""
         with to.open("wb") as file:
-
-            def take(block: bytes) -> None:
-                file.write(block)
-                seen(len(block))
-
-            self._stream(name, entry, take)
+            self.check(name, entry, seen, file.write)
         sync_path(to)
 
     def discard(self) -> None:
@@ -137,8 +128,14 @@ class StoredCheckpoint:
         except FileNotFoundError as error:
             raise CheckpointError(f"{self.place / name} is missing.") from error
 
-    def _stream(self, name: str, entry: dict[str, Any], take: Callable[[bytes], Any]) -> None:
-        """Hand an object's bytes to ``take``; CheckpointError unless they are those of the manifest's entry."""
+    def check(
+        self,
+        name: str,
+        entry: dict[str, Any],
+        seen: Seen = nobody,
+        take: Callable[[bytes], Any] = lambda block: None,
+    ) -> None:
+        """Read an object and hand its bytes to ``take``; CheckpointError unless they are what the manifest lists."""
         place, digest, size = self.place / name, xxhash.xxh3_128(), 0
         try:
             with open_object(place) as content:
@@ -149,6 +146,7 @@ class StoredCheckpoint:
                         break
                     digest.update(block)
                     take(block)
+                    seen(len(block))
         except FileNotFoundError as error:
             raise CheckpointError(f"{place} is missing.") from error
         if (size, digest.hexdigest()) != (entry["bytes"], entry["hash"]):

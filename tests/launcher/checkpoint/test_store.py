@@ -101,13 +101,18 @@ def test_what_is_sent_is_fetched_again(objects: Objects, run: Path, tmp_path: Pa
     fetched = store.fetch(7, tmp_path / "other")
     assert fetched == folder_of(tmp_path / "other", 7)
     assert content(fetched) == content(folder)
-    # Nothing is sent twice; another history of a step takes its place.
+    # Nothing is sent twice.
     objects.requests.clear()
     store.send(folder)
     assert not any(request.startswith("PUT") for request in objects.requests)
-    shutil.rmtree(folder)
+
+
+def test_another_history_of_a_step_takes_its_place(objects: Objects, run: Path):
+    store = store_at(ADDRESS)
+    store.send(save(run, 7, loss=3.0))
+    shutil.rmtree(folder_of(run, 7))
     store.send(save(run, 7, loss=2.0))
-    assert there(objects, 7) == content(folder)
+    assert there(objects, 7) == content(folder_of(run, 7))
 
 
 @pytest.mark.parametrize("what", ["flipped", "cut short", "gone"])
