@@ -6,14 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from launcher.doctor.network.interfaces import (
-    Interface,
-    gloo_choice,
-    is_loopback,
-    is_virtual,
-    read_adapters,
-    read_interfaces,
-)
+from launcher.doctor.network.interfaces import Interface, gloo_choice, read_adapters, read_interfaces
 from longctx.errors import ClusterError
 
 LO = Interface(name="lo", addresses=("127.0.0.1", "::1"))
@@ -64,18 +57,3 @@ def test_an_interface_that_is_not_there():
         gloo_choice("127.0.0.1", [LO, ETH], {"GLOO_SOCKET_IFNAME": "ib0"})
     with pytest.raises(ClusterError, match="no interface leads to"):
         gloo_choice("127.0.0.1", [ETH], {})
-
-
-@pytest.mark.parametrize(
-    ("name", "loopback", "virtual"),
-    [
-        ("lo", True, False),
-        ("local1", False, False),
-        ("eth0", False, False),
-        ("br0", False, False),
-        ("br-1a2b", False, True),
-        ("docker0", False, True),
-    ],
-)
-def test_interfaces_that_lead_nowhere(name, loopback, virtual):
-    assert (is_loopback(name), is_virtual(name)) == (loopback, virtual)

@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from launcher.doctor.network import nccl
 from launcher.doctor.network.interfaces import Adapter, Interface
-from launcher.doctor.network.nccl import call_nccl, name_filter, parse_log, would_take
+from launcher.doctor.network.nccl import call_nccl, parse_log, would_take
 from tests.helpers import run_distributed
 
 # The forms of lines are those of logs that users of NCCL 2.4 to 2.26 have shown in its issues; names are made up.
@@ -143,11 +143,6 @@ def test_adapters_that_are_left_out(environment):
 def test_no_network():
     assert would_take([], [], {}).describe() == "no network"
     assert would_take(ALL, [], {"NCCL_NET": "IB"}).transport == ""
-
-
-def test_the_notation_of_names():
-    assert [name for name in ("eth0", "eth10", "ib0") if name_filter("eth1,ib")(name)] == ["eth10", "ib0"]
-    assert not name_filter("=eth1")("eth10")
 
 
 def speaking(*args, **options) -> None:
