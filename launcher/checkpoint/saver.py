@@ -16,6 +16,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import closing, suppress
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -102,7 +103,8 @@ class Saver:
         """``copies`` lets training go on meanwhile, where the machine has memory for the copies of its ``ranks_here``.
         Rank 0's ``mirror`` sends what is committed to a store. ``records`` are on the disk before a checkpoint is."""
         self._folder, self._engine, self._records = run_folder, engine, records
-        self._model, self._tokenizer_files = model, tokenizer_files
+        same = {"model": model, "shapes": engine.shapes, "dtype": engine.dtype, "tokenizer_files": tokenizer_files}
+        self._contents = partial(Contents, **same)
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="saver", initializer=_let_training_go_first)
         self._copies = Copies(engine, self._thread, wanted=copies, ranks_here=ranks_here)
         self.kept = Kept(run_folder, retention, self._thread, mirror)
@@ -132,15 +134,7 @@ class Saver:
             work = _write(hidden_folder(target), pieces, (one.values for one in ranges), sums, copy, self._thread)
         # Of the copy alone: the rest is not waited for.
         copy_seconds = None if copy is None else time.perf_counter() - began
-        contents = Contents(
-            step=step,
-            model=self._model,
-            shapes=self._engine.shapes,
-            dtype=self._engine.dtype,
-            training=training,
-            tokenizer_files=self._tokenizer_files,
-        )
-        self._save = _Save(target, contents, loss, copy_seconds, work, began=began)
+        self._save = _Save(target, self._contents(step=step, training=training), loss, copy_seconds, work, began=began)
         # The weights that are saved have been validated.
         if training.get(VALIDATION_LOSS) is not None:
             self._save.see(Proof("validation", step, training[VALIDATION_LOSS]))
