@@ -38,8 +38,7 @@ from benchmarks.ranks import return_freed_memory, run_ranks
 from benchmarks.start import make_shards
 from benchmarks.start_memory import PeakMemory, load_config
 from launcher.checkpoint.names import folder_of, hidden_folder, make_empty
-from launcher.checkpoint.pieces import write_pieces
-from launcher.checkpoint.save import Contents, WrittenFile, commit, piece_key
+from launcher.checkpoint.save import Contents, WrittenFile, commit, piece_key, write_pieces
 from longctx.checkpoint_format import ROLES, CheckpointReader
 from longctx.config import ModelConfig
 from longctx.files import sync_path

@@ -172,15 +172,15 @@ def start(data: Path, output: Path, settings: dict[str, Any], origin: dict[str, 
 
 def save(data: Path, output: Path, settings: dict[str, Any]) -> None:
     """Write a checkpoint with moments, of a run that has taken no step."""
-    from launcher.checkpoint.saver import save_checkpoint
+    from launcher.checkpoint.saver import Saver
     from launcher.training.setup import build_run
 
     logging.disable(logging.CRITICAL)
     with contextlib.redirect_stdout(io.StringIO()):
         run = build_run(load_config(data, output, settings), torch.device("cpu"))
-        save_checkpoint(
-            output, run.engine, step=0, model=run.model, training={"step": 0}, tokenizer_files=run.tokenizer_files
-        )
+        output.mkdir(parents=True, exist_ok=True)
+        saver = Saver(output, run.engine, model=run.model, tokenizer_files=run.tokenizer_files)
+        saver.save(step=0, training={"step": 0}, wait=True)
 
 
 def origin_of(case: Case, data: Path, folder: Path) -> dict[str, Any]:

@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import logging
 import math
+import tomllib
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from data_pipeline.stores.urls import is_url
-from launcher.checkpoint.first_start import check_never_saved
 from launcher.checkpoint.load import check_training
-from launcher.checkpoint.names import set_aside, step_of
-from launcher.checkpoint.proof import broken_step_after, is_proved
-from launcher.checkpoint.remove import leftovers
-from launcher.checkpoint.retention import remove_or_warn
+from launcher.checkpoint.names import leftovers, set_aside, step_of
+from launcher.checkpoint.retention import broken_step_after, is_proved, remove_or_warn
 from launcher.checkpoint.store import Store, find_address
 from launcher.config.sections import AUTO, NEWEST
+from launcher.metrics.record import METRICS_FILE, STOP_EVENT, readable_records
 from longctx.checkpoint_format import CHECKPOINTS, MANIFEST, CheckpointReader, list_checkpoints
 from longctx.checkpoint_manifest import refuse_deepspeed
 from longctx.conversion.checks import check_tensors
@@ -23,6 +23,10 @@ from longctx.errors import CheckpointError, DataError, LongCtxError
 
 log = logging.getLogger(__name__)
 
+CONFIG_FILE = "config.toml"
+"""Of a run folder."""
+_RESUME_EVENT = "resume"
+_START_ANEW = "start anew: --run.resume no and another --run.output_dir."
 _MOST_REASONS = 4
 """Checkpoints whose damage one message tells; a screen has room for no more."""
 _MOST_LETTERS = 240
@@ -57,32 +61,23 @@ def find_resume(run_folder: Path, resume: str, store: Store | None = None) -> Pa
         return None
     if not steps:
         raise CheckpointError(_none_found(run_folder, resume, store))
-    # "latest" trusts the files: loading checks their hashes anyway, and then says which one is damaged.
-    if resume == "latest":
-        reasons: list[str] = []
-        for step in steps:
-            path = known.get(step) or _brought(run_folder, step, store, reasons)
-            if path is not None:
-                return path
-        raise CheckpointError(_none_good(run_folder, resume, store, reasons))
-    return _newest_good(run_folder, resume, known, store if there else None, steps=steps)
+    return _newest(run_folder, resume, known, store if there else None, steps=steps)
 
 
-def _newest_good(
-    run_folder: Path, resume: str, known: Mapping[int, Path], store: Store | None, *, steps: list[int]
-) -> Path:
+def _newest(run_folder: Path, resume: str, known: Mapping[int, Path], store: Store | None, *, steps: list[int]) -> Path:
     """The newest of these whose files are whole, unless training broke right after it and nothing proves it.
 
     Those that are not ``known`` here, or damaged, are looked for in the ``store``. CheckpointError, with why, where
     none is whole.
     """
-    newest_whole = None
+    # "latest" trusts the files: loading checks their hashes anyway, and then says which one is damaged.
+    is_checked, newest_whole = resume != "latest", None
     reasons: list[str] = []
     before = math.inf
     for step in steps:
         next_step, before = before, step
         path = known.get(step)
-        if path is not None and (problems := problems_of(path)):
+        if is_checked and path is not None and (problems := problems_of(path)):
             reason = _on_one_line(problems).removeprefix(f"{path}/").removeprefix(f"{path}: ")
             log.warning("%s is passed over: %s", path, reason)
             reasons.append(f"{path.name}: {reason}")
@@ -90,7 +85,7 @@ def _newest_good(
         path = path or _brought(run_folder, step, store, reasons)
         if path is None:
             continue
-        if is_proved(path, CheckpointReader(path).manifest["hash"]):
+        if not is_checked or is_proved(path, CheckpointReader(path).manifest["hash"]):
             return path
         broken = broken_step_after(run_folder, step, next_step)
         if broken is None:
@@ -194,10 +189,7 @@ def _none_good(run_folder: Path, resume: str, store: Store | None, reasons: list
         lines.append(f"  and {len(reasons) - _MOST_REASONS} older ones.")
     if store is not None:
         lines.append(f"{store} has none that is whole either.")
-    lines.append(
-        "Nothing was changed. Put a whole copy of one there, or start anew: --run.resume no and another "
-        "--run.output_dir."
-    )
+    lines.append(f"Nothing was changed. Put a whole copy of one there, or {_START_ANEW}")
     return "\n".join(lines)
 
 
@@ -207,7 +199,7 @@ def _none_found(run_folder: Path, resume: str, store: Store | None) -> str:
         neither = f" Nor does {store}."
     return (
         f"run.resume={resume!r}, but {run_folder / CHECKPOINTS} holds no committed checkpoint.{neither}\n"
-        "Name a checkpoint folder, or start anew: --run.resume no and another --run.output_dir."
+        f"Name a checkpoint folder, or {_START_ANEW}"
     )
 
 
@@ -215,7 +207,61 @@ def _offer(run_folder: Path) -> str:
     """The checkpoints that a user can name instead."""
     known = [p.name for p in list_checkpoints(run_folder)]
     if not known:
-        return (
-            f"{run_folder / CHECKPOINTS} holds none either; start anew: --run.resume no and another --run.output_dir."
-        )
+        return f"{run_folder / CHECKPOINTS} holds none either; {_START_ANEW}"
     return f"Checkpoints of this run: {', '.join(known)}, or --run.resume latest."
+
+
+# Whether a run without a checkpoint may begin: one that has saved before has lost something, and must not.
+
+
+def check_never_saved(run_folder: Path) -> None:
+    """CheckpointError where a run whose folder has no committed checkpoint once had one."""
+    lost = _remains(run_folder) or _recorded(run_folder)
+    if lost:
+        raise CheckpointError(
+            f"run.resume='auto', and {run_folder / CHECKPOINTS} holds no committed checkpoint, but the run has had "
+            f"one: {lost}.\nIt does not begin anew by itself, and nothing was changed. Put the checkpoints back (is "
+            f"the disk mounted?), or {_START_ANEW}"
+        )
+
+
+def _remains(run_folder: Path) -> str:
+    """What is left of a checkpoint; empty where nothing is."""
+    # Saves that were killed begin with a dot. A folder of this name is renamed to it once it is whole.
+    for path in sorted((run_folder / CHECKPOINTS).glob("step_*")):
+        if path.name.endswith(".discarded"):
+            return f"{path.name} is there, which an earlier start has set aside"
+        return f"{path.name} is there, without its {MANIFEST}"
+    return ""
+
+
+def _recorded(run_folder: Path) -> str:
+    """What the metrics say of an earlier checkpoint; empty where they speak of none."""
+    last = 0
+    for record in readable_records(run_folder / METRICS_FILE):
+        step, event = record["step"], record.get("event")
+        if event in (_RESUME_EVENT, STOP_EVENT):
+            return f"{METRICS_FILE} has a {event} at step {step}, which needs a checkpoint"
+        last = max(last, step)
+    every = _save_interval(run_folder)
+    # The second save waits until the first one is committed, and step 2 * every is recorded before that.
+    if every and last > 2 * every:
+        return f"{METRICS_FILE} reaches step {last}, with checkpoint.every_steps={every}"
+    return ""
+
+
+def _save_interval(run_folder: Path) -> int:
+    """The ``checkpoint.every_steps`` of the start before; 0 where nothing says it."""
+    section = checkpoint_section(run_folder)
+    every = section.get("every_steps", 0) if isinstance(section, dict) else 0
+    if type(every) is not int:
+        return 0
+    return every
+
+
+def checkpoint_section(run_folder: Path) -> Any:
+    """Return what a run's ``config.toml`` has as its section ``checkpoint``; None if it cannot be read."""
+    try:
+        return tomllib.loads((run_folder / CONFIG_FILE).read_text()).get("checkpoint", {})
+    except (OSError, ValueError):
+        return None

@@ -3,25 +3,23 @@
 from __future__ import annotations
 
 import time
-import tomllib
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from data_pipeline.stores.client import written_at
 from data_pipeline.stores.urls import ObjectPath
-from launcher.checkpoint.folder import problems_of
+from launcher.checkpoint.folder import checkpoint_section, problems_of
 from launcher.checkpoint.load import check_training
-from launcher.checkpoint.proof import is_proved
-from launcher.checkpoint.retention import Candidate, Retention
+from launcher.checkpoint.names import step_of
+from launcher.checkpoint.retention import Candidate, Retention, is_proved
 from launcher.checkpoint.store import Store, StoredCheckpoint
 from launcher.config.sections import CheckpointSection
 from longctx.checkpoint_format import MANIFEST, CheckpointReader, list_checkpoints
 from longctx.conversion.checks import check_model, check_tensors
 from longctx.errors import CheckpointError, LongCtxError
 
-CONFIG_FILE = "config.toml"
-"""Of a run folder."""
 PROVED, WHOLE, DAMAGED = "proved", "whole", "damaged"
 
 
@@ -80,26 +78,12 @@ def _stored_summary(step: int, stored: StoredCheckpoint, *, check: bool) -> Summ
     problems = [f"{name} is missing, or of another size" for name in listed if stored.sizes.get(name) != listed[name]]
     if check and not problems:
         problems = stored.verify()
-    health = WHOLE
-    if problems:
-        health = DAMAGED
-    elif stored.candidate(step).is_proved:
-        health = PROVED
-    return Summary(
-        step=step,
-        folder=stored.place,
-        age_seconds=age,
-        health=health,
-        num_bytes=sum(listed.values()),
-        ranks=manifest["training"].get("world_size"),
-        dtype=manifest["dtype"],
-        problem="; ".join(problems) or None,
-    )
+    return _judged(step, stored.place, age, manifest, problems, lambda: stored.candidate(step).is_proved)
 
 
 def staying(run: Path) -> dict[int, str] | None:
     """The steps that the run's own rule keeps, each with why; None where it has no config that says."""
-    retention = _retention_of(run)
+    retention = _retention(checkpoint_section(run))
     if retention is None:
         return None
     return retention.reasons([Candidate.of(folder) for folder in list_checkpoints(run)])
@@ -107,7 +91,7 @@ def staying(run: Path) -> dict[int, str] | None:
 
 def _summary(folder: Path, *, check: bool) -> Summary:
     # From the folder's name, which is there even when the manifest cannot be read.
-    step = int(folder.name.removeprefix("step_"))
+    step = step_of(folder)
     age = time.time() - (folder / MANIFEST).stat().st_mtime
     try:
         reader = CheckpointReader(folder)
@@ -119,34 +103,39 @@ def _summary(folder: Path, *, check: bool) -> Summary:
     problems = reader.wrong_sizes()
     if check and not problems:
         problems = problems_of(folder)
+    manifest = reader.manifest
+    return _judged(step, folder, age, manifest, problems, lambda: is_proved(folder, manifest["hash"]))
+
+
+def _judged(
+    step: int,
+    folder: Path | ObjectPath,
+    age: float,
+    manifest: Mapping[str, Any],
+    problems: Sequence[str],
+    is_proved: Callable[[], bool],
+) -> Summary:
+    """Return the summary of a checkpoint whose manifest can be read."""
     # A proof is of what was saved: it says nothing of files that were damaged since.
     health = WHOLE
     if problems:
         health = DAMAGED
-    elif is_proved(folder, reader.manifest["hash"]):
+    elif is_proved():
         health = PROVED
     return Summary(
         step=step,
         folder=folder,
         age_seconds=age,
         health=health,
-        num_bytes=sum(entry["bytes"] for entry in reader.manifest["files"].values()),
-        ranks=reader.manifest["training"].get("world_size"),
-        dtype=reader.manifest["dtype"],
+        num_bytes=sum(entry["bytes"] for entry in manifest["files"].values()),
+        ranks=manifest["training"].get("world_size"),
+        dtype=manifest["dtype"],
         problem="; ".join(problems) or None,
     )
 
 
-def _retention_of(run: Path) -> Retention | None:
-    """The rule in a run's ``config.toml``; what a release did not know is at its default."""
-    try:
-        return _retention(tomllib.loads((run / CONFIG_FILE).read_text()).get("checkpoint", {}))
-    except (OSError, ValueError):
-        return None
-
-
 def _retention(section: Any) -> Retention | None:
-    """The rule in a config's section, as a mapping; None where it is none."""
+    """The rule in a config's section; None if that is no mapping. What a release did not know is at its default."""
     defaults = CheckpointSection()
     try:
         values = [section.get(key, getattr(defaults, key)) for key in ("keep_last", "keep_every", "keep_best")]

@@ -3,18 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from torch import Tensor
 
 from launcher.config.model import MAY_CHANGE, fixed_differences, model_changes
-from longctx.checkpoint_format import (
-    ROLES,
-    CheckpointReader,
-    model_config,
-)
+from longctx.checkpoint_format import ROLES, CheckpointReader, model_config
 from longctx.config import ModelConfig
 from longctx.errors import CheckpointError
 from parallel.comm.world import num_ranks, on_every_rank, own_rank
@@ -33,16 +29,7 @@ def load_checkpoint(folder: Path, engine: ZeroEngine, model: ModelConfig) -> Che
     Every block is hashed before its values are used. CheckpointError on all ranks when the checkpoint is damaged, and
     the engine is then of no use, or is of another model.
     """
-
-    def read_and_check() -> CheckpointReader:
-        # From cheap to expensive: the manifest, then shapes, then files.
-        reader = CheckpointReader(folder, past_cache=True)
-        check_model(reader, model)
-        _check_shapes(reader, engine)
-        _check_files(reader, _TRY_ANOTHER)
-        return reader
-
-    reader = on_every_rank(read_and_check)
+    reader = _checked(folder, engine, lambda reader: check_model(reader, model), _TRY_ANOTHER)
     # Imported and upcycled checkpoints have weights alone.
     _fill(engine, reader, _TRY_ANOTHER, step=_optimizer_steps(reader), moments=set(ROLES) <= set(reader.roles))
     return reader
@@ -54,16 +41,24 @@ def load_weights(folder: Path, engine: ZeroEngine, model: ModelConfig) -> None:
     Checked like ``load_checkpoint``, except that ``model`` may reach further than the checkpoint's does: ``rope`` (how
     positions are stretched, not which channels are rotated), ``max_positions`` and ``window`` may be others.
     """
+    reader = _checked(folder, engine, lambda reader: check_start(reader, model), _COPY_AGAIN)
+    _fill(engine, reader, _COPY_AGAIN, step=0, moments=False)
+
+
+def _checked(
+    folder: Path, engine: ZeroEngine, check: Callable[[CheckpointReader], None], advice: str
+) -> CheckpointReader:
+    """Open a checkpoint; CheckpointError on all ranks unless its manifest, shapes and files are right. Collective."""
 
     def read_and_check() -> CheckpointReader:
+        # From cheap to expensive: the manifest, then shapes, then files.
         reader = CheckpointReader(folder, past_cache=True)
-        check_start(reader, model)
+        check(reader)
         _check_shapes(reader, engine)
-        _check_files(reader, _COPY_AGAIN)
+        _check_files(reader, advice)
         return reader
 
-    reader = on_every_rank(read_and_check)
-    _fill(engine, reader, _COPY_AGAIN, step=0, moments=False)
+    return on_every_rank(read_and_check)
 
 
 def check_model(reader: CheckpointReader, model: ModelConfig) -> None:

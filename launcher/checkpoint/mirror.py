@@ -182,7 +182,6 @@ class Mirror:
         return f"checkpoint {folder.name}"
 
     def _run_thread(self) -> None:
-        """Do what there is to do, until the run has ended."""
         while self._next():
             try:
                 self._take_turn()

@@ -1,4 +1,8 @@
-"""Which checkpoints of a run stay, and why; those that go are renamed before their files are removed."""
+"""Which checkpoints of a run are proved, and which ones stay, and why.
+
+Proved is one from whose weights training, or a validation, went on and gave a loss that can be right. A file beside the
+manifest says so. It is written later than the manifest, so it is not under its hash: it names it.
+"""
 
 from __future__ import annotations
 
@@ -6,22 +10,67 @@ import json
 import logging
 import math
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from launcher.checkpoint.names import step_of
-from launcher.checkpoint.proof import is_proved
-from launcher.checkpoint.remove import remove_checkpoint
+from launcher.checkpoint.names import remove_checkpoint, step_of
 from launcher.config.sections import CheckpointSection
+from launcher.metrics.record import METRICS_FILE, readable_records
 from longctx.checkpoint_format import list_checkpoints
-from longctx.errors import DataError
-from longctx.files import read_manifest_bytes
+from longctx.checkpoint_manifest import PROVED, read_proof, seal_proof
+from longctx.errors import CheckpointError, DataError
+from longctx.files import read_manifest_bytes, write_atomically
 
 log = logging.getLogger(__name__)
 
 VALIDATION_LOSS = "validation_loss"
 """In a manifest's ``training``: the held-out loss of the weights that were saved, where they were validated."""
+
+
+@dataclass(frozen=True)
+class Proof:
+    """The loss that proves a checkpoint."""
+
+    by: str
+    """``step``, a later training step, or ``validation``, of the weights that were saved."""
+    step: int
+    loss: float
+    """Nats a token."""
+
+
+def is_in_range(loss: float, before: float) -> bool:
+    """Whether a loss is finite and not far above the one ``before``: at most twice it, or 1 nat more."""
+    # Twice a small loss is noise, and 1 nat more of a large one too.
+    return math.isfinite(loss) and loss <= max(2 * before, before + 1)
+
+
+def write_proof(folder: Path, manifest_hash: str, proof: Proof) -> None:
+    """Write beside a committed checkpoint what proves it; CheckpointError where the disk refuses."""
+    write_atomically(folder / PROVED, seal_proof(manifest_hash, asdict(proof)), CheckpointError)
+
+
+def is_proved(folder: Path, manifest_hash: Any) -> bool:
+    """Whether the checkpoint of this manifest is proved; a proof that names another manifest is none."""
+    try:
+        content = read_proof(folder)
+    except CheckpointError:
+        return False
+    return content is not None and manifest_hash is not None and content.get("manifest") == manifest_hash
+
+
+def broken_step_after(run_folder: Path, step: int, before: float = math.inf) -> int | None:
+    """The first recorded training step after ``step``, up to ``before``, that was not finite; None where all were."""
+    for record in readable_records(run_folder / METRICS_FILE):
+        if record["kind"] == "train" and step < record["step"] <= before and not _is_finite(record):
+            return record["step"]
+    return None
+
+
+def _is_finite(record: dict[str, Any]) -> bool:
+    """Whether loss and gradient were numbers; the gradient of a step whose loss was none is None."""
+    values = [record.get(key, 0.0) for key in ("loss", "grad_norm")]
+    return all(value is not None and math.isfinite(value) for value in values)
 
 
 @dataclass(frozen=True, kw_only=True)

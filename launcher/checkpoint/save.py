@@ -22,7 +22,6 @@ import xxhash
 from torch import Tensor
 
 from launcher.checkpoint.names import hidden_folder, set_aside
-from launcher.checkpoint.pieces import piece_key, write_pieces
 from longctx.checkpoint_format import (
     FORMAT,
     MANIFEST,
@@ -31,15 +30,19 @@ from longctx.checkpoint_format import (
     canonical_hash,
     is_buffer,
 )
+from longctx.checkpoint_manifest import VALUE_BYTES
 from longctx.config import ModelConfig
 from longctx.errors import CheckpointError
 from longctx.files import sync_path, write_synced
-from longctx.storage.hashed_file import read_back
+from longctx.storage.hashed_file import HashedWriter, Written, read_back
+from longctx.storage.safetensors import encoded_header, header_fields
 from parallel.comm.messages.sums import Sum, is_sum_of
 
 if TYPE_CHECKING:  # importing DeepSpeed takes seconds, and decides on a device
-    from parallel.zero.engine import ZeroEngine
     from parallel.zero.state import Piece
+
+BLOCK_VALUES = 1 << 22
+"""Values that leave their device at a time: 16 MiB."""
 
 
 class WrittenFile(NamedTuple):
@@ -74,25 +77,6 @@ class Contents:
     tokenizer_files: Mapping[str, bytes]
     """Copied along: a checkpoint is of use without its run's data."""
 
-    @classmethod
-    def of(
-        cls,
-        engine: ZeroEngine,
-        step: int,
-        model: ModelConfig,
-        training: Mapping[str, Any],
-        tokenizer_files: Mapping[str, bytes],
-    ) -> Contents:
-        """Of what an engine holds after ``step`` steps."""
-        return cls(
-            step=step,
-            model=model,
-            shapes=engine.shapes,
-            dtype=engine.dtype,
-            training=training,
-            tokenizer_files=tokenizer_files,
-        )
-
 
 def write_rank_file(
     folder: Path, rank: int, pieces: Sequence[Piece], values: Iterable[Tensor], sums: Sequence[Sum] = ()
@@ -112,6 +96,37 @@ def write_rank_file(
         where = {"file": path.name, "key": piece_key(one), "start": one.start, "numel": one.numel}
         listed.append((one.name, one.role, where))
     return WrittenFile(path.name, written.num_bytes, written.hash, listed, written.block_hashes)
+
+
+def write_pieces(path: Path, pieces: Sequence[Piece], values: Iterable[Tensor]) -> Written:
+    """Write the values of the pieces as float32 entries named by ``piece_key``, onto the disk.
+
+    Values are taken one piece after the other: each may be gone when the next is asked for.
+    """
+    with HashedWriter(path) as file:
+        file.write(_header(pieces))
+        for one, tensor in zip(pieces, values, strict=True):
+            assert tensor.numel() == one.numel, f"{piece_key(one)} has {tensor.numel()} values"
+            for block in tensor.detach().flatten().split(BLOCK_VALUES):
+                if block.numel():
+                    file.write(block.to("cpu", torch.float32).contiguous().numpy().data)
+        return file.close()
+
+
+def piece_key(one: Piece) -> str:
+    """The name of a range in its file."""
+    return f"{one.name}/{one.role}/{one.start}"
+
+
+def _header(pieces: Sequence[Piece]) -> bytes:
+    """Return what stands before the values; values begin at a multiple of eight bytes."""
+    entries: dict[str, Any] = {}
+    at = 0
+    for one in pieces:
+        stop = at + VALUE_BYTES * one.numel
+        entries[piece_key(one)] = header_fields(torch.float32, [one.numel], at, stop)
+        at = stop
+    return encoded_header(entries)
 
 
 def commit(target: Path, files: Sequence[WrittenFile], contents: Contents, records: Sequence[Path] = ()) -> str:
@@ -176,7 +191,6 @@ def _write_beside(path: Path, content: bytes) -> WrittenFile:
 
 
 def _manifest(contents: Contents, files: Sequence[WrittenFile]) -> dict[str, Any]:
-    """The contents of ``manifest.json``, its own hash included."""
     manifest: dict[str, Any] = {
         "format": FORMAT,
         "version": VERSION,

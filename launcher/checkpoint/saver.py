@@ -12,10 +12,11 @@ import os
 import shutil
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import closing, suppress
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -24,8 +25,7 @@ from torch import Tensor
 from launcher.checkpoint.host_copy import Copies, HostCopy
 from launcher.checkpoint.mirror import Mirror
 from launcher.checkpoint.names import folder_of, hidden_folder, make_empty
-from launcher.checkpoint.proof import Proof, is_in_range, write_proof
-from launcher.checkpoint.retention import VALIDATION_LOSS, Retention, prune
+from launcher.checkpoint.retention import VALIDATION_LOSS, Proof, Retention, is_in_range, prune, write_proof
 from launcher.checkpoint.save import (
     Contents,
     WrittenFile,
@@ -103,7 +103,8 @@ class Saver:
         """``copies`` lets training go on meanwhile, where the machine has memory for the copies of its ``ranks_here``.
         Rank 0's ``mirror`` sends what is committed to a store. ``records`` are on the disk before a checkpoint is."""
         self._folder, self._engine, self._records = run_folder, engine, records
-        self._model, self._tokenizer_files = model, tokenizer_files
+        same = {"model": model, "shapes": engine.shapes, "dtype": engine.dtype, "tokenizer_files": tokenizer_files}
+        self._contents = partial(Contents, **same)
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="saver", initializer=_let_training_go_first)
         self._copies = Copies(engine, self._thread, wanted=copies, ranks_here=ranks_here)
         self.kept = Kept(run_folder, retention, self._thread, mirror)
@@ -133,8 +134,7 @@ class Saver:
             work = _write(hidden_folder(target), pieces, (one.values for one in ranges), sums, copy, self._thread)
         # Of the copy alone: the rest is not waited for.
         copy_seconds = None if copy is None else time.perf_counter() - began
-        contents = Contents.of(self._engine, step, self._model, training, self._tokenizer_files)
-        self._save = _Save(target, contents, loss, copy_seconds, work, began=began)
+        self._save = _Save(target, self._contents(step=step, training=training), loss, copy_seconds, work, began=began)
         # The weights that are saved have been validated.
         if training.get(VALIDATION_LOSS) is not None:
             self._save.see(Proof("validation", step, training[VALIDATION_LOSS]))
@@ -340,24 +340,6 @@ def run_saver(
     )
 
 
-def save_checkpoint(
-    run_folder: Path,
-    engine: ZeroEngine,
-    *,
-    step: int,
-    model: ModelConfig,
-    training: Mapping[str, Any],
-    tokenizer_files: Mapping[str, bytes],
-) -> Path:
-    """Commit the state after ``step`` optimiser steps and return its folder, of no run that goes on. Collective."""
-    if own_rank() == 0:
-        run_folder.mkdir(parents=True, exist_ok=True)
-    Saver(run_folder, engine, model=model, tokenizer_files=tokenizer_files).save(
-        step=step, training=training, wait=True
-    )
-    return folder_of(run_folder, step)
-
-
 def _write(
     partial: Path,
     pieces: Sequence[Piece],
@@ -368,21 +350,16 @@ def _write(
 ) -> Future[WrittenFile]:
     """Write this rank's file: a copy by the ``thread``, without one at once."""
     rank = own_rank()
-    if copy is None:
-        # Not the thread: what ZeRO holds is read as the thread that trains reads it.
-        return _done(lambda: write_rank_file(partial, rank, pieces, values, sums))
-    return thread.submit(_write_copy, partial, rank, pieces, copy.fill(pieces, values), sums)
-
-
-def _done(work: Callable[[], WrittenFile]) -> Future[WrittenFile]:
-    """What ``work`` came to. What a disk refuses waits in it until all ranks have tried: a rank that raised here would
-    leave the others in the next collective."""
-    future: Future[WrittenFile] = Future()
+    if copy is not None:
+        return thread.submit(_write_copy, partial, rank, pieces, copy.fill(pieces, values), sums)
+    # Not the thread: what ZeRO holds is read as the thread that trains reads it. What a disk refuses waits until all
+    # ranks have tried: a rank that raised here would leave the others in the next collective.
+    done: Future[WrittenFile] = Future()
     try:
-        future.set_result(work())
+        done.set_result(write_rank_file(partial, rank, pieces, values, sums))
     except (OSError, CheckpointError) as error:
-        future.set_exception(error)
-    return future
+        done.set_exception(error)
+    return done
 
 
 def _write_copy(

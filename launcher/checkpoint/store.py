@@ -104,19 +104,10 @@ class StoredCheckpoint:
         known = {MANIFEST, PROVED, *manifest["files"]}
         return problems + [f"{name} is not in the manifest: remove it" for name in sorted(self.sizes.keys() - known)]
 
-    def check(self, name: str, entry: dict[str, Any], seen: Seen = nobody) -> None:
-        """Read an object back; CheckpointError unless it is what the manifest lists."""
-        self._stream(name, entry, lambda block: seen(len(block)))
-
     def receive(self, name: str, entry: dict[str, Any], to: Path, seen: Seen = nobody) -> None:
         """Write an object's bytes into a file; CheckpointError unless they are those that the manifest lists."""
         with to.open("wb") as file:
-
-            def take(block: bytes) -> None:
-                file.write(block)
-                seen(len(block))
-
-            self._stream(name, entry, take)
+            self.check(name, entry, seen, file.write)
         sync_path(to)
 
     def discard(self) -> None:
@@ -137,8 +128,14 @@ class StoredCheckpoint:
         except FileNotFoundError as error:
             raise CheckpointError(f"{self.place / name} is missing.") from error
 
-    def _stream(self, name: str, entry: dict[str, Any], take: Callable[[bytes], Any]) -> None:
-        """Hand an object's bytes to ``take``; CheckpointError unless they are those of the manifest's entry."""
+    def check(
+        self,
+        name: str,
+        entry: dict[str, Any],
+        seen: Seen = nobody,
+        take: Callable[[bytes], Any] = lambda block: None,
+    ) -> None:
+        """Read an object and hand its bytes to ``take``; CheckpointError unless they are what the manifest lists."""
         place, digest, size = self.place / name, xxhash.xxh3_128(), 0
         try:
             with open_object(place) as content:
@@ -149,6 +146,7 @@ class StoredCheckpoint:
                         break
                     digest.update(block)
                     take(block)
+                    seen(len(block))
         except FileNotFoundError as error:
             raise CheckpointError(f"{place} is missing.") from error
         if (size, digest.hexdigest()) != (entry["bytes"], entry["hash"]):
@@ -200,7 +198,7 @@ class Store:
         for name, entry in reader.manifest["files"].items():
             if name in done and there.sizes.get(name) == entry["bytes"]:
                 continue
-            _Watched(folder / name, entry, seen).send(there.place / name)
+            _send_file(folder / name, entry, there.place / name, seen)
             try:
                 there.check(name, entry, seen)
             except CheckpointError as error:
@@ -248,26 +246,25 @@ class Store:
         return StoredCheckpoint(self.place / CHECKPOINTS / f"step_{step:06d}", sizes)
 
 
-class _Watched:
-    """A file of a checkpoint on its way to a store, hashed as it goes: damage must not travel under a right name."""
+def _send_file(path: Path, entry: dict[str, Any], to: ObjectPath, seen: Seen) -> None:
+    """Write a file of a checkpoint to a store, hashed as it goes: damage must not travel under a right name.
 
-    def __init__(self, path: Path, entry: dict[str, Any], seen: Seen) -> None:
-        self._path, self._entry, self._seen = path, entry, seen
-        self._digest, self._size = xxhash.xxh3_128(), 0
+    CheckpointError if it is gone, or not what the manifest lists.
+    """
+    digest, size = xxhash.xxh3_128(), 0
 
-    def send(self, to: ObjectPath) -> None:
-        """Write it there; CheckpointError where it is gone, or not what the manifest lists."""
-        try:
-            upload(self._path, to, each=self._see)
-        except OSError as error:
-            raise CheckpointError(f"{self._path} cannot be read: {error}.") from error
-        if (self._size, self._digest.hexdigest()) != (self._entry["bytes"], self._entry["hash"]):
-            raise CheckpointError(f"{self._path} is damaged: its xxh3-128 is not the manifest's.")
+    def see(block: bytes) -> None:
+        nonlocal size
+        digest.update(block)
+        size += len(block)
+        seen(len(block))
 
-    def _see(self, block: bytes) -> None:
-        self._digest.update(block)
-        self._size += len(block)
-        self._seen(len(block))
+    try:
+        upload(path, to, each=see)
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be read: {error}.") from error
+    if (size, digest.hexdigest()) != (entry["bytes"], entry["hash"]):
+        raise CheckpointError(f"{path} is damaged: its xxh3-128 is not the manifest's.")
 
 
 def store_at(address: str) -> Store:

@@ -143,7 +143,7 @@ def prune(
 
 def _prune(run: Path, retention: Retention, *, dry_run: bool) -> tuple[list[dict[str, Any]], set[int]]:
     """Remove what does not stay of a run's folder; returns that, and the steps that stay."""
-    from launcher.checkpoint.remove import leftovers, remove_checkpoint
+    from launcher.checkpoint.names import leftovers, remove_checkpoint
     from launcher.checkpoint.retention import Candidate
     from longctx.checkpoint_format import CheckpointReader
 

@@ -29,7 +29,6 @@ def doctor(
     master_port: int = 29500,
     local: bool = False,
     world_size: int = 0,
-    probe: str = "",
     links: bool = True,
     json: Json = False,
 ) -> int:
@@ -43,9 +42,8 @@ def doctor(
         hostfile: The run's hostfile.
         folder: Where runs are written. A file of at most 64 MiB is written there, and removed.
         master_port: deepspeed's --master_port, at which the ranks meet; 0 to leave it out.
-        local: Check this machine alone, as doctor does on each host.
+        local: Check this machine alone, and not its network.
         world_size: Ranks of the run; by default those of the hostfile.
-        probe: Name of a file that doctor wrote in --folder on another machine, to be read here.
         links: Leave the network out.
     """
     if local and hostfile is not None:
@@ -60,13 +58,12 @@ def doctor(
     slots: dict[str, int] = {}
     if hostfile is not None:
         slots = read_hostfile(hostfile)
-    options = Options(folder=folder, port=master_port, world_size=world_size or sum(slots.values()) or 1, probe=probe)
+    options = Options(folder=folder, port=master_port, world_size=world_size or sum(slots.values()) or 1)
     with progress("checking this machine"):
         # With a hostfile the port is that of its first host, which is asked itself.
         here = examine(replace(options, port=0) if slots else options)
     hosts = _hosts(slots, here, options)
     network = None
-    # doctor on each host leaves the network to the one that asked it.
     if not local:
         network = _network(hostfile, slots, here, hosts, port=master_port, wanted=links)
     return _say(here, hosts, network, json)
@@ -101,8 +98,8 @@ def _network(
 
 def _say(here: Machine, hosts: list[Host], network: Network | None, as_json: bool) -> int:
     """Print all findings; returns the exit code."""
-    from launcher.doctor.finding import worst
-    from launcher.doctor.lines import lines_of, lines_of_hosts, summary
+    from launcher.doctor.finding import lines_of, summary, worst
+    from launcher.doctor.hosts import lines_of_hosts
 
     of_network: list[Finding] = []
     if network is not None:

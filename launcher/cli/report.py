@@ -29,7 +29,7 @@ def report(
     """
     if not folders:
         raise ConfigError("report needs a run folder: report DIR, or report DIR DIR to compare runs.")
-    from launcher.report.evaluations import is_evaluation, write_evaluations
+    from launcher.report.comparison import is_evaluation, write_comparison, write_evaluations
 
     evaluations = [folder for folder in folders if is_evaluation(folder)]
     # A run and an evaluation have no figure in common.
@@ -44,8 +44,6 @@ def report(
         with progress(f"drawing {folders[0]}"):
             path = write_report(folders[0], output)
     else:
-        from launcher.report.comparison import write_comparison
-
         with progress(f"comparing {plural(len(folders), 'run')}"):
             path = write_comparison(folders, output)
     say(str(path))

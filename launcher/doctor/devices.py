@@ -61,19 +61,19 @@ def parse_gpus(text: str) -> list[Gpu]:
 def check_devices(gpus: Sequence[Gpu], num_usable: int) -> list[Finding]:
     """Findings of the GPUs that the driver shows, of which PyTorch can use ``num_usable``."""
     if not gpus and not num_usable:
-        return [Finding(check="gpus", verdict="ok", value="none: ranks run on the CPU")]
+        return [Finding.of("gpus", "none: ranks run on the CPU")]
     if not num_usable:
         value = f"the driver ({gpus[0].driver}) shows {plural(len(gpus), 'GPU')}, PyTorch {torch.__version__} uses none"
         advice = "Install PyTorch's CUDA build for this driver: pytorch.org/get-started"
         if os.environ.get("CUDA_VISIBLE_DEVICES") == "":
             advice = "CUDA_VISIBLE_DEVICES is empty: unset it"
-        return [Finding(check="gpus", verdict="fail", value=value, advice=advice)]
-    findings = [Finding(check="gpus", verdict="ok", value=_gpu_summary(gpus, num_usable))]
+        return [Finding.of("gpus", value, advice, "fail")]
+    findings = [Finding.of("gpus", _gpu_summary(gpus, num_usable))]
     busy = [index for index, gpu in enumerate(gpus) if gpu.used_mib > _USED_MIB]
     if busy:
         value = ", ".join(f"GPU {index}: {gpus[index].used_mib / 1024:.1f} GiB" for index in busy)
         advice = "Another process holds this memory: see nvidia-smi, or leave these GPUs out with deepspeed --include"
-        findings.append(Finding(check="gpu memory", verdict="warn", value=f"in use already: {value}", advice=advice))
+        findings.append(Finding.of("gpu memory", f"in use already: {value}", advice))
     return findings
 
 
@@ -85,7 +85,7 @@ def check_processor() -> Finding:
     memory = psutil.virtual_memory().total / 2**30
     # Those that a container or a batch system gives to this process, not all of the machine.
     cores = plural(len(os.sched_getaffinity(0)), "core")
-    return Finding(check="processor", verdict="ok", value=f"{processor_name()}, {cores}, {memory:.0f} GiB, {products}")
+    return Finding.of("processor", f"{processor_name()}, {cores}, {memory:.0f} GiB, {products}")
 
 
 def check_kernel(device_type: str) -> Finding:
@@ -101,13 +101,10 @@ def describe_choice(choice: KernelChoice, request: KernelRequest) -> Finding:
     # On a CPU there is only one to speak of, and every reason is that it is no GPU.
     if request.device_type == "cuda" and passed_over:
         value += f"; {passed_over}"
-    if choice.advice is None:
-        return Finding(check="attention", verdict="ok", value=value)
-    return Finding(check="attention", verdict="warn", value=value, advice=choice.advice)
+    return Finding.of("attention", value, choice.advice or "")
 
 
 def _gpu_summary(gpus: Sequence[Gpu], num_usable: int) -> str:
-    """Number, name, memory, driver and CUDA of the GPUs."""
     cuda = f"CUDA {torch.version.cuda}"
     if not gpus:
         return f"{plural(num_usable, 'GPU')} for PyTorch, {cuda}; nvidia-smi tells nothing"

@@ -2,38 +2,58 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import asdict, dataclass, replace
-from typing import Any, Literal, get_args
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import Annotated, Literal, get_args
 
-from longctx.errors import ClusterError
+from pydantic import AfterValidator
+
+from launcher.wording import plural
+
+_LONGEST_TEXT = 400
+
+
+def printable(text: str) -> str:
+    """Return one line of ``text`` without control characters, cut if it is very long."""
+    # A terminal obeys escape sequences, and a line break would look like a finding of ours.
+    plain = "".join(char if char.isprintable() else " " for char in text)
+    plain = " ".join(plain.split())
+    if len(plain) > _LONGEST_TEXT:
+        return f"{plain[:_LONGEST_TEXT]}…"
+    return plain
+
+
+Text = Annotated[str, AfterValidator(printable)]
+"""Text that may come from another machine, whose printable characters alone are kept."""
 
 Verdict = Literal["ok", "warn", "fail"]
 VERDICTS: tuple[Verdict, ...] = get_args(Verdict)
 """From the best to the worst."""
-_LONGEST_TEXT = 400
 
 
 @dataclass(frozen=True, kw_only=True)
 class Finding:
     """What one check found."""
 
-    check: str
+    check: Text
     verdict: Verdict
     """``fail``: a run would not start, or would be wrong. ``warn``: it would be slower, or may end early."""
-    value: str
-    advice: str = ""
+    value: Text
+    advice: Text = ""
     """What to do; empty where there is nothing."""
     host: str = ""
     """Host of the hostfile; empty for the machine that was asked."""
 
+    @classmethod
+    def of(cls, check: str, value: str, advice: str = "", verdict: Verdict = "warn") -> Finding:
+        """Return a finding that is ok without advice, and has this verdict with it."""
+        if not advice:
+            verdict = "ok"
+        return cls(check=check, verdict=verdict, value=value, advice=advice)
+
     def on(self, host: str) -> Finding:
         """The same, found on ``host``."""
         return replace(self, host=host)
-
-    def to_json(self) -> dict[str, str]:
-        """All fields by name."""
-        return asdict(self)
 
 
 def worst(findings: Iterable[Finding]) -> Verdict:
@@ -45,25 +65,6 @@ def worst(findings: Iterable[Finding]) -> Verdict:
     return "ok"
 
 
-def finding_from_json(value: Any) -> Finding:
-    """The finding that another machine wrote as JSON. ClusterError where it is none.
-
-    That text is shown on a terminal, so that only its printable characters are kept.
-    """
-    names = ("check", "verdict", "value", "advice")
-    if not isinstance(value, dict) or not all(isinstance(value.get(name), str) for name in names):
-        raise ClusterError("a finding without check, verdict, value and advice")
-    if value["verdict"] not in VERDICTS:
-        raise ClusterError(f"a finding with an unknown verdict {printable(value['verdict'])!r}")
-    # The host's name is ours to say, so it is not taken from the answer.
-    return Finding(
-        check=printable(value["check"]),
-        verdict=value["verdict"],
-        value=printable(value["value"]),
-        advice=printable(value["advice"]),
-    )
-
-
 def first_line(error: Exception) -> str:
     """Return the first line of an error, because libraries add a stack; its class if it says nothing."""
     for line in str(error).splitlines():
@@ -72,11 +73,24 @@ def first_line(error: Exception) -> str:
     return type(error).__name__
 
 
-def printable(text: str) -> str:
-    """One line of ``text`` without control characters, cut where it is very long."""
-    # A terminal obeys escape sequences, and a line break would look like a finding of ours.
-    plain = "".join(char if char.isprintable() else " " for char in text)
-    plain = " ".join(plain.split())
-    if len(plain) > _LONGEST_TEXT:
-        return f"{plain[:_LONGEST_TEXT]}…"
-    return plain
+def lines_of(findings: Sequence[Finding]) -> list[str]:
+    """Return a line for each finding."""
+    return [line_of(finding, finding.check) for finding in findings]
+
+
+def line_of(finding: Finding, subject: str) -> str:
+    """Return the line of a finding: verdict, subject, value, and the advice after an arrow."""
+    line = f"{finding.verdict:4}  {subject:15}  {finding.value}"
+    if finding.advice:
+        line += f" → {finding.advice}"
+    return line
+
+
+def summary(findings: Sequence[Finding]) -> str:
+    """Return the last line: how many failed and warned."""
+    counts = {verdict: sum(finding.verdict == verdict for finding in findings) for verdict in VERDICTS}
+    if counts["fail"]:
+        return f"{plural(counts['fail'], 'check')} failed, {plural(counts['warn'], 'warning')}."
+    if counts["warn"]:
+        return f"Nothing failed, {plural(counts['warn'], 'warning')}."
+    return "All is well."

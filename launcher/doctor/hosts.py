@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from launcher.cluster.remote_shell import environment_files
-from launcher.doctor.environment import check_environment_files
-from launcher.doctor.finding import Finding, Verdict, printable
+from launcher.doctor.finding import VERDICTS, Finding, Verdict, line_of, printable
 from launcher.doctor.machine import Facts, Machine, Options
-from launcher.doctor.probe import Probe, probe_in
-from launcher.doctor.remote import Answer, NoAnswer, ask
-from launcher.doctor.storage import existing_part
-from launcher.wording import plural
+from launcher.doctor.remote import Answer, NoAnswer, ask, check_environment_files
+from launcher.doctor.storage import Probe, existing_part, probe_in
+from launcher.wording import first_names, plural
 
 _SKEW_SECONDS = 5.0
 _MOST_AT_ONCE = 32
@@ -41,7 +39,7 @@ def examine_hosts(
     except OSError as error:
         hosts = _ask_all(slots, here, replace(options, folder=folder), None, asked)
         value = printable(f"cannot be checked: {folder}: {error.strerror}")
-        unchecked = Finding(check="shared folder", verdict="fail", value=value, advice="Give a --folder to write to")
+        unchecked = Finding.of("shared folder", value, "Give a --folder to write to", "fail")
         return [replace(host, findings=[unchecked.on(host.name), *host.findings]) for host in hosts]
 
 
@@ -51,13 +49,13 @@ def check_start(slots: Mapping[str, int], own_name: str) -> list[Finding]:
     if len(slots) > 1:
         if shutil.which("pdsh") is None:
             advice = "apt-get install pdsh: with it deepspeed starts ranks on other machines"
-            findings.append(Finding(check="pdsh", verdict="fail", value="not installed here", advice=advice))
+            findings.append(Finding.of("pdsh", "not installed here", advice, "fail"))
         return findings
     host = next(iter(slots))
     if host not in ("localhost", own_name, own_name.partition(".")[0]) and not host.startswith("127."):
         advice = "If it is another machine, start deepspeed there with --num_gpus, or add --force_multi"
         value = f"{host} is the only one: deepspeed starts its ranks on this machine ({own_name})"
-        findings.append(Finding(check="hostfile", verdict="warn", value=value, advice=advice))
+        findings.append(Finding.of("hostfile", value, advice))
     return findings
 
 
@@ -90,10 +88,10 @@ def _ask_all(
 def compare(answer: Answer | NoAnswer, here: Facts, num_slots: int, probe: Probe | None) -> list[Finding]:
     """All findings of a host: whether it answers, what differs from this machine, and what it found of itself."""
     if isinstance(answer, NoAnswer):
-        return [Finding(check="ssh", verdict="fail", value=answer.why, advice=answer.advice)]
+        return [Finding.of("ssh", answer.why, answer.advice, "fail")]
     facts = answer.machine.facts
     found = [
-        Finding(check="ssh", verdict="ok", value=f"answers without a password, after {answer.seconds:.1f} s"),
+        Finding.of("ssh", f"answers without a password, after {answer.seconds:.1f} s"),
         _same_code(facts, here),
         *_same_versions(facts, here),
         _same_clock(answer.skew_seconds),
@@ -106,35 +104,34 @@ def compare(answer: Answer | NoAnswer, here: Facts, num_slots: int, probe: Probe
 
 def _same_code(there: Facts, here: Facts) -> Finding:
     if there.code == here.code:
-        return Finding(check="code", verdict="ok", value=f"the same ({here.code})")
+        return Finding.of("code", f"the same ({here.code})")
     advice = f"Ranks would disagree: copy {Path.cwd()} there, or start from a shared folder"
-    return Finding(check="code", verdict="fail", value=f"{there.code}, here {here.code}", advice=advice)
+    return Finding.of("code", f"{there.code}, here {here.code}", advice, "fail")
 
 
 def _same_versions(there: Facts, here: Facts) -> list[Finding]:
     """One finding where everything is equal; else one for each difference."""
-    findings = []
-    if there.python != here.python:
-        findings.append(_differs("python", "fail", there.python, here.python, "Install the same Python"))
+    findings: list[Finding] = []
+
+    def compare_values(
+        check: str, theirs: str | None, ours: str | None, advice: str, verdict: Verdict = "fail", none: str = "none"
+    ) -> None:
+        if theirs != ours:
+            findings.append(Finding.of(check, f"{theirs or none}, here {ours or none}", advice, verdict))
+
+    compare_values("python", there.python, here.python, "Install the same Python")
     for name in here.packages:
         # Names that only the other machine knows are those of another version, which its code's hash tells.
-        version, ours = there.packages.get(name), here.packages.get(name)
-        if version != ours:
-            advice = f"pip install {name}=={ours}"
-            if ours is None:
-                advice = f"pip uninstall {name}, or install it everywhere"
-            findings.append(_differs(name, "fail", version or "not installed", ours or "not installed", advice))
-    if there.cuda != here.cuda:
-        advice = "Install the same build of PyTorch"
-        findings.append(_differs("CUDA", "fail", there.cuda or "none", here.cuda or "none", advice))
+        ours = here.packages[name]
+        advice = f"pip install {name}=={ours}"
+        if ours is None:
+            advice = f"pip uninstall {name}, or install it everywhere"
+        compare_values(name, there.packages.get(name), ours, advice, none="not installed")
+    compare_values("CUDA", there.cuda, here.cuda, "Install the same build of PyTorch")
     # A machine that starts a run need not have GPUs itself.
-    if there.driver and here.driver and there.driver != here.driver:
-        findings.append(_differs("driver", "warn", there.driver, here.driver, "Install the same driver on all"))
-    return findings or [Finding(check="versions", verdict="ok", value="the same Python and packages")]
-
-
-def _differs(check: str, verdict: Verdict, there: str, here: str, advice: str) -> Finding:
-    return Finding(check=check, verdict=verdict, value=f"{there}, here {here}", advice=advice)
+    if there.driver and here.driver:
+        compare_values("driver", there.driver, here.driver, "Install the same driver on all", "warn")
+    return findings or [Finding.of("versions", "the same Python and packages")]
 
 
 def _same_clock(skew: float) -> Finding:
@@ -142,10 +139,8 @@ def _same_clock(skew: float) -> Finding:
     if skew < 0:
         value = f"its clock is {abs(skew):.1f} s behind"
     if abs(skew) <= _SKEW_SECONDS:
-        return Finding(check="clock", verdict="ok", value=value)
-    return Finding(
-        check="clock", verdict="warn", value=value, advice="Logs and file times disagree: run chrony or ntpd"
-    )
+        return Finding.of("clock", value)
+    return Finding.of("clock", value, "Logs and file times disagree: run chrony or ntpd")
 
 
 def _enough_gpus(there: Facts, here: Facts, num_slots: int) -> Finding:
@@ -153,20 +148,46 @@ def _enough_gpus(there: Facts, here: Facts, num_slots: int) -> Finding:
     count = len(there.gpus)
     value = f"{plural(count, 'GPU')}, slots={num_slots}"
     if count == num_slots:
-        return Finding(check="slots", verdict="ok", value=value)
+        return Finding.of("slots", value)
     if count == 0 and not here.gpus:
-        return Finding(check="slots", verdict="ok", value=f"{value}: ranks run on the CPU")
+        return Finding.of("slots", f"{value}: ranks run on the CPU")
     if count < num_slots:
-        return Finding(check="slots", verdict="fail", value=value, advice=f"Write slots={count} in the hostfile")
-    advice = f"GPUs stay idle: write slots={count} in the hostfile"
-    return Finding(check="slots", verdict="warn", value=value, advice=advice)
+        return Finding.of("slots", value, f"Write slots={count} in the hostfile", "fail")
+    return Finding.of("slots", value, f"GPUs stay idle: write slots={count} in the hostfile")
 
 
 def _same_folder(there: Facts, here: Facts, probe: Probe) -> Finding:
     if there.probe == probe.content:
-        return Finding(check="shared folder", verdict="ok", value=f"{here.folder} is the same there")
+        return Finding.of("shared folder", f"{here.folder} is the same there")
     value = f"a file written here in {here.folder} is not there"
     if there.probe is not None:
         value = f"a file written here in {here.folder} has other content there"
     advice = "Checkpoints need one folder that all machines see: give it with --folder, and mount it on each"
-    return Finding(check="shared folder", verdict="fail", value=value, advice=advice)
+    return Finding.of("shared folder", value, advice, "fail")
+
+
+def lines_of_hosts(hosts: Sequence[Host]) -> list[str]:
+    """A line for each host without trouble; a line for each warning and failure, once for all hosts that share it."""
+    lines = [_healthy(host) for host in hosts if all(finding.verdict == "ok" for finding in host.findings)]
+    groups: dict[tuple[str, str, str], list[Finding]] = {}
+    for finding in (finding for host in hosts for finding in host.findings):
+        if finding.verdict != "ok":
+            # Values differ a little between machines (seconds, bytes); what to do does not.
+            groups.setdefault((finding.verdict, finding.check, finding.advice), []).append(finding)
+    # The worst stands last, next to the prompt.
+    for verdict in VERDICTS:
+        lines += [_shared(group) for key, group in groups.items() if key[0] == verdict]
+    return lines
+
+
+def _healthy(host: Host) -> str:
+    """A host of which every finding is ok, in one line."""
+    assert isinstance(host.answer, Answer), "no answer is a failure"
+    said = [finding.value for finding in host.findings if finding.check in ("ssh", "versions", "clock", "slots")]
+    return f"ok    {host.name:15}  {'; '.join(said)}; the same code and folder"
+
+
+def _shared(group: Sequence[Finding]) -> str:
+    """One line for a finding of several hosts; the value is the first one's."""
+    names = first_names([finding.host for finding in group], most=4)
+    return line_of(group[0], f"{group[0].check} on {names}")

@@ -26,28 +26,23 @@ def check_open_files(world_size: int, soft: int | None = None) -> Finding:
     if soft is None:
         soft = current
     needed = max(_FEWEST_FILES, _CONNECTIONS_PER_RANK * world_size + _OWN_FILES)
-    value = f"{human_limit(soft)} (ulimit -n)"
-    if soft == resource.RLIM_INFINITY or soft >= needed:
-        return Finding(check="open files", verdict="ok", value=value)
-    # A user may raise the soft limit, and only root the hard one.
-    advice = f"ulimit -n {needed}"
-    if hard != resource.RLIM_INFINITY and hard < needed:
-        advice = f"Raise the hard limit ({hard}) in /etc/security/limits.conf to {needed}"
-    return Finding(check="open files", verdict="warn", value=value, advice=advice)
+    advice = ""
+    if soft != resource.RLIM_INFINITY and soft < needed:
+        advice = f"ulimit -n {needed}"
+        # A user may raise the soft limit, and only root the hard one.
+        if hard != resource.RLIM_INFINITY and hard < needed:
+            advice = f"Raise the hard limit ({hard}) in /etc/security/limits.conf to {needed}"
+    return Finding.of("open files", f"{human_limit(soft)} (ulimit -n)", advice)
 
 
 def check_locked_memory(soft: int | None = None, infiniband: Path = _INFINIBAND) -> Finding:
     """``ulimit -l``: RDMA registers memory under this limit, so only machines with such adapters are warned."""
     if soft is None:
         soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
-    value = f"{human_limit(soft, kib=True)} (ulimit -l)"
-    has_adapter = infiniband.is_dir() and any(infiniband.iterdir())
-    if soft == resource.RLIM_INFINITY or not has_adapter:
-        return Finding(check="locked memory", verdict="ok", value=value)
-    advice = (
-        "InfiniBand registers memory: set memlock unlimited in /etc/security/limits.conf (docker --ulimit memlock=-1)"
-    )
-    return Finding(check="locked memory", verdict="warn", value=value, advice=advice)
+    advice = ""
+    if soft != resource.RLIM_INFINITY and infiniband.is_dir() and any(infiniband.iterdir()):
+        advice = "InfiniBand registers memory: set memlock unlimited in limits.conf (docker --ulimit memlock=-1)"
+    return Finding.of("locked memory", f"{human_limit(soft, kib=True)} (ulimit -l)", advice)
 
 
 def check_map_count(path: Path = _MAP_COUNT) -> Finding | None:
@@ -56,10 +51,10 @@ def check_map_count(path: Path = _MAP_COUNT) -> Finding | None:
         count = int(path.read_text())
     except (OSError, ValueError):
         return None
-    if count >= _USUAL_MAP_COUNT:
-        return Finding(check="memory maps", verdict="ok", value=f"{count} (vm.max_map_count)")
-    advice = f"Below Linux' own default: sysctl -w vm.max_map_count={_USUAL_MAP_COUNT}"
-    return Finding(check="memory maps", verdict="warn", value=f"{count} (vm.max_map_count)", advice=advice)
+    advice = ""
+    if count < _USUAL_MAP_COUNT:
+        advice = f"Below Linux' own default: sysctl -w vm.max_map_count={_USUAL_MAP_COUNT}"
+    return Finding.of("memory maps", f"{count} (vm.max_map_count)", advice)
 
 
 def check_compiler() -> Finding:
@@ -68,10 +63,9 @@ def check_compiler() -> Finding:
     compiler = shlex.split(os.environ.get("CXX", "g++"))[0]
     missing = [name for name in (compiler, "ninja") if shutil.which(name) is None]
     if not missing:
-        return Finding(check="compiler", verdict="ok", value=f"{compiler} and ninja")
-    value = f"no {' and no '.join(missing)} in PATH"
+        return Finding.of("compiler", f"{compiler} and ninja")
     advice = "Only zero.offload and train.compile need them: apt-get install g++ ninja-build; put .venv/bin in PATH"
-    return Finding(check="compiler", verdict="warn", value=value, advice=advice)
+    return Finding.of("compiler", f"no {' and no '.join(missing)} in PATH", advice)
 
 
 def check_port(port: int) -> Finding:
@@ -82,10 +76,9 @@ def check_port(port: int) -> Finding:
         try:
             listener.bind(("", port))
         except OSError as error:
-            value = f"{port} is taken: {error.strerror}"
             advice = f"Another run may be on: ss -ltnp 'sport = :{port}'; or deepspeed --master_port {port + 1}"
-            return Finding(check="master port", verdict="fail", value=value, advice=advice)
-    return Finding(check="master port", verdict="ok", value=f"{port} is free")
+            return Finding.of("master port", f"{port} is taken: {error.strerror}", advice, "fail")
+    return Finding.of("master port", f"{port} is free")
 
 
 def human_limit(count: int, *, kib: bool = False) -> str:

@@ -8,20 +8,17 @@ import socket
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from launcher.doctor.devices import Gpu, check_devices, check_kernel, check_processor, read_gpus
-from launcher.doctor.finding import Finding, finding_from_json, printable, worst
+from launcher.doctor.devices import check_devices, check_kernel, check_processor, read_gpus
+from launcher.doctor.finding import Finding, Text, worst
 from launcher.doctor.limits import check_compiler, check_locked_memory, check_map_count, check_open_files, check_port
-from launcher.doctor.packages import check_packages, installed_versions
-from launcher.doctor.probe import read_probe
-from launcher.doctor.source import source_hash
-from launcher.doctor.storage import check_folder, check_shared_memory, existing_part
-from longctx.errors import ClusterError
+from launcher.doctor.packages import check_packages, installed_versions, source_hash
+from launcher.doctor.storage import check_folder, check_shared_memory, existing_part, read_probe
 
 MASTER_PORT = 29500
 """Where ranks meet unless deepspeed's --master_port says otherwise: its default."""
@@ -45,22 +42,22 @@ class Options:
 class Facts:
     """What must be equal on all machines of a run, or fit the hostfile. Plain values: they travel as JSON."""
 
-    name: str
+    name: Text
     """The machine's own name."""
     time: float
     """Seconds since 1970 by its clock when it answered."""
-    python: str
-    executable: str
-    code: str
+    python: Text
+    executable: Text
+    code: Text
     """Hash of the project's sources."""
-    packages: Mapping[str, str | None]
-    cuda: str | None
+    packages: Mapping[Text, Text | None]
+    cuda: Text | None
     """CUDA version of its PyTorch."""
-    driver: str | None
-    gpus: Sequence[str]
+    driver: Text | None
+    gpus: Sequence[Text]
     """Names of the GPUs that PyTorch can use."""
-    folder: str
-    probe: str | None = None
+    folder: Text
+    probe: Text | None = None
     """What it reads in the probe."""
 
 
@@ -69,15 +66,11 @@ class Machine:
     """One machine, examined."""
 
     facts: Facts
-    findings: list[Finding] = field(default_factory=list)
+    findings: list[Finding]
 
     def to_json(self) -> dict[str, Any]:
         """Facts, findings and their worst verdict."""
-        return {
-            "verdict": worst(self.findings),
-            "facts": asdict(self.facts),
-            "findings": [finding.to_json() for finding in self.findings],
-        }
+        return {"verdict": worst(self.findings), **asdict(self)}
 
 
 def examine(options: Options) -> Machine:
@@ -103,20 +96,12 @@ def examine(options: Options) -> Machine:
     ]
     if options.port:
         findings.append(check_port(options.port))
-    facts = _facts(options, packages, gpus, usable, folder)
-    return Machine(facts=facts, findings=[finding for finding in findings if finding is not None])
-
-
-def _facts(
-    options: Options, packages: Mapping[str, str | None], gpus: Sequence[Gpu], usable: Sequence[str], folder: Path
-) -> Facts:
-    probe = None
+    probe, driver = None, None
     if options.probe:
         probe = read_probe(folder, options.probe)
-    driver = None
     if gpus:
         driver = gpus[0].driver
-    return Facts(
+    facts = Facts(
         name=socket.gethostname(),
         python=platform.python_version(),
         executable=sys.executable,
@@ -130,59 +115,10 @@ def _facts(
         # Last, because others compare it with the time at which they hear it.
         time=time.time(),
     )
+    return Machine(facts=facts, findings=[finding for finding in findings if finding is not None])
 
 
 def _usable_gpus() -> list[str]:
-    """Names of the GPUs that PyTorch can use."""
     if not torch.cuda.is_available():
         return []
     return [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
-
-
-def machine_from_json(value: Any) -> Machine:
-    """What another machine wrote with ``to_json``. ClusterError where it is anything else."""
-    if not isinstance(value, dict) or not isinstance(value.get("facts"), dict):
-        raise ClusterError("no facts in it")
-    if not isinstance(value.get("findings"), list):
-        raise ClusterError("no findings in it")
-    return Machine(
-        facts=_facts_from_json(value["facts"]),
-        findings=[finding_from_json(finding) for finding in value["findings"]],
-    )
-
-
-def _facts_from_json(value: Mapping[str, Any]) -> Facts:
-    """Each fact with its type checked: another version of longctx may have answered."""
-    time = value.get("time")
-    if isinstance(time, bool) or not isinstance(time, int | float):
-        raise ClusterError("its time is no number")
-    packages, gpus = value.get("packages"), value.get("gpus")
-    if not isinstance(packages, dict) or not isinstance(gpus, list):
-        raise ClusterError("it names no packages or no GPUs")
-    return Facts(
-        time=float(time),
-        name=_text(value, "name"),
-        python=_text(value, "python"),
-        executable=_text(value, "executable"),
-        code=_text(value, "code"),
-        folder=_text(value, "folder"),
-        cuda=_text_or_none(value, "cuda"),
-        driver=_text_or_none(value, "driver"),
-        probe=_text_or_none(value, "probe"),
-        packages={printable(str(name)): _text_or_none(packages, name) for name in packages},
-        gpus=[printable(str(name)) for name in gpus],
-    )
-
-
-def _text(value: Mapping[str, Any], name: str) -> str:
-    """A fact that is text."""
-    if not isinstance(value.get(name), str):
-        raise ClusterError(f"its {printable(name)} is no text")
-    return printable(value[name])
-
-
-def _text_or_none(value: Mapping[str, Any], name: str) -> str | None:
-    """A fact that is text or missing."""
-    if value.get(name) is None:
-        return None
-    return _text(value, name)

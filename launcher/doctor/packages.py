@@ -1,85 +1,31 @@
-"""Versions of Python and of the packages that a run stands on."""
+"""Versions of Python and of the packages that a run stands on, and a hash of the project's own code."""
 
 from __future__ import annotations
 
+import hashlib
 import platform
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+import tomllib
+from collections.abc import Iterable, Mapping
 from importlib.metadata import PackageNotFoundError, requires, version
+from itertools import chain
+from pathlib import Path
 
 from packaging.requirements import InvalidRequirement, Requirement
 from packaging.specifiers import SpecifierSet
 from packaging.version import InvalidVersion
 
+import data_pipeline
+import launcher
+import longctx
+import parallel
 from launcher.doctor.finding import Finding
+from longctx.kernels.attention.flash.libraries import FLASH2
 
 DISTRIBUTION = "longctx-train"
 PACKAGES = ("torch", "deepspeed", "flash-attn", "flash-attn-4", "transformers", "pyarrow", "numpy", "triton")
 """What versions are told of, and compared between machines."""
 _REQUIRED = ("torch", "deepspeed", "pyarrow", "numpy")
-
-
-@dataclass(frozen=True, kw_only=True)
-class BadPair:
-    """Versions of two packages that are known not to work together."""
-
-    package: str
-    versions: str
-    other: str
-    other_versions: str
-    symptom: str
-    advice: str
-    unless: Callable[[], bool] | None = None
-    """Says that this machine's copy works nevertheless, such as one that was compiled here."""
-
-    def holds(self, installed: Mapping[str, str | None]) -> bool:
-        """Whether both versions are installed and nothing says that they work."""
-        for name, versions in ((self.package, self.versions), (self.other, self.other_versions)):
-            found = installed.get(name)
-            if found is None or not _lies_in(found, versions):
-                return False
-        return self.unless is None or not self.unless()
-
-
-def _flash2_works() -> bool:
-    from longctx.kernels.attention.flash.libraries import FLASH2
-
-    return not isinstance(FLASH2.load(), str)
-
-
-BAD_PAIRS = (
-    # github.com/deepspeedai/DeepSpeed/issues/5337: torch 2.4 renamed a name that elastic_agent.py imports. Reported
-    # as mended with 0.14.4 in github.com/huggingface/alignment-handbook/issues/180.
-    BadPair(
-        package="deepspeed",
-        versions="<0.14.4",
-        other="torch",
-        other_versions=">=2.4",
-        symptom="importing deepspeed fails: cannot import name 'log'",
-        advice="pip install deepspeed==0.19.8",
-    ),
-    # github.com/alibaba-damo-academy/Lumos/issues/8: transformers 5 disables PyTorch below 2.4.
-    BadPair(
-        package="transformers",
-        versions=">=5",
-        other="torch",
-        other_versions="<2.4",
-        symptom="transformers works without PyTorch and says so only in its log",
-        advice="pip install 'torch>=2.11'",
-    ),
-    # github.com/Dao-AILab/flash-attention/issues/2299 and 2425: there is no official wheel for PyTorch 2.10 and 2.11;
-    # github.com/Dao-AILab/flash-attention/issues/1832: an extension built for another PyTorch misses symbols.
-    BadPair(
-        package="flash-attn",
-        versions="<=2.8.3",
-        other="torch",
-        other_versions=">=2.10",
-        symptom="flash-attn's own wheels are for older PyTorch, and this copy cannot be imported",
-        advice="compile it here: pip install flash-attn==2.8.3 --no-build-isolation --no-binary flash-attn",
-        unless=_flash2_works,
-    ),
-)
-"""Only pairs that somebody met and described: the comment above each names where."""
+_SOURCE_ENDINGS = (".py", ".toml", ".html")
 
 
 def installed_versions() -> dict[str, str | None]:
@@ -94,17 +40,14 @@ def installed_versions() -> dict[str, str | None]:
 
 
 def check_packages(installed: Mapping[str, str | None], requirements: list[str] | None = None) -> list[Finding]:
-    """A line with all versions, and one for each that is missing, outside of what longctx asks for, or a bad pair.
+    """A line with all versions, and one for each that is missing, outside of what longctx asks for, or does not load.
 
     ``requirements`` are those of ``requirements_of_longctx()`` unless given.
     """
     if requirements is None:
         requirements = requirements_of_longctx()
     shown = [f"{name} {found}" for name, found in installed.items() if found is not None]
-    findings = [
-        Finding(check="python", verdict="ok", value=platform.python_version()),
-        Finding(check="packages", verdict="ok", value=", ".join(shown)),
-    ]
+    findings = [Finding.of("python", platform.python_version()), Finding.of("packages", ", ".join(shown))]
     for name in _REQUIRED:
         if installed.get(name) is None:
             findings.append(_failure(f"{name} is not installed", "Run `make setup`, and start with .venv/bin/python."))
@@ -112,20 +55,33 @@ def check_packages(installed: Mapping[str, str | None], requirements: list[str] 
         found = installed.get(name)
         if found is not None and not _lies_in(found, specifier):
             findings.append(_failure(f"{name} {found}; longctx needs {specifier}", f"pip install '{name}{specifier}'"))
-    for pair in BAD_PAIRS:
-        if pair.holds(installed):
-            names = " with ".join(f"{name} {installed[name]}" for name in (pair.package, pair.other))
-            findings.append(_failure(f"{names}: {pair.symptom}", pair.advice))
-    return findings
+    return findings + _check_flash(installed.get("flash-attn"), installed.get("torch"))
+
+
+def _check_flash(flash: str | None, torch: str | None) -> list[Finding]:
+    """A failure for a flash-attn that was built for another PyTorch, unless it can be imported nevertheless."""
+    # github.com/Dao-AILab/flash-attention/issues/2299 and 2425: there is no official wheel for PyTorch 2.10 and 2.11;
+    # github.com/Dao-AILab/flash-attention/issues/1832: an extension built for another PyTorch misses symbols.
+    if flash is None or torch is None or not _lies_in(flash, "<=2.8.3") or not _lies_in(torch, ">=2.10"):
+        return []
+    # A copy that was compiled here works.
+    if not isinstance(FLASH2.load(), str):
+        return []
+    value = f"flash-attn {flash} with torch {torch}: its own wheels are for older PyTorch, and this copy does not load"
+    advice = "compile it here: pip install flash-attn==2.8.3 --no-build-isolation --no-binary flash-attn"
+    return [_failure(value, advice)]
 
 
 def requirements_of_longctx() -> list[str]:
-    """What the installed distribution asks for, extras included; empty where it runs from a folder alone."""
+    """What the distribution asks for, extras included; a copy that nobody installed has its pyproject.toml."""
     try:
         return requires(DISTRIBUTION) or []
     except PackageNotFoundError:
-        # A copy on PYTHONPATH that nobody installed: only missing packages and bad pairs can be told.
-        return []
+        path = Path(launcher.__path__[0]).parent / "pyproject.toml"
+        if not path.is_file():
+            return []
+        project = tomllib.loads(path.read_text())["project"]
+        return [*project["dependencies"], *chain(*project["optional-dependencies"].values())]
 
 
 def _wanted(requirements: list[str]) -> dict[str, str]:
@@ -153,4 +109,22 @@ def _lies_in(found: str, versions: str) -> bool:
 
 
 def _failure(value: str, advice: str) -> Finding:
-    return Finding(check="packages", verdict="fail", value=value, advice=advice)
+    return Finding.of("packages", value, advice, "fail")
+
+
+def source_hash() -> str:
+    """16 hexadecimal digits of every source file of the four packages as they were imported."""
+    folders = [Path(package.__path__[0]) for package in (data_pipeline, launcher, longctx, parallel)]
+    return hash_folders(folders)
+
+
+def hash_folders(folders: Iterable[Path]) -> str:
+    """The same of any folders: names, paths below them and contents count, where the folders lie does not."""
+    digest = hashlib.sha256()
+    for folder in folders:
+        for path in sorted(path for path in folder.rglob("*") if path.suffix in _SOURCE_ENDINGS):
+            # Hashes of hashes: a byte that moves from one file to the next changes the sum.
+            name = f"{folder.name}/{path.relative_to(folder).as_posix()}"
+            content = hashlib.sha256(path.read_bytes()).hexdigest()
+            digest.update(f"{name}\0{content}\0".encode())
+    return digest.hexdigest()[:16]

@@ -1,33 +1,35 @@
-"""Asking another machine: ``doctor`` runs there over ssh, as pdsh would start ranks, and answers in JSON."""
+"""Asking another machine: ``doctor`` starts a worker there over ssh, as pdsh would start ranks."""
 
 from __future__ import annotations
 
-import json
 import os
+import re
 import shlex
-import subprocess
 import sys
-import threading
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import IO
+
+import torch
+from pydantic import TypeAdapter
 
 from launcher.cluster.hostfile import check_host_name
-from launcher.cluster.remote_shell import environment_files
-from launcher.doctor.environment import exports
-from launcher.doctor.finding import printable
-from launcher.doctor.machine import Machine, Options, machine_from_json
-from longctx.errors import ClusterError
+from launcher.cluster.remote_shell import check_assignment, environment_files
+from launcher.doctor.finding import Finding
+from launcher.doctor.machine import Machine, Options
+from launcher.doctor.session import Session
+from longctx.errors import ClusterError, ConfigError
 
 CONNECT_SECONDS = 5
 ANSWER_SECONDS = 120.0
 """How long a host may take: Python and PyTorch start there, perhaps from a slow shared disk."""
 BY_HAND = "ssh -o BatchMode=yes HOST true"
 """The line that tells a user whether ssh works."""
-_MOST_CHARACTERS = 2**20
+WORKER = ("-m", "launcher.doctor.worker")
 _SSH_FAILED = 255
+_ASSIGNMENT = re.compile(r"([A-Za-z_][A-Za-z0-9_]*)=(.*)")
+_REFERENCE = re.compile(r"(\$[A-Za-z_][A-Za-z0-9_]*|\$\{[A-Za-z_][A-Za-z0-9_]*\})")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,102 +53,36 @@ class NoAnswer:
 
 def ask(host: str, options: Options, *, timeout: float = ANSWER_SECONDS) -> Answer | NoAnswer:
     """Examine ``host`` over ssh, with this machine's Python and in this folder. ClusterError for no name of a host."""
-    check_host_name(host)
+    command = ssh_command(host, line_there(WORKER))
     started = time.monotonic()
     try:
-        process = subprocess.Popen(
-            ssh_command(host, remote_command(options)),
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            errors="replace",
-        )
-    except FileNotFoundError:
-        return NoAnswer(why="this machine has no ssh", advice="apt-get install openssh-client pdsh")
-    said, heard, complaint = _listen(process, timeout)
-    seconds = time.monotonic() - started
-    if seconds >= timeout:
-        return NoAnswer(why=f"no answer within {timeout:.0f} s", advice=f"Try by hand: {BY_HAND}")
-    # 1 is what doctor ends with where a check failed: the answer says which.
-    if process.returncode not in (0, 1) or not said:
-        return _no_answer(process.returncode, complaint)
+        session = Session(host, command)
+    except ClusterError as error:
+        return NoAnswer(why=str(error), advice="apt-get install openssh-client pdsh")
+    order = {**asdict(options), "folder": os.fspath(options.folder.absolute())}
     try:
-        machine = machine_from_json(json.loads(said))
-    except (ValueError, OverflowError, RecursionError, ClusterError) as error:
-        advice = "Does it run another version of longctx? Copy this machine's folder there"
-        return NoAnswer(why=f"an answer that is none: {printable(str(error))}", advice=advice)
+        machine = session.ask(timeout, TypeAdapter(Machine), do="examine", **order)
+        heard, seconds = time.time(), time.monotonic() - started
+    except ClusterError as error:
+        return _no_answer(session, str(error), is_late=time.monotonic() - started >= timeout)
+    finally:
+        session.close()
     return Answer(machine=machine, seconds=seconds, skew_seconds=machine.facts.time - heard)
 
 
-def ssh_command(host: str, command: str) -> list[str]:
-    """The words that start ``command`` in a shell of ``host``, without ever asking for a password.
-
-    The variable by which pdsh is given options of ssh counts here too.
-    """
-    more = shlex.split(os.environ.get("PDSH_SSH_ARGS_APPEND", ""))
-    return ["ssh", "-o", "BatchMode=yes", "-o", f"ConnectTimeout={CONNECT_SECONDS}", *more, "--", host, command]
-
-
-def remote_command(options: Options, environment: Mapping[str, str] = os.environ) -> str:
-    """The line for a host's shell that examines it."""
-    verb = ["doctor", "--local", "--json", "--folder", str(options.folder.absolute())]
-    figures = ["--master-port", str(options.port), "--world-size", str(options.world_size)]
-    if options.probe:
-        figures += ["--probe", options.probe]
-    return line_there(("-m", "launcher", *verb, *figures), environment)
-
-
-def line_there(words: Sequence[str], environment: Mapping[str, str] = os.environ) -> str:
-    """The line for a host's shell that starts this Python with ``words``: every word of it is quoted.
-
-    As deepspeed's pdsh does, it sets variables (``environment.py``), goes to this folder, and takes this Python.
-    """
-    before = exports(environment, environment_files())
-    return f"{before}cd {shlex.quote(str(Path.cwd()))} && exec {shlex.join([sys.executable, *words])}"
-
-
-def _listen(process: subprocess.Popen[str], timeout: float) -> tuple[str, float, str]:
-    """The JSON that it printed, when its first line came by our clock, and what it wrote to standard error."""
-    assert process.stdout is not None
-    assert process.stderr is not None
-    complaint: list[str] = []
-    reader = threading.Thread(target=_drain, args=(process.stderr, complaint), daemon=True)
-    reader.start()
-    watchdog = threading.Timer(timeout, process.kill)
-    watchdog.start()
-    try:
-        heard = 0.0
-        said: list[str] = []
-        length = 0
-        for line in process.stdout:
-            # What a login script prints comes before our answer.
-            if not said and line.rstrip() != "{":
-                continue
-            if not said:
-                heard = time.time()
-            said.append(line)
-            length += len(line)
-            # No answer of ours is so long, and it would all be kept in memory.
-            if length > _MOST_CHARACTERS:
-                process.kill()
-                break
-        process.wait()
-    finally:
-        watchdog.cancel()
-        process.stdout.close()
-    # A connection that ssh keeps for later (ControlPersist) keeps this stream open too.
-    reader.join(1.0)
-    if not reader.is_alive():
-        process.stderr.close()
-    return "".join(said), heard, "".join(complaint)
-
-
-def _drain(stream: IO[str], lines: list[str]) -> None:
-    """Keep the last lines of a stream, so that its writer never waits."""
-    for line in stream:
-        lines.append(line)
-        del lines[:-20]
+def _no_answer(session: Session, why: str, *, is_late: bool) -> NoAnswer:
+    """Say what a worker's error, or ssh's exit code, means."""
+    if is_late:
+        return NoAnswer(why=why, advice=f"Try by hand: {BY_HAND}")
+    code = session.exit_code
+    if code == _SSH_FAILED:
+        said = session.last_words()
+        return NoAnswer(why=f"ssh failed: {said}", advice=_advice_on_ssh(said))
+    if code:
+        # The shell there could not change to the folder, or found no Python, or one without our packages.
+        advice = f"The same folder and environment must be there: {Path.cwd()} and {sys.executable}"
+        return NoAnswer(why=f"doctor does not run there: {session.last_words()}", advice=advice)
+    return NoAnswer(why=why, advice="Does it run another version of longctx? Copy this machine's folder there")
 
 
 _ADVICE_ON_SSH = {
@@ -158,22 +94,76 @@ _ADVICE_ON_SSH = {
 """What to do about a message of ssh, by a part of it. Without the host's name: hosts in one trouble share a line."""
 
 
-def _advice_on_ssh(complaint: str) -> str:
+def _advice_on_ssh(said: str) -> str:
     """What to do where ssh itself failed."""
     for part, advice in _ADVICE_ON_SSH.items():
-        if part in complaint:
+        if part in said:
             return advice
     return f"ssh must work without a password: ssh-copy-id HOST; then {BY_HAND}"
 
 
-def _no_answer(code: int, complaint: str) -> NoAnswer:
-    """What ssh's exit code, or that of the shell there, means."""
-    said = [printable(line) for line in complaint.splitlines() if line.strip()]
-    why = f"exit code {code}"
-    if said:
-        why = said[-1]
-    if code == _SSH_FAILED:
-        return NoAnswer(why=f"ssh failed: {why}", advice=_advice_on_ssh(complaint))
-    # The shell there could not change to the folder, or found no Python, or one without our packages.
-    advice = f"The same folder and environment must be there: {Path.cwd()} and {sys.executable}"
-    return NoAnswer(why=f"doctor does not run there: {why}", advice=advice)
+def ssh_command(host: str, command: str) -> list[str]:
+    """The words that start ``command`` in a shell of ``host``, without ever asking for a password.
+
+    The variable by which pdsh is given options of ssh counts here too. ClusterError for no name of a host.
+    """
+    check_host_name(host)
+    more = shlex.split(os.environ.get("PDSH_SSH_ARGS_APPEND", ""))
+    return ["ssh", "-o", "BatchMode=yes", "-o", f"ConnectTimeout={CONNECT_SECONDS}", *more, "--", host, command]
+
+
+def line_there(words: Sequence[str], environment: Mapping[str, str] = os.environ) -> str:
+    """The line for a host's shell that starts this Python with ``words``: every word of it is quoted.
+
+    As deepspeed's pdsh does, it sets variables, goes to this folder, and takes this Python.
+    """
+    before = exports(environment, environment_files())
+    return f"{before}cd {shlex.quote(str(Path.cwd()))} && exec {shlex.join([sys.executable, *words])}"
+
+
+# The variables that deepspeed's pdsh sets on every host before it starts ranks there.
+
+
+def check_environment_files(paths: Sequence[Path]) -> list[Finding]:
+    """Return a finding for each line that is no assignment, or of which a shell on another host would run a part."""
+    findings = []
+    for path in paths:
+        for number, line in enumerate(_lines(path), 1):
+            try:
+                check_assignment(line, f"{path}:{number}")
+            except ConfigError as error:
+                problem, _, advice = str(error).partition("\n")
+                findings.append(Finding.of("environment", problem, advice, "fail"))
+    return findings
+
+
+def exports(environment: Mapping[str, str], paths: Sequence[Path]) -> str:
+    """Assignments for a shell, each ending in ``;``. Values may refer to variables there (`$PATH`), and run nothing."""
+    # Of what deepspeed hands over by itself, all that a check depends on.
+    prefixes = ("PYTHON",)
+    if torch.cuda.is_available():
+        prefixes = ("PYTHON", "NCCL")
+    handed_over = sorted(name for name in environment if name.startswith(prefixes))
+    assigned = {name: _literal(environment[name]) for name in handed_over}
+    for path in paths:
+        for line in _lines(path):
+            if match := _ASSIGNMENT.fullmatch(line.strip()):
+                assigned[match[1]] = _expanding(match[2])
+    return "".join(f"export {name}={value}; " for name, value in assigned.items() if name.isidentifier())
+
+
+def _lines(path: Path) -> list[str]:
+    return path.read_text(errors="replace").splitlines()
+
+
+def _literal(value: str) -> str:
+    """A word that a shell reads as it is."""
+    return '"' + re.sub(r'([\\"`$])', r"\\\1", value) + '"'
+
+
+def _expanding(value: str) -> str:
+    """The same with references to variables left to the shell, as deepspeed leaves them."""
+    parts = _REFERENCE.split(value)
+    # Every second part is a reference.
+    parts[::2] = [_literal(part)[1:-1] for part in parts[::2]]
+    return '"' + "".join(parts) + '"'

@@ -1,14 +1,20 @@
-"""The folder that runs are written to, and shared memory."""
+"""The folder that runs are written to, whether other machines see it too, and shared memory."""
 
 from __future__ import annotations
 
 import os
+import re
+import secrets
 import shutil
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryFile
 
-from launcher.doctor.finding import Finding, Verdict, printable
+from launcher.doctor.finding import Finding, printable
+from longctx.errors import ConfigError
 
 _MIB = 2**20
 _FEW_BYTES = 20 * 2**30
@@ -16,6 +22,8 @@ _CHUNK = bytes(16 * _MIB)
 _MOST_CHUNKS, _MOST_SECONDS = 4, 2.0
 _SLOW_BYTES_PER_SECOND = 100 * _MIB
 _LITTLE_SHARED_MEMORY = 2**30
+_PROBE_NAME = re.compile(r"\.longctx-doctor-[0-9a-f]{32}")
+_MOST_PROBE_BYTES = 64
 
 
 def existing_part(folder: Path) -> Path:
@@ -31,22 +39,20 @@ def check_folder(folder: Path) -> list[Finding]:
     free = shutil.disk_usage(folder).free
     size = f"{free / 2**30:.1f} GiB free in {folder}"
     if free < len(_CHUNK) * _MOST_CHUNKS * 4:
-        return [Finding(check="folder", verdict="fail", value=size, advice="Free some space, or give another --folder")]
+        return [Finding.of("folder", size, "Free some space, or give another --folder", "fail")]
     try:
         speed = write_speed(folder)
     except OSError as error:
         value = printable(f"{folder} cannot be written: {error.strerror}")
-        return [Finding(check="folder", verdict="fail", value=value, advice="Give a --folder that you may write to")]
+        return [Finding.of("folder", value, "Give a --folder that you may write to", "fail")]
     # How much a run needs depends on its model, which doctor does not know.
-    space = Finding(check="folder", verdict="ok", value=size)
+    space, slow = "", ""
     if free < _FEW_BYTES:
-        advice = "A checkpoint holds weights, masters and moments: compare with the model, and set checkpoint.keep_last"
-        space = Finding(check="folder", verdict="warn", value=size, advice=advice)
-    value = f"{speed / _MIB:.0f} MiB/s of one process, to the disk"
+        space = "A checkpoint holds weights, masters and moments: compare with the model, and set checkpoint.keep_last"
     if speed < _SLOW_BYTES_PER_SECOND:
-        advice = "Checkpoints will take long: give a faster --folder, or raise checkpoint.every_steps"
-        return [space, Finding(check="write speed", verdict="warn", value=value, advice=advice)]
-    return [space, Finding(check="write speed", verdict="ok", value=value)]
+        slow = "Checkpoints will take long: give a faster --folder, or raise checkpoint.every_steps"
+    value = f"{speed / _MIB:.0f} MiB/s of one process, to the disk"
+    return [Finding.of("folder", size, space), Finding.of("write speed", value, slow)]
 
 
 def write_speed(folder: Path) -> float:
@@ -69,14 +75,47 @@ def check_shared_memory(num_gpus: int, folder: Path = Path("/dev/shm")) -> Findi
     try:
         usage = shutil.disk_usage(folder)
     except OSError:
-        return Finding(check="shared memory", verdict="warn", value=f"{folder} is not there", advice="Mount a tmpfs")
-    value = f"{usage.total / 2**30:.1f} GiB in {folder}, {usage.free / 2**30:.1f} GiB free"
-    verdict: Verdict = "ok"
+        return Finding.of("shared memory", f"{folder} is not there", "Mount a tmpfs")
     advice = ""
     # A container has 64 MiB unless told otherwise. One rank on a GPU, and gloo, take nothing of it.
     if num_gpus > 1 and usage.free < _LITTLE_SHARED_MEMORY:
-        verdict, advice = (
-            "warn",
-            "NCCL may fail with `unhandled system error`: docker run --shm-size=1g (or --ipc=host)",
-        )
-    return Finding(check="shared memory", verdict=verdict, value=value, advice=advice)
+        advice = "NCCL may fail with `unhandled system error`: docker run --shm-size=1g (or --ipc=host)"
+    value = f"{usage.total / 2**30:.1f} GiB in {folder}, {usage.free / 2**30:.1f} GiB free"
+    return Finding.of("shared memory", value, advice)
+
+
+# The file by which two machines find out whether they see the same folder.
+
+
+@dataclass(frozen=True)
+class Probe:
+    """A file with a random name and random content."""
+
+    name: str
+    content: str
+
+
+@contextmanager
+def probe_in(folder: Path) -> Iterator[Probe]:
+    """Within the block the file is there; OSError where the folder cannot be written."""
+    probe = Probe(f".longctx-doctor-{secrets.token_hex(16)}", secrets.token_hex(16))
+    path = folder / probe.name
+    # "x": what stands there already is nobody's probe.
+    with path.open("x") as file:
+        file.write(probe.content)
+    try:
+        yield probe
+    finally:
+        path.unlink(missing_ok=True)
+
+
+def read_probe(folder: Path, name: str) -> str | None:
+    """What this machine reads in the file; None where it sees no such file. ConfigError for any other file's name."""
+    if not _PROBE_NAME.fullmatch(name):
+        raise ConfigError(f"{name!r} is not a file that doctor writes.")
+    try:
+        with (folder / name).open("rb") as file:
+            # Not all of it: somebody may have put a large file there.
+            return file.read(_MOST_PROBE_BYTES).decode("ascii", errors="replace")
+    except OSError:
+        return None

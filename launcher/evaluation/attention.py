@@ -1,24 +1,32 @@
 """What one head of a layer attends to in a text: the share of each block of keys in the attention of blocks of queries.
 
+It is drawn as a picture of blocks, and of a short text as a page of tokens.
+
 Axes: T tokens, N blocks of queries, G blocks of keys; blocks of both have the same size.
 """
 
 from __future__ import annotations
 
+import base64
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
+from itertools import accumulate
 from pathlib import Path
 
+import matplotlib
 import numpy as np
 import torch
+from matplotlib.colors import LogNorm
+from matplotlib.ticker import FuncFormatter
 
 from data_pipeline.texts import read_texts
 from launcher.checkpoint.tokenizers import tokenizer_of
 from launcher.evaluation.opened import checkpoint_name, open_reader
-from launcher.report.evaluation.attention import AttentionMap, csv_rows, map_figure, token_page
-from launcher.report.evaluation.tables import write_csv
-from launcher.report.figures import standalone
+from launcher.report.evaluation.figures import write_caption
+from launcher.report.evaluation.tables import Rows, write_csv
+from launcher.report.figures import RED, new_figure, standalone, styled, to_svg
+from launcher.report.html import fill_template
 from longctx.architecture.layers import layer_specs
 from longctx.config import ModelConfig
 from longctx.errors import ConfigError, DataError
@@ -30,6 +38,10 @@ from longctx.tokenizer import Tokenizer
 
 PAGE_TOKENS = 512
 """Tokens of the longest text that gets a page on which each token shows what it attends to."""
+LEAST = 1e-4
+"""Share that has the darkest colour; what is smaller has the same."""
+_STEPS = 65535
+"""Steps of a share on the page: two bytes each."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,6 +62,18 @@ class AttentionOptions:
             raise ConfigError(f"--blocks {self.blocks}: a picture has at least 2 blocks on a side. The default is 96.")
         if self.length is not None and self.length < 2:
             raise ConfigError(f"--length {self.length}: attention needs at least 2 tokens.")
+
+
+@dataclass(frozen=True, kw_only=True)
+class AttentionMap:
+    """The mean share of a block of keys in the attention of a block's queries."""
+
+    share_NG: np.ndarray
+    is_seen_NG: np.ndarray
+    """Whether the mask lets any query of the block see any key of the other one."""
+    block_tokens: int
+    bounds: list[int]
+    """Where documents begin and end, in tokens."""
 
 
 def draw_attention(options: AttentionOptions) -> list[Path]:
@@ -175,7 +199,69 @@ def _silent(tokenizer: Tokenizer, token: int) -> str:
 
 
 def _write_picture(path: Path, found: AttentionMap, caption: str) -> list[Path]:
-    """The picture, and the rows that it was drawn from."""
     picture = path.with_suffix(".svg")
     write_atomically(picture, standalone(map_figure(found, caption, path.name)).encode())
     return [picture, write_csv(path.with_suffix(".csv"), csv_rows(found))]
+
+
+def csv_rows(found: AttentionMap) -> Rows:
+    """A row for each pair of blocks that the mask allows."""
+    size, num_tokens = found.block_tokens, found.bounds[-1]
+    return [
+        {
+            "query_start": int(n) * size,
+            "query_stop": min((int(n) + 1) * size, num_tokens),
+            "key_start": int(g) * size,
+            "key_stop": min((int(g) + 1) * size, num_tokens),
+            "share": float(found.share_NG[n, g]),
+        }
+        for n, g in np.argwhere(found.is_seen_NG)
+    ]
+
+
+@styled
+def map_figure(found: AttentionMap, caption: str, name: str) -> str:
+    """Queries down, keys across, on a fixed log scale; what the mask forbids is blank, lines part documents."""
+    num_tokens, size = found.bounds[-1], found.block_tokens
+    figure, (axes,) = new_figure(1, height=7.6)
+    # Blank and not dark: a key that may not be seen is another thing than one that is not looked at.
+    shares = np.ma.masked_where(~found.is_seen_NG, np.maximum(found.share_NG, LEAST))
+    # An image and not a mesh: ten thousand shapes would be a megabyte of text.
+    end = len(shares) * size
+    image = axes.imshow(
+        shares,
+        cmap=matplotlib.colormaps["viridis"],
+        norm=LogNorm(LEAST, 1.0),
+        extent=(0, end, end, 0),
+        interpolation="nearest",
+        aspect="equal",
+    )
+    axes.set_xlim(0, num_tokens)
+    axes.set_ylim(num_tokens, 0)
+    axes.grid(False)
+    for bound in found.bounds[1:-1]:
+        axes.axhline(bound, color=RED, linewidth=0.6)
+        axes.axvline(bound, color=RED, linewidth=0.6)
+    for axis in (axes.xaxis, axes.yaxis):
+        axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.0f}"))
+    axes.set_xlabel("key (token of the row)")
+    axes.set_ylabel("query (token of the row)")
+    bar = figure.colorbar(image, ax=axes, pad=0.015, fraction=0.04)
+    bar.set_label(f"share of a query's attention that a block of {size:,} keys has; {LEAST:g} or less is darkest")
+    write_caption(figure, caption)
+    return to_svg(figure, name)
+
+
+def token_page(found: AttentionMap, documents: list[list[str]], caption: str) -> str:
+    """A page with the text, on which the token under the pointer shows what it attends to. Blocks are single tokens."""
+    # Two bytes a share: as text each would take ten.
+    shares = np.rint(found.share_NG.clip(0, 1) * _STEPS).astype("<u2")
+    starts = accumulate((len(tokens) for tokens in documents), initial=0)
+    return fill_template(
+        "attention.html",
+        caption=caption,
+        documents=[list(enumerate(tokens, start)) for start, tokens in zip(starts, documents, strict=False)],
+        shares=base64.b64encode(shares.tobytes()).decode(),
+        steps=_STEPS,
+        num_tokens=found.bounds[-1],
+    )

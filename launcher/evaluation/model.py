@@ -1,4 +1,4 @@
-"""Load a checkpoint's decoder for inference, on one process or over the ranks of a mesh."""
+"""Load a checkpoint's decoder for inference, on one process or over a mesh, and say how many prompts have memory."""
 
 from __future__ import annotations
 
@@ -9,11 +9,15 @@ from torch import Tensor
 
 from launcher.evaluation.opened import OpenedModel, Reader
 from longctx.checkpoint_format import CheckpointReader
+from longctx.config import ModelConfig
 from longctx.errors import CheckpointError
+from longctx.generation.cache_size import cache_bytes
 from longctx.model.decoder import Decoder
 from longctx.model.experts.experts import is_expert_weight
+from parallel.comm.world import gather_objects
 from parallel.mesh import Mesh
 from parallel.parallelize import build_empty_decoder
+from parallel.runtime.device import free_bytes
 
 LAYOUT = "zigzag"
 """How a chunk is split. Its queries visit the keys of every rank, so work is even in all layouts."""
@@ -71,3 +75,21 @@ def _weights(reader: Reader) -> Iterator[tuple[str, Tensor]]:
         yield from reader.state_dict(torch.float32)
     else:
         yield from reader
+
+
+def fitting_together(
+    model: ModelConfig,
+    mesh: Mesh,
+    device: torch.device,
+    num_tokens: int,
+    *,
+    dtype: torch.dtype,
+    chunk_tokens: int,
+    most: int,
+) -> int:
+    """How many sequences of so many tokens have memory on every rank: at most ``most``, at least one. Collective."""
+    of_one = cache_bytes(model, num_tokens, dtype, chunk_tokens=chunk_tokens, degree=mesh.context)
+    # Half of what is free: buffers that grow are copied, and a pass over a chunk needs memory of its own.
+    fitting = free_bytes(device) // 2 // of_one
+    # Ranks that share sequences must have as many under way: the one with least memory decides.
+    return max(1, min(most, min(gather_objects(fitting))))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Protocol
 
 import torch
 
@@ -20,20 +19,6 @@ from parallel.runtime.device import choose_device
 from parallel.runtime.launched import environment_rank
 
 
-class Degrees(Protocol):
-    """How many ranks share what."""
-
-    @property
-    def context(self) -> int:
-        """Ranks that share a prompt; 0 for all."""
-        ...
-
-    @property
-    def expert(self) -> int:
-        """Ranks that share the experts."""
-        ...
-
-
 @contextmanager
 def joined_ranks(options: Computation) -> Iterator[torch.device]:
     """Be one of the ranks that a launcher started, or a process alone, within the block; yields the rank's device."""
@@ -44,17 +29,20 @@ def joined_ranks(options: Computation) -> Iterator[torch.device]:
         yield device
 
 
-def build_mesh(options: Degrees, model: ModelConfig) -> Mesh:
-    """The mesh of all ranks. Collective. ConfigError unless the degrees fit the ranks, the experts and one another."""
+def build_mesh(model: ModelConfig, *, context: int, expert: int) -> Mesh:
+    """Return the mesh of all ranks, of which so many share a prompt (0: all), and the experts. Collective.
+
+    ConfigError unless the degrees fit the ranks, the experts and one another.
+    """
     world_size = num_ranks()
-    context = options.context or world_size
-    check_degrees(world_size, context=context, expert=options.expert)
-    check_experts(model, options.expert, world_size)
+    context = context or world_size
+    check_degrees(world_size, context=context, expert=expert)
+    check_experts(model, expert, world_size)
     # Ranks that share experts must decode one sequence together.
-    if context % options.expert:
+    if context % expert:
         fits = [degree for degree in range(1, context + 1) if context % degree == 0]
         raise ConfigError(
-            f"parallel.expert={options.expert} does not divide parallel.context={context}: ranks that share experts "
-            f"continue one prompt together.\nTry parallel.expert={nearest(options.expert, fits)} (any of {fits})."
+            f"parallel.expert={expert} does not divide parallel.context={context}: ranks that share experts "
+            f"continue one prompt together.\nTry parallel.expert={nearest(expert, fits)} (any of {fits})."
         )
-    return Mesh.build(context=context, expert=options.expert)
+    return Mesh.build(context=context, expert=expert)

@@ -17,9 +17,8 @@ from launcher.report.evaluation.tables import (
     write_csv,
 )
 from launcher.report.figures import standalone
-from launcher.report.head import Figure
-from launcher.report.page import REPORT_FILE, write_page, write_report
-from launcher.report.template import fill_template
+from launcher.report.html import Figure, render_page, write_page
+from launcher.report.page import REPORT_FILE, write_report
 from launcher.run_folder import CONFIG_FILE
 from longctx.files import write_atomically
 
@@ -59,7 +58,6 @@ def run_above(folder: Path) -> Path | None:
 
 
 def _write_picture(folder: Path, picture: Picture) -> None:
-    """The picture, and beside it what it was drawn from."""
     write_atomically(folder / f"{picture.name}.svg", standalone(picture.svg).encode())
     write_csv(folder / f"{picture.name}.csv", picture.rows)
     for name, rows in picture.more:
@@ -68,17 +66,14 @@ def _write_picture(folder: Path, picture: Picture) -> None:
 
 
 def _page(evaluation: Evaluation, drawn: list[Picture]) -> str:
-    """A page of the evaluation alone."""
     figures = [
         Figure(label=row["task"], value=f"{row['mean']:.3f}", note=f"area, {row['low']:.3f} to {row['high']:.3f}")
         for row in area_rows(evaluation)[-1:]
     ]
-    return fill_template(
-        name=evaluation.settings["model"],
-        state=f"evaluated {evaluation.settings['date']}",
-        progress=None,
-        figures=figures,
-        remarks=[],
-        sections=evaluation_sections(evaluation, drawn),
+    return render_page(
+        evaluation.settings["model"],
+        f"evaluated {evaluation.settings['date']}",
+        evaluation_sections(evaluation, drawn),
         source="the files of the evaluation's folder",
+        figures=figures,
     )

@@ -17,14 +17,12 @@ from typing import Any, TypeVar, cast
 import torch
 
 from launcher.evaluation.answer import Prompt, prompt_of, write_answers
-from launcher.evaluation.memory import fitting_together
-from launcher.evaluation.model import build_decoder
+from launcher.evaluation.model import build_decoder, fitting_together
 from launcher.evaluation.options import Options
 from launcher.evaluation.ranks import build_mesh, joined_ranks
 from launcher.evaluation.results import write_results
 from launcher.evaluation.store import Store, locked, settings_of, text_settings
-from launcher.evaluation.subject import Subject, open_subject
-from launcher.evaluation.texts import Text, Texts, read_documents
+from launcher.evaluation.subject import Subject, Text, Texts, open_subject, read_documents
 from launcher.report.evaluation.folder import Key
 from longctx.errors import CheckpointError, LongCtxError
 from longctx.evaluation import Sample, ScoreRow, Task
@@ -70,7 +68,7 @@ def run(options: Options, device: torch.device, progress: Progress) -> Path:
     # From cheap to expensive, and all of it before anything is allocated.
     with progress("reading text, trying each task"):
         subject = on_every_rank(lambda: open_subject(options))
-        mesh = build_mesh(options, subject.model)
+        mesh = build_mesh(subject.model, context=options.context, expert=options.expert)
         texts = on_rank_0(lambda: _read_and_check(options, subject))
     stores: list[Store] = []
     with ExitStack() as stack:

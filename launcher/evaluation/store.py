@@ -16,8 +16,7 @@ from typing import Any
 import xxhash
 
 from launcher.evaluation.options import Options
-from launcher.evaluation.subject import Subject
-from launcher.evaluation.texts import Texts
+from launcher.evaluation.subject import Subject, Texts
 from launcher.report.evaluation.folder import (
     RESULTS_FILE,
     SETTINGS_FILE,

@@ -2,19 +2,28 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
+
+from data_pipeline.prepare.sources import open_source
 from data_pipeline.shards.copies import fetch_folder, has_folder
+from data_pipeline.shards.manifest import MANIFEST_FILE
+from data_pipeline.shards.reader import ShardSet
+from data_pipeline.shards.verify import open_verified
 from data_pipeline.stores.urls import Location, below, locate
 from data_pipeline.texts import read_texts
+from launcher.checkpoint.tokenizers import check_same_tokenizer
 from launcher.evaluation.opened import OpenedModel, check_positions, open_model, run_of
 from launcher.evaluation.options import Options
 from launcher.run_folder import CONFIG_FILE
 from longctx.config import ModelConfig
-from longctx.errors import ConfigError
+from longctx.errors import ConfigError, DataError
 from longctx.evaluation import Haystack, Setting
 from longctx.files import read_toml
+from longctx.tokenizer.rows import check_rows
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,15 +55,7 @@ def open_subject(options: Options) -> Subject:
         answer_tokens=options.answer_tokens,
         ruler=options.ruler,
     )
-    return Subject(
-        folder=opened.folder,
-        reader=opened.reader,
-        model=opened.model,
-        fingerprint=opened.fingerprint,
-        tokenizer=opened.tokenizer,
-        setting=setting,
-        text_folder=text_folder,
-    )
+    return Subject(**vars(opened), setting=setting, text_folder=text_folder)
 
 
 def _check_lengths(options: Options, model: ModelConfig) -> None:
@@ -97,3 +98,76 @@ def _validation_folder(config: Path) -> tuple[str, str]:
     if not folder and data.get("train"):
         folder = below(data["train"], "validation")
     return folder, data.get("cache", "")
+
+
+# Whole documents as ids, for losses: of shards the ids that they hold, of other text what the tokenizer makes.
+
+
+@dataclass(frozen=True)
+class Text:
+    """The beginning of a document."""
+
+    name: str
+    ids: np.ndarray
+    """int32: a list of a million ids takes nine times the memory, on every rank."""
+
+
+Texts = dict[int, list[Text]]
+"""The texts of each length, every one cut to it."""
+
+
+def read_documents(options: Options, subject: Subject) -> Texts:
+    """For each length the first ``options.samples`` documents that are long enough; DataError where none is.
+
+    Documents are never joined: what stands before another document's beginning is no context of it.
+    """
+    assert subject.text_folder is not None, "losses without text"
+    found: Texts = {length: [] for length in options.lengths}
+    longest = 0
+    for name, ids in _documents(options, subject, subject.text_folder):
+        longest = max(longest, len(ids))
+        for length, texts in found.items():
+            if len(ids) >= length and len(texts) < options.samples:
+                check_rows(subject.tokenizer, ids[:length], f"{name} of {subject.text_folder}")
+                # A copy: a view would hold the whole document.
+                texts.append(Text(name, ids[:length].astype(np.int32)))
+        if all(len(texts) == options.samples for texts in found.values()):
+            break
+    for length, texts in found.items():
+        if not texts:
+            raise DataError(
+                f"--lengths {length}: the longest document of {subject.text_folder} has {longest:,} tokens, and a "
+                f"loss at {length:,} needs one of {length:,}. Ask for --lengths {longest} or less, leave out ppl and "
+                "longppl, or name longer texts: --haystack FOLDER"
+            )
+    return found
+
+
+def _documents(options: Options, subject: Subject, folder: Location) -> Iterator[tuple[str, np.ndarray]]:
+    """Yield name and ids of each document, with the ids that frame one."""
+    if (folder / MANIFEST_FILE).is_file():
+        shards = open_verified(folder)
+        _check_tokenizer(options, subject, shards)
+        for number in range(shards.num_documents):
+            shards.check_files([number])
+            yield shards.name(number), shards.document(number)
+        return
+    shortest, longest = min(options.lengths), 0
+    for document in open_source(str(folder)):
+        size = len(document.text.encode())
+        # A token stands for a byte at least, begin, end and a first space apart: short texts need not be encoded. The
+        # longest of them are: an error says how many tokens there are.
+        if size + 3 >= shortest or size > longest:
+            yield document.name, subject.tokenizer.encode_document(document.text)
+        longest = max(longest, size)
+
+
+def _check_tokenizer(options: Options, subject: Subject, shards: ShardSet) -> None:
+    """DataError unless the shards' ids mean to the model what they say."""
+    if options.tokenizer is None:
+        check_same_tokenizer(subject.folder, shards)
+    elif subject.tokenizer.fingerprint != shards.manifest.tokenizer:
+        raise DataError(
+            f"{shards.folder} was built with another tokenizer than {options.tokenizer}: ids would mean other text.\n"
+            "Name the tokenizer that the data was built with, or a folder of plain text as --haystack."
+        )

@@ -16,8 +16,7 @@ import torch
 
 from launcher.checkpoint.tokenizers import known_decoder
 from launcher.evaluation.harness.batches import deal_by_cost
-from launcher.evaluation.memory import fitting_together
-from launcher.evaluation.model import build_decoder
+from launcher.evaluation.model import build_decoder, fitting_together
 from launcher.evaluation.opened import OpenedModel, open_model
 from launcher.evaluation.ranks import build_mesh, joined_ranks
 from launcher.generation.chats import encode_chats
@@ -134,7 +133,7 @@ def session(options: Options) -> Iterator[Session]:
 
 def _checked_session(options: Options, device: torch.device) -> Session:
     opened = on_every_rank(lambda: open_model(options.checkpoint, options.tokenizer))
-    mesh = build_mesh(options, opened.model)
+    mesh = build_mesh(opened.model, context=options.context, expert=options.expert)
     if not options.has_many and mesh.data > 1:
         raise ConfigError(
             f"parallel.context={mesh.context} of {mesh.world_size} ranks: the ranks that share one prompt would leave "

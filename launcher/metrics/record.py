@@ -16,6 +16,7 @@ import logging
 import math
 import os
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -127,6 +128,20 @@ def read_metrics(folder: Path | str) -> list[Record]:
     if torn:
         logger.warning("%s:%d: passed over a line that was cut short", path, len(lines) + 1)
     return list(_decode_lines(path, lines))
+
+
+def readable_records(path: Path, having: str = "") -> Iterator[Record]:
+    """Yield the records of a file's lines that have this text in them; nothing for a file that is not there.
+
+    Lines that a kill has cut short, or that somebody has edited, are passed over.
+    """
+    if not path.is_file():
+        return
+    with path.open("rb") as file:
+        for line in file:
+            if having.encode() in line:
+                with suppress(ValueError):
+                    yield decode(line)
 
 
 def missing_steps(folder: Path | str, step: int) -> list[range]:

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from launcher.metrics.record import AUDIT_EVENT, DISCARDED_FILE, Record, decode
-from launcher.report.section import Section, Table
+from launcher.metrics.record import AUDIT_EVENT, DISCARDED_FILE, Record, readable_records
+from launcher.report.html import Section, Table
 from launcher.wording import plural
 
 MAX_FINDINGS = 20
@@ -20,19 +20,10 @@ def audit_events(folder: Path, records: Sequence[Record]) -> list[Record]:
     """The events of a run's wrong numbers, by step: those of steps that it has taken again since, too."""
     found = [record for record in records if record.get("event") == AUDIT_EVENT]
     # Whoever goes on from an earlier checkpoint sets the event aside, and the machine is as suspect as before.
-    path = folder / DISCARDED_FILE
-    if path.is_file():
-        for line in path.read_bytes().splitlines():
-            if f'"{AUDIT_EVENT}"'.encode() not in line:
-                continue
-            try:
-                record = decode(line)
-            except ValueError:
-                # Cut short by a kill.
-                continue
-            # A resume that was killed may have set the same line aside twice.
-            if record.get("event") == AUDIT_EVENT and record not in found:
-                found.append(record)
+    for record in readable_records(folder / DISCARDED_FILE, f'"{AUDIT_EVENT}"'):
+        # A resume that was killed may have set the same line aside twice.
+        if record.get("event") == AUDIT_EVENT and record not in found:
+            found.append(record)
     return sorted(found, key=lambda record: (record["step"], record.get("time", "")))
 
 

@@ -1,24 +1,28 @@
-"""Write several runs side by side as one self-contained page."""
+"""Write several runs, or several evaluations, side by side as one self-contained page."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import json
+import re
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from markupsafe import Markup
 from matplotlib.ticker import FuncFormatter
 
 from launcher.metrics.console import short_number
-from launcher.report.figures import Series, finish, new_figure, styled, to_svg
+from launcher.report.evaluation.figures import needle_figure
+from launcher.report.evaluation.folder import SETTINGS_FILE, Evaluation, load_evaluation
+from launcher.report.evaluation.tables import Rows, depth_rows, score_rows, tasks_with_depth, write_csv
+from launcher.report.figures import Series, finish, new_figure, standalone, styled, to_svg
 from launcher.report.head import key_figures, state
-from launcher.report.page import write_page
+from launcher.report.html import Section, Table, render_page, write_page
 from launcher.report.run import Run, load_run
-from launcher.report.section import Section, Table
-from launcher.report.template import fill_template
-from launcher.report.text import flatten, plain
 from launcher.wording import plural
 from longctx.errors import ConfigError
+from longctx.files import write_atomically
 
 COMPARISON_FILE = "comparison.html"
 
@@ -33,34 +37,31 @@ def write_comparison(folders: Sequence[Path], output: Path | str | None = None) 
 
     ConfigError for a folder that is named twice, DataError for what is no run folder.
     """
-    resolved = [folder.resolve() for folder in folders]
-    twice = [folder for folder, path in zip(folders, resolved, strict=True) if resolved.count(path) > 1]
-    if twice:
-        raise ConfigError(f"{twice[0]} is named twice. Name each run once.")
+    names = distinct_names(folders)
     runs = [load_run(folder) for folder in folders]
-    return write_page(lambda: render(runs, distinct_names(resolved)), Path(output or COMPARISON_FILE), COMPARISON_FILE)
+    return _write(names, "run", sections(runs, names), output)
 
 
-def render(runs: Sequence[Run], names: Sequence[str]) -> str:
-    """The page, as text."""
-    return fill_template(
-        name=" · ".join(names),
-        state=plural(len(runs), "run"),
-        progress=None,
-        figures=[],
-        remarks=[],
-        sections=sections(runs, names),
-        source="the runs' folders",
-    )
+def _write(names: Sequence[str], what: str, parts: Sequence[Section], output: Path | str | None) -> Path:
+    state, source = plural(len(names), what), f"the {what}s' folders"
+    page = Path(output or COMPARISON_FILE)
+    return write_page(lambda: render_page(" · ".join(names), state, parts, source=source), page, COMPARISON_FILE)
 
 
 def distinct_names(folders: Sequence[Path]) -> list[str]:
-    """The folders' names, with as many of their parents as it takes to tell them apart."""
-    for length in range(1, max(len(folder.parts) for folder in folders) + 1):
+    """Return the folders' names, with as many of their parents as it takes to tell them apart.
+
+    ConfigError for a folder that is named twice.
+    """
+    folders = [folder.resolve() for folder in folders]
+    twice = [folder for folder in folders if folders.count(folder) > 1]
+    if twice:
+        raise ConfigError(f"{twice[0]} is named twice. Name each folder once.")
+    length, names = 0, list[str]()
+    while len(set(names)) < len(folders):
+        length += 1
         names = ["/".join(folder.parts[-length:]) for folder in folders]
-        if len(set(names)) == len(names):
-            return names
-    return [str(folder) for folder in folders]
+    return names
 
 
 def sections(runs: Sequence[Run], names: Sequence[str]) -> list[Section]:
@@ -92,10 +93,10 @@ def figure_table(runs: Sequence[Run], names: Sequence[str]) -> Table:
 
 def differences(runs: Sequence[Run]) -> list[tuple[str, ...]]:
     """The keys whose values differ between the runs' configs, with the values."""
-    configs = [dict(flatten(run.config)) for run in runs]
+    configs = [dict(_flatten(run.config)) for run in runs]
     rows: list[tuple[str, ...]] = []
     for key in dict.fromkeys(key for config in configs for key in config):
-        values = [plain(config[key]) if key in config else "–" for config in configs]
+        values = [_plain(config[key]) if key in config else "–" for config in configs]
         if key not in _PATHS and len(set(values)) > 1:
             rows.append((key, *values))
     return rows
@@ -134,3 +135,98 @@ def _over_tokens(run: Run, series: Series) -> Series:
         return Series(steps=np.empty(0), values=np.empty(0))
     steps, tokens = np.append(0.0, known.steps), np.append(0.0, known.values)
     return Series(steps=np.interp(series.steps, steps, tokens), values=series.values)
+
+
+def _flatten(values: Mapping[str, Any], prefix: str = "") -> list[tuple[str, Any]]:
+    """Nested mappings as (dotted key, value) pairs, in order: ``{"a": {"b": 1}} -> [("a.b", 1)]``."""
+    pairs: list[tuple[str, Any]] = []
+    for key, value in values.items():
+        if isinstance(value, Mapping):
+            pairs.extend(_flatten(value, f"{prefix}{key}."))
+        else:
+            pairs.append((f"{prefix}{key}", value))
+    return pairs
+
+
+def _plain(value: Any) -> str:
+    """A value of the environment as text: lists of plain values with commas, anything deeper as JSON."""
+    if isinstance(value, str):
+        return value
+    if isinstance(value, list) and all(not isinstance(item, list | dict) for item in value):
+        return ", ".join(str(item) for item in value)
+    return json.dumps(value, ensure_ascii=False)
+
+
+# Several evaluations: needles in panels of one scale, and scores by length as a table.
+
+
+def is_evaluation(folder: Path) -> bool:
+    """Whether a folder is what ``evaluate`` has written."""
+    return (folder / SETTINGS_FILE).is_file()
+
+
+def write_evaluations(folders: Sequence[Path], output: Path | None = None) -> Path:
+    """Write the comparison of these evaluations and return its path, ``comparison.html`` here unless it is given.
+
+    Its pictures, and what they were drawn from, are files beside it. ConfigError for a folder that is named twice, and
+    where no task with depth is in all of them; DataError for what is no evaluation.
+    """
+    names = distinct_names(folders)
+    evaluations = [load_evaluation(folder) for folder in folders]
+    tasks = common_tasks(evaluations)
+    if not tasks:
+        raise ConfigError(f"{', '.join(names)} have no task with depth in common: there is nothing to draw.")
+    page = Path(output or COMPARISON_FILE)
+    # Scores first: a task without depth has no picture.
+    parts = [_score_section(evaluations, names)]
+    for task in tasks:
+        rows = panel_rows(evaluations, names, task)
+        picture = _needle_picture(evaluations, names, task)
+        # Files of their own: a picture is sent around without its page.
+        beside = page.with_name(f"{page.stem}_{task}.svg")
+        write_atomically(beside, standalone(picture).encode())
+        write_csv(beside.with_suffix(".csv"), rows)
+        caption = "The scale is fixed from 0 to 1; n is the number of samples; what was not tested is blank."
+        parts.append(Section(title=f"{task} by length and depth", caption=caption, picture=Markup(picture)))
+    return _write(names, "evaluation", parts, output)
+
+
+def common_tasks(evaluations: Sequence[Evaluation]) -> list[str]:
+    """The tasks with depth that every evaluation has."""
+    first, *others = [tasks_with_depth(evaluation) for evaluation in evaluations]
+    return [task for task in first if all(task in tasks for tasks in others)]
+
+
+def panel_rows(evaluations: Sequence[Evaluation], names: Sequence[str], task: str) -> Rows:
+    """What the panels of a task are drawn from, each row with its evaluation's name."""
+    return [
+        {"evaluation": name, **row}
+        for evaluation, name in zip(evaluations, names, strict=True)
+        for row in depth_rows(evaluation, task)
+    ]
+
+
+def _needle_picture(evaluations: Sequence[Evaluation], names: Sequence[str], task: str) -> str:
+    panels = [(name, depth_rows(evaluation, task)) for name, evaluation in zip(names, evaluations, strict=True)]
+    lengths = sorted({row["length"] for _, rows in panels for row in rows})
+    # A line each: models, dates and numbers of samples may all differ.
+    parts = []
+    for evaluation, (name, rows) in zip(evaluations, panels, strict=True):
+        count = plural(sum(row["n"] for row in rows), "sample")
+        parts.append(f"{name}: {evaluation.caption}, n = {count}")
+    caption = f"{task} · lengths {lengths[0]:,} to {lengths[-1]:,}\n" + "\n".join(parts)
+    return needle_figure(panels, caption, re.sub(r"[^A-Za-z0-9]", "-", f"panels-{task}"))
+
+
+def _score_section(evaluations: Sequence[Evaluation], names: Sequence[str]) -> Section:
+    """A row for each task and evaluation, a column a length."""
+    found = [score_rows(evaluation) for evaluation in evaluations]
+    lengths = sorted({row["length"] for rows in found for row in rows})
+    tasks = list(dict.fromkeys(row["task"] for rows in found for row in rows))
+    lines = []
+    for task in tasks:
+        for name, rows in zip(names, found, strict=True):
+            cells = {row["length"]: f"{row['mean']:.3f}, n={row['n']}" for row in rows if row["task"] == task}
+            lines.append((task, name, *(cells.get(length, "–") for length in lengths)))
+    headings = ("Task", "Evaluation", *(f"{length:,}" for length in lengths))
+    return Section(title="Scores by length", caption="Mean score.", table=Table(headings=headings, rows=lines))

@@ -141,7 +141,6 @@ def loss_figure(
 
 
 def _token_axis(axes: Axes, train: Sequence[Any]) -> None:
-    """A second axis above that counts tokens, where they were logged."""
     tokens = Series.of(train, "tokens")
     if len(tokens.steps) < 2 or not tokens.drawable:
         return
@@ -186,8 +185,9 @@ def _position_points(validation: Mapping[str, Any]) -> tuple[list[float], list[f
 
 @styled
 def speed_figure(train: Sequence[Any], resumes: Sequence[int]) -> str:
-    """Tokens a second with its median, and where the time of a step goes."""
-    figure, (left, right) = new_figure(2, height=2.9)
+    """Tokens a second with its median, where the time of a step goes, model TFLOP/s with the MFU if known, memory."""
+    figure, panels = new_figure(2, rows=2, height=5.4)
+    left, right, below_left, below_right = panels
     speed = Series.of(train, "tokens_per_second")
     thin_curve(left, speed, BLUE, None)
     if speed.drawable:
@@ -210,65 +210,31 @@ def speed_figure(train: Sequence[Any], resumes: Sequence[int]) -> str:
         # The legend lies above the curves.
         right.set_ylim(bottom=0, top=1.3 * right.get_ylim()[1])
     right.legend(loc="upper right")
-    for axes in (left, right):
+    _draw_work(below_left, train)
+    memory = Series.of(train, "max_memory_bytes")
+    thin_curve(below_right, Series(steps=memory.steps, values=memory.values / 2**30), ORANGE, None)
+    below_right.set_title("Peak memory so far, rank 0")
+    finish(below_right, "step", "GiB", None)
+    below_right.set_ylim(bottom=0, top=1.15 * below_right.get_ylim()[1])
+    for axes in panels:
         _mark_steps(axes, resumes, color=GREEN, linestyle=":", label=None)
     return to_svg(figure, "speed")
 
 
-@styled
-def work_figure(train: Sequence[Any], resumes: Sequence[int]) -> str:
-    """Model TFLOP/s of a device, with the MFU on the right where it is known, and memory."""
-    figure, (left, right) = new_figure(2, height=2.9)
-    work = Series.of(train, "model_tflops")
-    thin_curve(left, work, BLUE, None)
-    left.set_title("Model TFLOP/s of a device")
-    finish(left, "step", "TFLOP/s", None)
-    left.set_ylim(bottom=0)
-    used = Series.of(train, "mfu")
+def _draw_work(axes: Axes, train: Sequence[Any]) -> None:
+    """Model TFLOP/s of a device, with the MFU on the right if it is known."""
+    work, used = Series.of(train, "model_tflops"), Series.of(train, "mfu")
+    thin_curve(axes, work, BLUE, None)
+    axes.set_title("Model TFLOP/s of a device")
+    finish(axes, "step", "TFLOP/s", None)
+    axes.set_ylim(bottom=0)
     # TFLOP/s and MFU differ by the device's peak rate alone: one curve, two axes.
     if used.drawable and work.drawable and np.nanmean(used.values) > 0:
         peak = float(np.nanmean(work.values) / np.nanmean(used.values))
         functions: Any = (lambda y: y / peak, lambda y: y * peak)
-        share = left.secondary_yaxis("right", functions=functions)
+        share = axes.secondary_yaxis("right", functions=functions)
         share.set_ylabel("MFU")
         share.yaxis.set_major_formatter(PercentFormatter(1.0, decimals=0))
-    memory = Series.of(train, "max_memory_bytes")
-    thin_curve(right, Series(steps=memory.steps, values=memory.values / 2**30), ORANGE, None)
-    right.set_title("Peak memory so far, rank 0")
-    finish(right, "step", "GiB", None)
-    right.set_ylim(bottom=0, top=1.15 * right.get_ylim()[1])
-    for axes in (left, right):
-        _mark_steps(axes, resumes, color=GREEN, linestyle=":", label=None)
-    return to_svg(figure, "work")
-
-
-@styled
-def optimizer_figure(train: Sequence[Any], resumes: Sequence[int], clip_norm: float = 0.0) -> str:
-    """Learning rate and gradient norm (on a log axis when it has spikes) with the norm that it is clipped to."""
-    figure, (left, right) = new_figure(2, height=2.9)
-    thin_curve(left, Series.of(train, "lr"), GREEN, None)
-    left.set_title("Learning rate")
-    left.yaxis.set_major_formatter(FuncFormatter(lambda value, _: _rate(value)))
-    finish(left, "step", "", None)
-    left.set_ylim(bottom=0)
-    norm = Series.of(train, "grad_norm")
-    thin_curve(right, norm, BLUE, None)
-    right.set_title("Gradient norm before clipping")
-    finish(right, "step", "", norm)
-    if clip_norm:
-        right.axhline(clip_norm, color=RED, linestyle="--", linewidth=1.2, label=f"clipped to {clip_norm:g}")
-        right.legend(loc="upper right")
-    for axes in (left, right):
-        _mark_steps(axes, resumes, color=GREEN, linestyle=":", label=None)
-    return to_svg(figure, "optimizer")
-
-
-def _rate(value: float) -> str:
-    """A learning rate as people write it: 3e-4, 2.5e-4, 0."""
-    mantissa, exponent = f"{value:.1e}".split("e")
-    if value == 0:
-        return "0"
-    return f"{mantissa.removesuffix('.0')}e{int(exponent)}"
 
 
 # What the pictures share.

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 from datetime import datetime
 from statistics import median
 
@@ -14,8 +13,9 @@ from launcher.metrics.goodput.account import effective_share
 from launcher.metrics.record import DISCARDED_FILE, METRICS_FILE, Record
 from launcher.report import experts, figures
 from launcher.report.audits import audit_remarks
+from launcher.report.html import Figure
 from launcher.report.run import Run
-from launcher.report.text import duration, flatten, known, mean, number, perplexity
+from launcher.report.text import duration, known, mean, number, perplexity
 from launcher.wording import plural
 from longctx.errors import DataError
 
@@ -23,15 +23,6 @@ _RECENT_STEPS = 20
 """Steps that the figure of the recent training loss averages."""
 _PACE_STEPS = 100
 """Latest steps whose pace the time left is reckoned from."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Figure:
-    """One key figure: its name, its value, and a line that explains it."""
-
-    label: str
-    value: str
-    note: str = ""
 
 
 def progress(run: Run) -> float | None:
@@ -76,11 +67,10 @@ def seconds_left(run: Run) -> float | None:
 
 def key_figures(run: Run) -> list[Figure]:
     """The figures that a reader looks for first; a figure without data is left out."""
-    return _loss_figures(run) + _size_figures(run) + _speed_figures(run)
+    return _loss_figures(run) + _speed_figures(run)
 
 
 def _loss_figures(run: Run) -> list[Figure]:
-    """How well the model predicts."""
     found = []
     if run.train:
         losses = [record["loss"] for record in run.train[-_RECENT_STEPS:]]
@@ -106,38 +96,19 @@ def _loss_figures(run: Run) -> list[Figure]:
         if loss is not None and entropy is not None:
             note = "of predicting by frequency alone"
             found.append(Figure(label="Unigram entropy", value=number(entropy), note=note))
-            found.append(_gain_figure(entropy - loss))
-    return found
-
-
-def _gain_figure(gain: float) -> Figure:
-    """How far the loss is below the unigram entropy."""
-    note = "nats below the unigram entropy"
-    if gain <= 0:
-        note = "nats: not better than frequency alone yet"
-    return Figure(label="Learned from context", value=number(gain), note=note)
-
-
-def _size_figures(run: Run) -> list[Figure]:
-    """How much was read, and by how large a model."""
-    found = []
-    if run.train and run.train[-1].get("tokens") is not None:
-        tokens = run.train[-1]["tokens"]
-        found.append(Figure(label="Tokens", value=short_number(tokens), note=f"{tokens:,}"))
-    counts = {key.rsplit(".", 1)[-1]: value for key, value in flatten(run.environment)}
-    total = counts.get("num_parameters", counts.get("parameters"))
-    if isinstance(total, int):
-        active = counts.get("num_active_parameters", counts.get("active_parameters"))
-        note = f"{total:,}"
-        if isinstance(active, int):
-            note = f"{active:,} active a token"
-        found.append(Figure(label="Parameters", value=short_number(total), note=note))
+            note = "nats below the unigram entropy"
+            if entropy <= loss:
+                note = "nats: not better than frequency alone yet"
+            found.append(Figure(label="Learned from context", value=number(entropy - loss), note=note))
     return found
 
 
 def _speed_figures(run: Run) -> list[Figure]:
-    """Speed, time and memory: medians, since the first steps of a process compile and warm up."""
+    """Tokens, speed, time and memory: medians, since the first steps of a process compile and warm up."""
     found = []
+    if run.train and run.train[-1].get("tokens") is not None:
+        tokens = run.train[-1]["tokens"]
+        found.append(Figure(label="Tokens", value=short_number(tokens), note=f"{tokens:,}"))
     speeds = known(run.train, "tokens_per_second")
     if speeds:
         found.append(Figure(label="Tokens a second", value=short_number(median(speeds)), note="median, whole world"))

@@ -6,25 +6,22 @@ report can be made at any time, also while the run goes on.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 from markupsafe import Markup
 
 from launcher.metrics.expert_load import DEAD_AFTER_STEPS
+from launcher.metrics.goodput.account import KINDS, Goodput, effective_share
 from launcher.metrics.record import Record
 from launcher.report import experts, figures
 from launcher.report.audits import audit_sections
 from launcher.report.evaluation.sections import evaluation_sections
-from launcher.report.goodput import goodput_section
 from launcher.report.head import key_figures, progress, remarks, state
+from launcher.report.html import Section, Table, render_page, write_page
 from launcher.report.run import Run, load_run
-from launcher.report.section import Section, Table
-from launcher.report.template import fill_template
-from launcher.report.text import known, number, perplexity
-from launcher.run_folder import CONFIG_FILE
-from launcher.wording import first_names
-from longctx.files import replaced_file
+from launcher.report.text import duration, known, number, perplexity
+from launcher.wording import first_names, plural
 
 REPORT_FILE = "report.html"
 
@@ -44,26 +41,16 @@ def write_report(run_folder: Path | str, output: Path | str | None = None) -> Pa
     return write_page(lambda: render(run), Path(output or folder / REPORT_FILE), REPORT_FILE)
 
 
-def write_page(make: Callable[[], str], path: Path, name: str) -> Path:
-    """Write a page and return its path; in a folder it gets this name."""
-    if path.is_dir():
-        path = path / name
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with replaced_file(path) as temporary:
-        temporary.write_text(make(), encoding="utf-8")
-    return path
-
-
 def render(run: Run) -> str:
     """The page of a run, as text."""
-    return fill_template(
-        name=run.name,
-        state=state(run),
+    return render_page(
+        run.name,
+        state(run),
+        sections(run),
+        source="this run folder's files",
         progress=progress(run),
         figures=key_figures(run),
         remarks=remarks(run),
-        sections=sections(run),
-        source="this run folder's files",
     )
 
 
@@ -74,20 +61,13 @@ def sections(run: Run) -> list[Section]:
     """Every part in the order shown; a part without data says so."""
     parts = audit_sections(run.audits)
     parts += [_loss_section(run), *_validation_sections(run), _position_section(run), _speed_section(run)]
-    parts += _work_sections(run) + goodput_section(run.goodput)
-    parts.append(_optimizer_section(run))
-    parts += _expert_sections(run)
+    parts += goodput_section(run.goodput) + _expert_sections(run)
     for evaluation in run.evaluations:
         parts += evaluation_sections(evaluation)
-    parts += [Section(title="Evaluation", caption=reason) for reason in run.unread_evaluations]
-    parts.append(
-        Section(title="Configuration", caption=f"{CONFIG_FILE}, as the run resolved it.", text=run.config_text)
-    )
-    return parts
+    return parts + [Section(title="Evaluation", caption=reason) for reason in run.unread_evaluations]
 
 
 def _loss_section(run: Run) -> Section:
-    """Loss over the steps, or why there is none."""
     if not run.train and not run.validations:
         return Section(title="Loss", caption="No step has been logged yet.")
     caption = "The run has not been validated yet: there is nothing to compare the training loss with."
@@ -142,7 +122,6 @@ def spread(records: Sequence[Record], most: int) -> list[Record]:
 
 
 def _position_section(run: Run) -> Section:
-    """Loss by position in the document: how far the context helps."""
     title = "Loss by position"
     measured = [record for record in run.validations if record.get("loss_by_position")]
     if not run.validations:
@@ -161,41 +140,41 @@ def _position_section(run: Run) -> Section:
 
 
 def _speed_section(run: Run) -> Section:
-    """Tokens a second and seconds a step over the steps."""
+    title = "Speed and memory"
     if not known(run.train, "tokens_per_second"):
-        return Section(title="Speed", caption="No step has been timed yet.")
+        return Section(title=title, caption="No step has been timed yet.")
     waits, seconds = sum(known(run.train, "data_wait_seconds")), sum(known(run.train, "step_seconds"))
-    caption = ""
-    if seconds:
-        caption = f"{waits / seconds:.1%} of the step time was spent waiting for data."
-    return Section(title="Speed", caption=caption, picture=Markup(figures.speed_figure(run.train, run.resumed_steps)))
-
-
-def _work_sections(run: Run) -> list[Section]:
-    """Model FLOPs a second and memory over the steps; nothing where neither was logged."""
-    work, memory = known(run.train, "model_tflops"), known(run.train, "max_memory_bytes")
-    if not any(work) and not any(memory):
-        return []
     caption = "Model FLOPs leave out what is computed twice."
+    if seconds:
+        caption = f"{waits / seconds:.1%} of the step time was spent waiting for data. {caption}"
     if not known(run.train, "mfu"):
         caption += " There is no MFU: the device's peak rate is not known."
-    picture = figures.work_figure(run.train, run.resumed_steps)
-    return [Section(title="Work and memory", caption=caption, picture=Markup(picture))]
+    return Section(title=title, caption=caption, picture=Markup(figures.speed_figure(run.train, run.resumed_steps)))
 
 
-def _optimizer_section(run: Run) -> Section:
-    """Learning rate and gradient norm over the steps."""
-    title = "Learning rate and gradient norm"
-    if not run.train:
-        return Section(title=title, caption="No step has been logged yet.")
-    limit = run.clip_norm
-    picture = figures.optimizer_figure(run.train, run.resumed_steps, limit)
-    norms = known(run.train, "grad_norm")
-    caption = "Gradients were not clipped."
-    if limit and norms:
-        clipped = sum(norm > limit for norm in norms)
-        caption = f"Clipped to {limit:g} in {clipped / len(norms):.1%} of the steps."
-    return Section(title=title, caption=caption, picture=Markup(picture))
+def goodput_section(goodput: Goodput) -> list[Section]:
+    """Return a table of seconds by kind; nothing for a run without a timeline."""
+    seconds = goodput.seconds()
+    share = effective_share(seconds)
+    if share is None:
+        return []
+    counted = sum(seconds.values()) - seconds["paused"]
+    caption = (
+        f"{share:.1%} of {duration(counted)} trained the state that the run goes on from; "
+        f"{plural(goodput.stalls, 'step')} stalled. Pauses do not count."
+    )
+    if goodput.skewed:
+        caption += (
+            f" Clocks disagree: {plural(goodput.skewed, 'attempt')} began before the one before had ended, and that "
+            "time counts as 0."
+        )
+    rows = []
+    for kind, meaning in KINDS.items():
+        of_counted = "–" if kind == "paused" else f"{seconds[kind] / counted:.2%}"
+        if seconds[kind] > 0:
+            rows.append((kind.replace("_", " "), duration(seconds[kind]), of_counted, meaning))
+    table = Table(headings=("", "Time", "Share", ""), rows=rows)
+    return [Section(title="Stalls and lost time", caption=caption, table=table)]
 
 
 def _expert_sections(run: Run) -> list[Section]:

@@ -12,9 +12,8 @@ from launcher.metrics.goodput.account import Goodput, read_goodput
 from launcher.metrics.record import DISCARDED_FILE, METRICS_FILE, Record, read_metrics
 from launcher.report.audits import audit_events
 from launcher.report.evaluation.folder import Evaluation, load_evaluations
-from launcher.run_folder import CONFIG_FILE, ENVIRONMENT_FILE
+from launcher.run_folder import CONFIG_FILE
 from longctx.errors import ConfigError, DataError
-from longctx.untrusted.reading import read_json
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,10 +22,7 @@ class Run:
 
     name: str
     records: list[Record]
-    config_text: str
     config: dict[str, Any]
-    environment: dict[str, Any]
-    """Empty when the file is missing."""
     num_discarded: int
     """Lines of ``metrics.discarded.jsonl``."""
     audits: list[Record] = field(default_factory=list)
@@ -67,14 +63,6 @@ class Run:
         return {record["step"]: record["tokens"] for record in self.train if record.get("tokens") is not None}
 
     @property
-    def clip_norm(self) -> float:
-        """``train.clip_norm`` of the resolved config; 0 where nothing is clipped, or nothing is said."""
-        limit = self.config.get("train", {}).get("clip_norm")
-        if not isinstance(limit, int | float):
-            return 0.0
-        return float(limit)
-
-    @property
     def total_steps(self) -> int | None:
         """``train.steps`` of the resolved config."""
         steps = self.config.get("train", {}).get("steps")
@@ -96,8 +84,7 @@ def load_run(folder: Path) -> Run:
             "Give the folder that run.output_dir named; it is filled when the first step is logged."
         )
     try:
-        config_text = (folder / CONFIG_FILE).read_text(encoding="utf-8")
-        config = tomllib.loads(config_text)
+        config = tomllib.loads((folder / CONFIG_FILE).read_text(encoding="utf-8"))
     except (UnicodeDecodeError, tomllib.TOMLDecodeError, RecursionError) as error:
         raise ConfigError(f"{folder / CONFIG_FILE}: not TOML: {error}") from error
     num_discarded = 0
@@ -108,25 +95,10 @@ def load_run(folder: Path) -> Run:
     return Run(
         name=folder.resolve().name,
         records=records,
-        config_text=config_text,
         config=config,
-        environment=_load_environment(folder / ENVIRONMENT_FILE),
         num_discarded=num_discarded,
         audits=audit_events(folder, records),
         goodput=read_goodput(folder),
         evaluations=evaluations,
         unread_evaluations=unread,
     )
-
-
-def _load_environment(path: Path) -> dict[str, Any]:
-    """What ``environment.json`` says; empty where there is none, as in folders that were copied in part."""
-    if not path.is_file():
-        return {}
-    try:
-        environment = read_json(path)
-    except ValueError as error:
-        raise DataError(f"{path}: not JSON: {error}") from error
-    if not isinstance(environment, dict):
-        return {"environment": environment}
-    return environment

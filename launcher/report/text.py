@@ -2,24 +2,11 @@
 
 from __future__ import annotations
 
-import json
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from statistics import fmean
-from typing import Any
 
 from launcher.metrics.record import Record
-
-
-def flatten(values: Mapping[str, Any], prefix: str = "") -> list[tuple[str, Any]]:
-    """Nested mappings as (dotted key, value) pairs, in order: ``{"a": {"b": 1}} -> [("a.b", 1)]``."""
-    pairs: list[tuple[str, Any]] = []
-    for key, value in values.items():
-        if isinstance(value, Mapping):
-            pairs.extend(flatten(value, f"{prefix}{key}."))
-        else:
-            pairs.append((f"{prefix}{key}", value))
-    return pairs
 
 
 def duration(seconds: float) -> str:
@@ -59,12 +46,3 @@ def known(records: Sequence[Record], key: str) -> list[float]:
     """The finite values of a key: one broken step must not hide the figures of the others."""
     values = (record.get(key) for record in records)
     return [value for value in values if value is not None and math.isfinite(value)]
-
-
-def plain(value: Any) -> str:
-    """A value of the environment as text: lists of plain values with commas, anything deeper as JSON."""
-    if isinstance(value, str):
-        return value
-    if isinstance(value, list) and all(not isinstance(item, list | dict) for item in value):
-        return ", ".join(str(item) for item in value)
-    return json.dumps(value, ensure_ascii=False)

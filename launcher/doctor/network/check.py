@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import shlex
+import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +18,15 @@ from launcher.doctor.network.findings import (
     skipped,
     survey_to_json,
 )
-from launcher.doctor.network.start import MOST_HOSTS, survey_hosts, survey_this_machine
-from launcher.doctor.network.survey import Survey
-from launcher.doctor.remote import Answer
+from launcher.doctor.network.survey import Survey, survey
+from launcher.doctor.remote import WORKER, Answer, line_there, ssh_command
+from launcher.doctor.session import Session, close_all
+from longctx.errors import ClusterError
+
+MOST_HOSTS = 128
+"""Connections over ssh at the same time."""
+MOST_RANKS = 8
+"""On one machine."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,10 +39,8 @@ class Network:
 
     def to_json(self) -> dict[str, Any]:
         """Findings, their worst verdict, and what hosts answered."""
-        told: dict[str, Any] = {
-            "verdict": worst(self.findings),
-            "findings": [finding.to_json() for finding in self.findings],
-        }
+        findings = [asdict(finding) for finding in self.findings]
+        told: dict[str, Any] = {"verdict": worst(self.findings), "findings": findings}
         if self.survey is not None:
             told |= survey_to_json(self.survey)
         return told
@@ -56,7 +61,7 @@ def check_hosts(hosts: Sequence[Host], *, port: int, hostfile: Path, num_ranks: 
     findings = findings_of_hosts(survey)
     if len(names) > MOST_HOSTS:
         value = f"looked at between {MOST_HOSTS} of {len(names)} hosts, evenly spaced"
-        findings.append(Finding(check="network", verdict="ok", value=value))
+        findings.append(Finding.of("network", value))
     launcher = f"mpirun --hostfile {shlex.quote(str(hostfile))} -np {num_ranks} "
     return Network(findings=[*findings, finding_of_rates(survey, launcher)], survey=survey)
 
@@ -68,3 +73,37 @@ def check_this_machine(num_gpus: int) -> Network:
     if num_gpus > 1:
         findings.append(finding_of_rates(survey))
     return Network(findings=findings, survey=survey)
+
+
+def survey_hosts(hosts: Sequence[str], *, port: int) -> Survey:
+    """The network between hosts, of which the first one holds rank 0 and ``port``. ClusterError for no name of a host.
+
+    Of more than ``MOST_HOSTS`` so many, evenly spaced.
+    """
+    chosen = [hosts[index * len(hosts) // MOST_HOSTS] for index in range(MOST_HOSTS)]
+    if len(hosts) <= MOST_HOSTS:
+        chosen = list(hosts)
+    # The same line for every host, and nothing of a hostfile in it.
+    line = line_there(WORKER)
+    return _survey({host: ssh_command(host, line) for host in chosen}, port=port, over_ssh=True)
+
+
+def survey_this_machine(num_gpus: int) -> Survey:
+    """The network as processes of this machine see it, one for each GPU, but one at least and eight at most."""
+    count = min(max(num_gpus, 1), MOST_RANKS)
+    command = [sys.executable, *WORKER]
+    # Ranks of one machine meet at its loopback interface, at a port that is free.
+    return _survey({f"rank {rank}": command for rank in range(count)}, port=0, over_ssh=False)
+
+
+def _survey(commands: dict[str, Sequence[str]], *, port: int, over_ssh: bool) -> Survey:
+    sessions: list[Session] = []
+    try:
+        for name, command in commands.items():
+            sessions.append(Session(name, command))
+        return survey(sessions, port=port, over_ssh=over_ssh)
+    except ClusterError as error:
+        # No worker can be started: there is no ssh here.
+        return Survey(hosts=list(commands), silent=dict.fromkeys(commands, str(error)))
+    finally:
+        close_all(sessions)

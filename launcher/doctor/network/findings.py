@@ -3,26 +3,26 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from launcher.doctor.finding import Finding
-from launcher.doctor.network.interface_findings import (
-    finding_of_gloo,
-    finding_of_nccl,
-    finding_of_nccl_here,
-    findings_of_variables,
-    nccl_of,
-)
-from launcher.doctor.network.survey import Port, Survey
-from launcher.doctor.network.words import names_of
+from launcher.doctor.finding import Finding, Verdict
+from launcher.doctor.network.interfaces import Interface, is_loopback, is_virtual
+from launcher.doctor.network.nccl import INFINIBAND, SOCKET, NcclNetwork
+from launcher.doctor.network.survey import HostNetwork, Port, Survey
+from launcher.wording import first_names
+from parallel.runtime.interface import INTERFACE_VARIABLE
 
+_VARIABLES = (INTERFACE_VARIABLE, "NCCL_SOCKET_IFNAME", "NCCL_IB_HCA", "NCCL_IB_DISABLE", "NCCL_NET")
+_IN_FILE = "a line of ~/.deepspeed_env"
+_MOST_NAMED = 4
+"""Pairs or hosts that a line names."""
 _OPEN = "open TCP between the hosts, the port at which ranks meet and all of net.ipv4.ip_local_port_range"
 
 
 def skipped(why: str) -> Finding:
     """Return the finding that the network was not looked at."""
-    return Finding(check="network", verdict="ok", value=f"not looked at: {why}")
+    return Finding.of("network", f"not looked at: {why}")
 
 
 def findings_of_hosts(survey: Survey, environment: Mapping[str, str] = os.environ) -> list[Finding]:
@@ -50,7 +50,7 @@ def finding_of_rates(survey: Survey, launcher: str = "") -> Finding:
         value = f"not measured. nccl-tests (make MPI=1) do: {launcher}./build/sendrecv_perf -b 1M -e 1G -f 4 -g 1"
     if not num_gpus:
         value = "not measured. Without GPUs iperf3 does: `iperf3 -s` on one host, `iperf3 -c HOST -P 4` on another"
-    return Finding(check="rates", verdict="ok", value=value)
+    return Finding.of("rates", value)
 
 
 def survey_to_json(survey: Survey) -> dict[str, Any]:
@@ -70,11 +70,10 @@ def survey_to_json(survey: Survey) -> dict[str, Any]:
 
 
 def _nccl_problem(survey: Survey) -> list[Finding]:
-    """A failure if NCCL did not start between GPUs."""
     if not survey.nccl_problem:
         return []
     advice = "See the other findings first; then NCCL_DEBUG=INFO in .deepspeed_env says more"
-    return [Finding(check="NCCL", verdict="fail", value=survey.nccl_problem, advice=advice)]
+    return [Finding.of("NCCL", survey.nccl_problem, advice, "fail")]
 
 
 def _silent(survey: Survey) -> list[Finding]:
@@ -84,7 +83,7 @@ def _silent(survey: Survey) -> list[Finding]:
     for why in dict.fromkeys(survey.silent.values()):
         names = names_of([name for name, said in survey.silent.items() if said == why])
         advice = f"Nothing is known of the network of {names}: see its other findings, then try again"
-        findings.append(Finding(check="network", verdict="fail", value=f"{names}: {why}", advice=advice))
+        findings.append(Finding.of("network", f"{names}: {why}", advice, "fail"))
     return findings
 
 
@@ -97,7 +96,7 @@ def _ports(survey: Survey) -> list[Finding]:
         return []
     address, number = survey.meeting_place
     value = f"every host reaches {address}:{number}, and a free port of every other"
-    return [Finding(check="ports", verdict="ok", value=value)]
+    return [Finding.of("ports", value)]
 
 
 def _blocked(survey: Survey) -> list[Finding]:
@@ -112,7 +111,7 @@ def _blocked(survey: Survey) -> list[Finding]:
             what = "where ranks meet"
             advice += "; or give deepspeed another address of the first host: --master_addr"
         value = f"{names_of(_who_misses_whom(ports, survey))}, {what}: {problem}"
-        findings.append(Finding(check="ports", verdict="fail", value=value, advice=advice))
+        findings.append(Finding.of("ports", value, advice, "fail"))
     return findings
 
 
@@ -151,3 +150,160 @@ def _port_advice(problem: str) -> str:
     if "another program" in problem:
         return "The address is another machine's, or is forwarded: look at `hostname -I` and /etc/hosts there"
     return "There is no way to that network: look at `ip route get ADDRESS`, or name another interface"
+
+
+# The interfaces that gloo and NCCL take on every host.
+
+
+def findings_of_variables(survey: Survey, environment: Mapping[str, str] = os.environ) -> list[Finding]:
+    """Variables of ``environment``, this machine's, that deepspeed does not hand over to the hosts."""
+    findings = []
+    # A user who sets a variable in his shell sees it work on one machine, and wonders on two.
+    for variable in _VARIABLES:
+        value = environment.get(variable)
+        without = [name for name, network in survey.networks.items() if network.environment.get(variable) != value]
+        if value is not None and without:
+            text = f"{variable}={value} is set here, and not on {names_of(without)}"
+            advice = f"deepspeed does not hand it over: make it {_IN_FILE}"
+            findings.append(Finding.of("environment", text, advice))
+    return findings
+
+
+def finding_of_gloo(survey: Survey) -> list[Finding]:
+    """The interface that gloo takes on every host: no finding where no host answers."""
+    networks = survey.networks
+    if not networks or survey.meeting_place is None:
+        return []
+    reason = f"the way to {survey.meeting_place[0]}"
+    if named := [name for name, network in networks.items() if INTERFACE_VARIABLE in network.environment]:
+        reason = f"{INTERFACE_VARIABLE} on {names_of(named)}"
+    value = f"{by_value({name: _described(network) for name, network in networks.items()})} ({reason})"
+    advice = ""
+    # Two names of one machine reach each other by any interface.
+    if _num_machines(survey) > 1:
+        advice = interface_advice([network.interface for network in networks.values()], INTERFACE_VARIABLE)
+        advice = advice or _mtu_advice(networks)
+    return [Finding.of("gloo interface", value, advice)]
+
+
+def interface_advice(names: Iterable[str], variable: str) -> str:
+    """What to do about the interfaces of all hosts; "" where there is nothing."""
+    names = list(names)
+    example = f"name the one that leads to the other hosts, {variable}=eth0 for example, in {_IN_FILE}"
+    if any(is_loopback(name) for name in names):
+        return f"A loopback interface reaches no other machine: {example}"
+    if any(is_virtual(name) for name in names):
+        return f"An interface of containers leads to its own machine only: {example}"
+    if len(set(names)) > 1:
+        return f"Interfaces differ, perhaps networks too: {example}"
+    return ""
+
+
+def finding_of_nccl(survey: Survey) -> list[Finding]:
+    """What NCCL takes, or would take, on every host: no finding where no host answers."""
+    networks = {name: nccl_of(survey, name) for name in survey.networks}
+    if not networks:
+        return []
+    value = f"{by_value({name: network.describe() for name, network in networks.items()})} ({_source(networks)})"
+    advice = ""
+    # Without GPUs no run depends on it, and two names of one machine reach each other by any interface.
+    has_gpus = any(network.num_gpus for network in survey.networks.values())
+    if has_gpus and _num_machines(survey) > 1:
+        advice = _nccl_advice(survey, networks)
+    verdict: Verdict = "warn"
+    if any(not network.transport for network in networks.values()):
+        verdict = "fail"
+    return [Finding.of("NCCL network", value, advice, verdict)]
+
+
+def finding_of_nccl_here(survey: Survey) -> list[Finding]:
+    """What NCCL takes, or would take, from this machine to others: ranks of the survey are all on this machine."""
+    for name in survey.networks:
+        # Ranks of one machine all tell the same.
+        network = nccl_of(survey, name)
+        value = f"{network.describe()} to other machines ({_source({name: network})})"
+        return [Finding.of("NCCL network", value)]
+    return []
+
+
+def nccl_of(survey: Survey, name: str) -> NcclNetwork:
+    """What NCCL said on a host, else what its rules say."""
+    return survey.nccl.get(name, survey.networks[name].nccl)
+
+
+def _num_machines(survey: Survey) -> int:
+    return len({network.machine for network in survey.networks.values()})
+
+
+def _source(networks: Mapping[str, NcclNetwork]) -> str:
+    asked = [name for name, network in networks.items() if network.was_asked]
+    if not asked:
+        return "by its rules: without a GPU it was not asked"
+    if len(asked) < len(networks):
+        return f"NCCL says so on {names_of(asked)}, elsewhere by its rules"
+    return "NCCL says so"
+
+
+def _nccl_advice(survey: Survey, networks: Mapping[str, NcclNetwork]) -> str:
+    if none := [name for name, network in networks.items() if not network.transport]:
+        return f"NCCL finds no network on {names_of(none)}: look at NCCL_SOCKET_IFNAME, NCCL_IB_HCA and NCCL_NET there"
+    transports = {network.transport for network in networks.values()}
+    # Nothing below can be compared where hosts do not even use the same transport.
+    if len(transports) > 1:
+        return "Hosts differ, and NCCL does not start so: the same adapters, drivers and NCCL_ variables on all"
+    if unused := [name for name in networks if transports == {SOCKET} and _has_adapter(survey.networks[name])]:
+        return (
+            f"NCCL leaves out active RDMA adapters of {names_of(unused)}: look at NCCL_IB_DISABLE and NCCL_IB_HCA, "
+            "and that a container sees /dev/infiniband"
+        )
+    # Names of adapters often differ by kind of machine; adapters of other fabrics do not reach each other.
+    if transports == {INFINIBAND} and len({network.devices for network in networks.values()}) > 1:
+        return "Adapters differ between hosts: name those of one fabric with NCCL_IB_HCA"
+    return interface_advice(
+        [network.meets_at or next(iter(network.devices), "") for network in networks.values()], "NCCL_SOCKET_IFNAME"
+    )
+
+
+def _has_adapter(network: HostNetwork) -> bool:
+    return any(adapter.is_active for adapter in network.adapters)
+
+
+def _of_gloo(network: HostNetwork) -> Interface | None:
+    """The interface that gloo takes on a host; None if the host does not list it."""
+    return next((one for one in network.interfaces if one.name == network.interface), None)
+
+
+def _described(network: HostNetwork) -> str:
+    """The interface that gloo takes, with its speed and MTU where its driver tells them."""
+    interface = _of_gloo(network)
+    if interface is None:
+        return network.interface
+    speed = ""
+    if interface.megabits:
+        speed = f"{interface.megabits / 1000:g} Gbit/s, "
+    return f"{interface.name} ({speed}MTU {interface.mtu})"
+
+
+def _mtu_advice(networks: Mapping[str, HostNetwork]) -> str:
+    sizes = {interface.mtu for network in networks.values() if (interface := _of_gloo(network)) is not None}
+    if len(sizes) < 2:
+        return ""
+    return f"Large packets may get lost where the MTU differs: ip link set IFACE mtu {min(sizes)} on all"
+
+
+# How hosts are named.
+
+
+def names_of(names: Sequence[str]) -> str:
+    """``a, b``, or ``a, b, c, d and 12 more``."""
+    return first_names(list(names), _MOST_NAMED)
+
+
+def by_value(values: Mapping[str, str]) -> str:
+    """``eth0 on all 3 hosts``, where they have the same; else ``eth0 on a, b; ib0 on c``."""
+    different = list(dict.fromkeys(values.values()))
+    if len(values) == 1:
+        return different[0]
+    if len(different) == 1:
+        return f"{different[0]} on all {len(values)} hosts"
+    return "; ".join(f"{value} on {names_of([n for n in values if values[n] == value])}" for value in different)

@@ -7,9 +7,12 @@ import socket
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Annotated
 
 import psutil
+from pydantic import Field
 
+from launcher.doctor.finding import Text
 from longctx.errors import ClusterError
 from parallel.runtime.interface import INTERFACE_VARIABLE, interface_towards
 
@@ -18,30 +21,31 @@ _VIRTUAL = ("docker", "br-", "virbr", "veth", "cni", "flannel", "cali", "lxc", "
 """What names of interfaces begin with that lead to containers of the same machine."""
 
 
+Count = Annotated[int, Field(ge=0)]
+
+
 @dataclass(frozen=True, kw_only=True)
 class Interface:
     """A network interface."""
 
-    name: str
-    addresses: tuple[str, ...]
+    name: Text
+    addresses: tuple[Text, ...]
     """IPv4 and IPv6, without the interface that link-local ones name."""
     is_up: bool = True
-    megabits: int = 0
+    megabits: Count = 0
     """Speed that its driver tells; 0 where it tells none."""
-    mtu: int = 0
+    mtu: Count = 0
 
 
 @dataclass(frozen=True, kw_only=True)
 class Adapter:
     """A port of an RDMA adapter, which NCCL calls HCA."""
 
-    name: str
-    port: int
+    name: Text
+    port: Count
     is_active: bool
-    link: str
+    link: Text
     """``InfiniBand``, or ``Ethernet`` for RoCE."""
-    rate: str = ""
-    """As its driver tells it: ``400 Gb/sec (4X NDR)``."""
 
 
 def read_interfaces() -> list[Interface]:
@@ -76,7 +80,6 @@ def read_adapters(folder: Path = _INFINIBAND) -> list[Adapter]:
                 # "4: ACTIVE"
                 is_active="ACTIVE" in _read(path / "state"),
                 link=_read(path / "link_layer"),
-                rate=_read(path / "rate"),
             )
         )
     return found

@@ -1,13 +1,31 @@
-"""Which network NCCL takes: in its own words where it was asked, and by its rules where there is no GPU to ask with."""
+"""Which network NCCL takes: in its own words if there are GPUs to ask with, and by its rules otherwise.
+
+NCCL may hang if a port is blocked, and nothing ends such a call. So it is made in a thread that nobody has to wait
+for; the process ends without it.
+"""
 
 from __future__ import annotations
 
 import os
 import re
+import tempfile
+import threading
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
 
+import torch
+import torch.distributed as dist
+
+from launcher.doctor.finding import Text, first_line
 from launcher.doctor.network.interfaces import Adapter, Interface
+from parallel.comm.groups import warm, world_group
+
+START_SECONDS = 60.0
+"""For NCCL to load, and for its ranks to find each other."""
+_STORE_SECONDS = 20.0
 
 SOCKET, INFINIBAND = "Socket", "IB"
 """NCCL's names of its own transports between machines. Others are those of plug-ins, such as ``AWS Libfabric``."""
@@ -24,11 +42,11 @@ _OUT_OF_BAND = re.compile(r"; OOB ([^:\s]+):")
 class NcclNetwork:
     """How NCCL sends between machines."""
 
-    transport: str
+    transport: Text
     """``IB``, ``Socket``, or the name of a plug-in; empty where NCCL finds no network."""
-    devices: tuple[str, ...] = ()
+    devices: tuple[Text, ...] = ()
     """``mlx5_0:1/IB``, or interfaces; unknown of a plug-in."""
-    meets_at: str = ""
+    meets_at: Text = ""
     """The interface over which its ranks find each other."""
     was_asked: bool = False
     """Whether NCCL itself said so."""
@@ -139,3 +157,48 @@ def _without_address(name: str, kind: str) -> str:
     if kind == SOCKET:
         return name.partition(":")[0]
     return name
+
+
+def call_nccl(*, rank: int, world_size: int, gpu: int, store: tuple[str, int]) -> dict[str, Any]:
+    """Make a tiny call of NCCL on a GPU; return the network that it names, and what went wrong, as plain values.
+
+    ``world_size`` ranks, of which each has a GPU of its own, meet at the address and port ``store`` of the first one.
+    """
+    fault = ""
+
+    def work() -> None:
+        nonlocal fault
+        try:
+            _start_nccl(rank, world_size, torch.device("cuda", gpu), store)
+        except Exception as error:
+            # Also faults of libraries: what they say is all that there is to tell.
+            fault = first_line(error)
+
+    with tempfile.TemporaryDirectory() as folder:
+        log = Path(folder) / "nccl"
+        # Read by NCCL when it is first used. What the user has it say goes to the same file, and is not needed.
+        os.environ.update(NCCL_DEBUG="INFO", NCCL_DEBUG_SUBSYS="INIT,NET", NCCL_DEBUG_FILE=str(log))
+        thread = threading.Thread(target=work, name="nccl", daemon=True)
+        thread.start()
+        thread.join(START_SECONDS)
+        if thread.is_alive():
+            fault = f"NCCL hangs: its ranks do not find each other within {START_SECONDS:.0f} s"
+        network = None
+        if log.exists():
+            network = parse_log(log.read_text(errors="replace"))
+    return {"fault": fault, "network": network and asdict(network)}
+
+
+def _start_nccl(rank: int, world_size: int, device: torch.device, place: tuple[str, int]) -> None:
+    # A thread has a current device of its own.
+    torch.cuda.set_device(device)
+    store: dist.Store = dist.HashStore()
+    if world_size > 1:
+        timeout = timedelta(seconds=_STORE_SECONDS)
+        # Without waiting for the others: one that does not come must not keep those that do.
+        store = dist.TCPStore(*place, is_master=rank == 0, timeout=timeout, wait_for_workers=False)
+    timeout = timedelta(seconds=START_SECONDS)
+    dist.init_process_group("nccl", store=store, rank=rank, world_size=world_size, timeout=timeout)
+    warm(world_group())
+    # The sum is only queued so far: NCCL may still be looking for its ranks.
+    torch.cuda.synchronize(device)

@@ -6,8 +6,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from typing import Any, NamedTuple
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import matplotlib
 import numpy as np
@@ -38,7 +38,7 @@ def needle_figure(panels: Sequence[tuple[str, Rows]], caption: str, name: str) -
     figure, axes_of_panels = new_figure(len(panels), height=1.6 + 0.36 * len(depths))
     image = None
     for axes, (title, rows) in zip(axes_of_panels, panels, strict=True):
-        image = _draw_cells(axes, rows, lengths, depths, label=_label_of_cells(len(panels) * len(lengths)))
+        image = _draw_cells(axes, rows, lengths, depths, columns=len(panels) * len(lengths))
         axes.set_title(title)
     axes_of_panels[0].set_ylabel("depth of the answer")
     assert image is not None, "no panel"
@@ -48,40 +48,52 @@ def needle_figure(panels: Sequence[tuple[str, Rows]], caption: str, name: str) -
     return to_svg(figure, name)
 
 
-class _Label(NamedTuple):
-    """How a cell shows its score and its n."""
-
-    separator: str
-    size: float
-
-
-def _label_of_cells(columns: int) -> _Label:
-    """Labels that do not overlap in so many columns over all panels: side by side, then in two lines, then smaller."""
-    if columns <= _MOST_WIDE_COLUMNS:
-        return _Label("  ", 7.5)
-    return _Label("\n", 7.5 * min(1, _MOST_COLUMNS / columns))
-
-
-def _draw_cells(axes: Axes, rows: Rows, lengths: list[int], depths: list[float], *, label: _Label) -> QuadMesh:
-    """One panel: a column a length, a row a depth."""
-    grid = np.full((len(depths), len(lengths)), np.nan)
+def _draw_cells(axes: Axes, rows: Rows, lengths: list[int], depths: list[float], *, columns: int) -> QuadMesh:
+    """Draw one panel of several that have so many columns together: a column a length, a row a depth."""
+    grid, counts = np.full((len(depths), len(lengths)), np.nan), {}
     for row in rows:
-        x, y = lengths.index(row["length"]), depths.index(row["depth"])
-        if row["mean"] is None:
-            continue
-        grid[y, x] = row["mean"]
-        text = f"{row['mean']:.2f}{label.separator}n={row['n']}"
-        axes.text(x, y, text, ha="center", va="center", fontsize=label.size, color=_ink(row["mean"]))
-    edges = [np.arange(count + 1) - 0.5 for count in (len(lengths), len(depths))]
-    colours = matplotlib.colormaps["viridis"]
-    # Fixed: pictures of two models are compared side by side.
+        at = depths.index(row["depth"]), lengths.index(row["length"])
+        counts[at] = row["n"]
+        if row["mean"] is not None:
+            grid[at] = row["mean"]
+    # Labels must not overlap: score and n side by side, then in two lines, then smaller.
+    separator, size = "  ", 7.5
+    if columns > _MOST_WIDE_COLUMNS:
+        separator, size = "\n", 7.5 * min(1, _MOST_COLUMNS / columns)
+    texts = {at: f"{grid[at]:.2f}{separator}n={count}" for at, count in counts.items()}
+    return _draw_grid(axes, grid, texts, lengths, [f"{depth:.0%}" for depth in depths], most=1, size=size)
+
+
+def _draw_grid(
+    axes: Axes,
+    grid: np.ndarray,
+    texts: Mapping[tuple[int, int], str],
+    lengths: Sequence[int],
+    names: Sequence[str],
+    *,
+    most: float,
+    size: float = 7.5,
+) -> QuadMesh:
+    """Draw numbers as coloured cells with their texts, a column a length; what is not known is blank."""
+    edges = [np.arange(count + 1) - 0.5 for count in (len(lengths), len(names))]
+    # Fixed from 0 to ``most``: pictures of two models are compared side by side.
     image = axes.pcolormesh(
-        edges[0], edges[1], np.ma.masked_invalid(grid), cmap=colours, vmin=0, vmax=1, edgecolors=GREY, linewidth=0.4
+        *edges,
+        np.ma.masked_invalid(grid),
+        cmap=matplotlib.colormaps["viridis"],
+        vmin=0,
+        vmax=most,
+        edgecolors=GREY,
+        linewidth=0.4,
     )
+    for y, x in np.argwhere(np.isfinite(grid)):
+        # Light in dark cells.
+        ink = "#ffffff" if grid[y, x] < 0.6 * most else "#111111"
+        axes.text(x, y, texts[y, x], ha="center", va="center", fontsize=size, color=ink)
     axes.grid(False)
     axes.invert_yaxis()
     axes.set_xticks(range(len(lengths)), [f"{length:,}" for length in lengths])
-    axes.set_yticks(range(len(depths)), [f"{depth:.0%}" for depth in depths])
+    axes.set_yticks(range(len(names)), names)
     axes.set_xlabel("length (tokens)")
     return image
 
@@ -96,7 +108,7 @@ def length_figure(rows: Rows, areas: Rows, caption: str, name: str) -> str:
         own = [row for row in rows if row["task"] == task]
         lengths, means = [row["length"] for row in own], [row["mean"] for row in own]
         colour = _COLOURS[number % len(_COLOURS)]
-        label = f"{task}, area {_with_interval(named[task])}"
+        label = f"{task}, area {with_interval(named[task])}"
         style = ("-", "--", ":")[number // len(_COLOURS) % 3]
         axes.plot(lengths, means, f"o{style}", color=colour, markersize=3.5, label=label)
         if len(tasks) <= _MOST_BANDS:
@@ -108,7 +120,7 @@ def length_figure(rows: Rows, areas: Rows, caption: str, name: str) -> str:
     axes.set_ylim(-0.02, 1.02)
     axes.set_ylabel("score")
     _length_axis(axes, [row["length"] for row in rows], "length (tokens, log scale)")
-    axes.set_title(f"All tasks: area {_with_interval(named['all tasks'])}")
+    axes.set_title(f"All tasks: area {with_interval(named['all tasks'])}")
     figure.legend(loc="outside right upper", fontsize=7.5, handlelength=3.2)
     write_caption(figure, caption)
     return to_svg(figure, name)
@@ -120,22 +132,10 @@ def ruler_figure(rows: Rows, caption: str, name: str) -> str:
     columns = [column for column in rows[0] if column != "task"]
     grid = np.array([[row[column] for column in columns] for row in rows], dtype=float)
     figure, (axes,) = new_figure(1, height=1.4 + 0.3 * len(rows))
-    edges = [np.arange(count + 1) - 0.5 for count in (len(columns), len(rows))]
-    colours = matplotlib.colormaps["viridis"]
-    image = axes.pcolormesh(
-        edges[0], edges[1], np.ma.masked_invalid(grid), cmap=colours, vmin=0, vmax=100, edgecolors=GREY, linewidth=0.4
-    )
-    for y, x in np.argwhere(np.isfinite(grid)):
-        axes.text(
-            x, y, f"{grid[y, x]:.2f}", ha="center", va="center", fontsize=7.5, color=_ink(float(grid[y, x]) / 100)
-        )
+    texts = {(int(y), int(x)): f"{grid[y, x]:.2f}" for y, x in np.argwhere(np.isfinite(grid))}
+    image = _draw_grid(axes, grid, texts, [int(column) for column in columns], [row["task"] for row in rows], most=100)
     # The average stands apart from what it is of.
     axes.axhline(len(rows) - 1.5, color=RED, linewidth=1.2)
-    axes.grid(False)
-    axes.invert_yaxis()
-    axes.set_xticks(range(len(columns)), [f"{int(column):,}" for column in columns])
-    axes.set_yticks(range(len(rows)), [row["task"] for row in rows])
-    axes.set_xlabel("length (tokens)")
     bar = figure.colorbar(image, ax=axes, ticks=[0, 25, 50, 75, 100], pad=0.015, fraction=0.03)
     bar.set_label("score (per cent)")
     write_caption(figure, caption)
@@ -191,12 +191,6 @@ def write_caption(figure: Figure, caption: str) -> None:
     figure.supxlabel(caption, fontsize=7.5, color=GREY, parse_math=False)
 
 
-def _ink(score: float) -> str:
-    """The colour of text in a cell: light in dark cells."""
-    if score < 0.6:
-        return "#ffffff"
-    return "#111111"
-
-
-def _with_interval(row: dict[str, Any]) -> str:
+def with_interval(row: dict[str, Any]) -> str:
+    """Return a score and its interval of 95 %."""
     return f"{row['mean']:.3f} ({row['low']:.3f} to {row['high']:.3f})"

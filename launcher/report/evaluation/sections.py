@@ -5,11 +5,16 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from markupsafe import Markup
 
-from launcher.report.evaluation.figures import length_figure, loss_figure, needle_figure, ruler_figure
+from launcher.report.evaluation.figures import (
+    length_figure,
+    loss_figure,
+    needle_figure,
+    ruler_figure,
+    with_interval,
+)
 from launcher.report.evaluation.folder import Evaluation
 from launcher.report.evaluation.tables import (
     Rows,
@@ -21,7 +26,7 @@ from launcher.report.evaluation.tables import (
     score_rows,
     tasks_with_depth,
 )
-from launcher.report.section import Section, Table
+from launcher.report.html import Section, Table
 from launcher.wording import plural
 
 
@@ -134,7 +139,6 @@ def _name(evaluation: Evaluation, picture: str) -> str:
 
 
 def _caption(evaluation: Evaluation, rows: Rows, count: str) -> str:
-    """Model, lengths, date and n."""
     lengths = sorted({row["length"] for row in rows})
     span = f"length {lengths[0]:,}"
     if len(lengths) > 1:
@@ -143,13 +147,12 @@ def _caption(evaluation: Evaluation, rows: Rows, count: str) -> str:
 
 
 def _score_table(scores: Rows, areas: Rows) -> Table:
-    """A row a task, a column a length, the area last."""
     lengths = sorted({row["length"] for row in scores})
-    cells = {(row["task"], row["length"]): f"{_interval(row)}, n={row['n']}" for row in scores}
+    cells = {(row["task"], row["length"]): f"{with_interval(row)}, n={row['n']}" for row in scores}
     rows = []
     for area in areas:
         row = [cells.get((area["task"], length), "") for length in lengths]
-        rows.append([area["task"], *row, _interval(area)])
+        rows.append([area["task"], *row, with_interval(area)])
     headings = [f"{length:,}" for length in lengths]
     return Table(headings=["Task", *headings, "Area over lengths"], rows=rows)
 
@@ -166,7 +169,3 @@ def _loss_table(losses: Rows) -> Table:
         counts = f"{row['tokens']:,} of {row['tokens_read']:,}"
         rows.append((row["task"], f"{row['length']:,}", perplexity, loss, counts, f"{row['texts']:,}"))
     return Table(headings=("Measure", "Length", "Perplexity", "Loss, nats a token", "Tokens", "Texts"), rows=rows)
-
-
-def _interval(row: dict[str, Any]) -> str:
-    return f"{row['mean']:.3f} ({row['low']:.3f} to {row['high']:.3f})"

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import logging
 import shutil
 import subprocess
 from collections.abc import Callable, Iterator
@@ -14,9 +12,8 @@ from typing import Any
 import pytest
 
 from launcher.checkpoint.folder import find_resume
-from launcher.metrics.record import DISCARDED_FILE, decode, read_metrics
-from longctx.checkpoint_format import CHECKPOINTS, MANIFEST, CheckpointReader, canonical_hash, list_checkpoints
-from longctx.errors import CheckpointError
+from launcher.metrics.record import DISCARDED_FILE, read_metrics, readable_records
+from longctx.checkpoint_format import CHECKPOINTS, MANIFEST, CheckpointReader, list_checkpoints
 from tests.launcher.cli.calls import flip_a_byte
 from tests.launcher.runs import STEPS
 from tests.launcher.workers import (
@@ -215,48 +212,14 @@ def edit_the_manifest(checkpoint: Path) -> str:
     return f"{MANIFEST} is damaged"
 
 
-def empty_the_manifest(checkpoint: Path) -> str:
-    (checkpoint / MANIFEST).write_text("")
-    return f"{MANIFEST} cannot be read"
-
-
-def forget_a_piece(checkpoint: Path) -> str:
-    """A manifest that is in itself right, but does not cover a tensor."""
-    manifest = json.loads((checkpoint / MANIFEST).read_text())
-    manifest["tensors"]["model.norm.weight"]["roles"]["exp_avg"] = []
-    manifest["hash"] = canonical_hash(manifest)
-    (checkpoint / MANIFEST).write_text(json.dumps(manifest))
-    return "model.norm.weight (exp_avg) ends at value 0"
-
-
-def name_a_file_elsewhere(checkpoint: Path) -> str:
-    """A manifest that would have us read beside its folder."""
-    manifest = json.loads((checkpoint / MANIFEST).read_text())
-    manifest["files"]["../config.toml"] = {"bytes": 1, "hash": "0" * 32}
-    manifest["hash"] = canonical_hash(manifest)
-    (checkpoint / MANIFEST).write_text(json.dumps(manifest))
-    return "is no name of a plain file in this folder"
-
-
-def link_a_piece(checkpoint: Path) -> str:
-    """The same bytes, from elsewhere."""
-    path = checkpoint / "rank_00001.safetensors"
-    path.rename(checkpoint.parent / f"{checkpoint.name}.elsewhere")
-    path.symlink_to(checkpoint.parent / f"{checkpoint.name}.elsewhere")
-    return "leads out of its folder"
-
-
 DAMAGES = [
     flip_a_byte_of_a_piece,
     truncate,
     flip_a_bit_of_the_tokenizer,
     lose_a_piece,
     edit_the_manifest,
-    empty_the_manifest,
-    forget_a_piece,
-    name_a_file_elsewhere,
-    link_a_piece,
 ]
+"""What somebody made up is in ``test_hostile.py``."""
 
 
 def test_damage_is_one_clear_error_on_every_rank(shards, written, copied, tmp_path):
@@ -275,8 +238,7 @@ def test_damage_is_one_clear_error_on_every_rank(shards, written, copied, tmp_pa
 
 
 @pytest.mark.parametrize("damage", DAMAGES, ids=lambda d: d.__name__)
-def test_newest_good_passes_a_damaged_one_over(copied, damage, caplog, monkeypatch):
-    monkeypatch.setattr(logging.getLogger("launcher"), "propagate", True)
+def test_newest_good_passes_a_damaged_one_over(copied, damage, caplog):
     said = damage(copied / CHECKPOINTS / "step_000004")
     assert find_resume(copied, "newest-good") == copied / CHECKPOINTS / "step_000002"
     assert "step_000004 is passed over" in caplog.text
@@ -292,17 +254,6 @@ def test_resume_from_newest_good_rewrites_the_history_after_it(shards, written, 
     assert rows(copied) == rows(written(PLAIN))
     assert CheckpointReader(copied / CHECKPOINTS / "step_000004").verify() == []
     assert (copied / CHECKPOINTS / "step_000004.discarded").is_dir()
-
-
-def test_there_is_nothing_to_resume_from(tmp_path, copied):
-    for resume in ("latest", "newest-good"):
-        with pytest.raises(CheckpointError, match=r"holds no committed checkpoint"):
-            find_resume(tmp_path, resume)
-    for path in list_checkpoints(copied):
-        (path / MANIFEST).unlink()
-    with pytest.raises(CheckpointError, match=r"holds no committed checkpoint"):
-        find_resume(copied, "latest")
-    assert find_resume(copied, "no") is None
 
 
 # Killed.
@@ -327,23 +278,18 @@ def test_a_killed_run_is_left_with_a_good_checkpoint(killed, name):
 
 
 @pytest.mark.parametrize("name", EVERY_KILL)
-def test_a_killed_run_that_goes_on_equals_one_that_was_never_killed(gone_on, unbroken, name):
+def test_a_killed_run_that_goes_on_equals_one_that_was_never_killed(gone_on, killed, unbroken, name):
     folder = gone_on(name)
     assert rows(folder) == rows(unbroken)
     for mine, theirs in zip(list_checkpoints(folder), list_checkpoints(unbroken), strict=True):
         files = [CheckpointReader(path).manifest["files"] for path in (mine, theirs)]
         assert files[0] == files[1], f"{mine.name} holds other bytes"
     assert not list((folder / CHECKPOINTS).glob(".*")), "what the killed save left is cleaned up"
-
-
-@pytest.mark.parametrize("name", EVERY_KILL)
-def test_rows_that_were_done_again_are_kept_aside(gone_on, killed, name):
-    discarded = gone_on(name) / DISCARDED_FILE
-    aside = [decode(line) for line in discarded.read_bytes().splitlines()] if discarded.exists() else []
+    # Rows that were done again are kept aside.
+    aside = list(readable_records(folder / DISCARDED_FILE))
     newest = int(list_checkpoints(killed(name))[-1].name.removeprefix("step_"))
-    assert aside == [r for r in read_metrics(killed(name)) if r["step"] > newest]
-    if name in STEPS_LOST:
-        assert aside
+    assert aside == [row for row in read_metrics(killed(name)) if row["step"] > newest]
+    assert aside or name not in STEPS_LOST
 
 
 # No room.

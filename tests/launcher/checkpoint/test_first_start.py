@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from launcher.checkpoint import find_resume
+from launcher.checkpoint.folder import find_resume
 from launcher.config.load import load_run_config
 from launcher.metrics.record import DISCARDED_FILE, METRICS_FILE, read_metrics
 from launcher.training.stopping import going_on

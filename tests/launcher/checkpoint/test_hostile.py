@@ -6,7 +6,6 @@ What is wrong with each is in ``tests/longctx/test_hostile_checkpoints.py``.
 from __future__ import annotations
 
 import json
-import logging
 import os
 import shutil
 from collections.abc import Callable
@@ -14,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from launcher.checkpoint import find_resume
+from launcher.checkpoint.folder import find_resume
 from launcher.checkpoint.health import DAMAGED, WHOLE, staying, summaries
 from launcher.config.load import load_run_config
 from longctx.checkpoint_format import CHECKPOINTS, MANIFEST
@@ -76,12 +75,6 @@ def check_passed_over(run: Path, caplog: pytest.LogCaptureFixture, *, by_reading
             assert staying(run) is not None
         assert found == [WHOLE, WHOLE if by_reading and not check else DAMAGED]
     return lines[0]
-
-
-@pytest.fixture(autouse=True)
-def heard(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Warnings of the launcher's logger, which another test may have cut off."""
-    monkeypatch.setattr(logging.getLogger("launcher"), "propagate", True)
 
 
 @pytest.mark.few(12)

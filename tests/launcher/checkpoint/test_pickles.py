@@ -192,7 +192,3 @@ class TestDeepSpeed:
             message = refusal(action)
             assert "is a checkpoint of DeepSpeed" in message
             assert "longctx convert --from deepspeed DIR OUT --execute-pickles" in message
-
-    def test_weights_that_were_taken_out_are_read(self, finished, tmp_path: Path):
-        out = export_checkpoint(find_checkpoint(finished.folder), tmp_path / "out").folder
-        assert load_hf(out)[1]

@@ -9,9 +9,9 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import load_file
 
-from launcher.checkpoint import pieces
-from launcher.checkpoint.pieces import piece_key, write_pieces
-from launcher.checkpoint.saver import save_checkpoint
+from launcher.checkpoint import save as pieces
+from launcher.checkpoint.save import piece_key, write_pieces
+from launcher.checkpoint.saver import Saver
 from longctx.files import hash_file
 from parallel.comm.world import gather_on_rank_0
 from parallel.zero.state import OwnedRange, Piece
@@ -85,7 +85,7 @@ def check_told_by_all(folder: Path) -> None:
         gather_on_every_rank(values, value, **options)
 
     dist.all_gather_object = noting
-    save_checkpoint(folder, run.engine, step=1, model=CONFIG, training={}, tokenizer_files={})
+    Saver(folder, run.engine, model=CONFIG, tokenizer_files={}).save(step=1, training={}, wait=True)
     assert told == [(None, False), None, None], "that nothing went wrong, and no list of pieces"
 
 

@@ -15,13 +15,12 @@ import launcher.checkpoint.host_copy
 import launcher.checkpoint.save
 import launcher.checkpoint.saver
 from launcher.metrics.record import METRICS_FILE, read_metrics
-from launcher.plan.memory import copies_checkpoints
 from longctx.checkpoint_format import CHECKPOINTS, MANIFEST, PROVED, CheckpointReader, list_checkpoints
 from longctx.files import hash_file
 from longctx.storage.blocks import describe_file
 from longctx.storage.hashed_file import HashedWriter, read_back
 from tests.helpers import run_distributed
-from tests.launcher.runs import STEPS, tiny_config
+from tests.launcher.runs import STEPS
 from tests.launcher.workers import end_guarded, run, train, train_each, train_each_swapping
 
 pytestmark = pytest.mark.timeout(300)
@@ -175,21 +174,6 @@ def test_what_cannot_be_read_back_is_never_committed(shards, tmp_path):
     assert list((tmp_path / CHECKPOINTS).iterdir()) == []
 
 
-@pytest.mark.parametrize(
-    ("changed", "step", "copies"),
-    [
-        ({}, 0, True),
-        ({"checkpoint.wait": True}, 0, False),
-        ({"checkpoint.every_steps": 0}, 0, False),
-        ({"checkpoint.every_steps": STEPS}, 0, False),
-        ({}, STEPS - 2, False),
-        ({}, STEPS - 3, True),
-    ],
-)
-def test_who_copies(tmp_path, changed, step, copies):
-    assert copies_checkpoints(tiny_config(tmp_path, tmp_path, changed), step) is copies
-
-
 # Files past the page cache.
 
 
@@ -207,17 +191,11 @@ def test_what_was_written_is_read_back(tmp_path, count):
     described = {"bytes": count, "hash": written.hash, "blocks": written.block_hashes}
     assert describe_file(path) == described
     assert path.read_bytes() == content[:count]
-
-
-def test_a_flipped_bit_is_seen_on_the_disk(tmp_path):
-    path = tmp_path / "file"
-    with HashedWriter(path) as file:
-        file.write(bytes(10_000))
-        digest = file.close().hash
-    with path.open("r+b") as other:
-        other.seek(9_999)
-        other.write(b"\x01")
-    assert read_back(path) != digest
+    if count:
+        with path.open("r+b") as other:
+            other.seek(count - 1)
+            other.write(bytes([content[count - 1] ^ 1]))
+        assert read_back(path) != written.hash, "a flipped bit is seen on the disk"
 
 
 def train_watching_syncs(shards: Path, folder: Path) -> None:
@@ -241,16 +219,12 @@ def test_rows_are_on_the_disk_before_their_checkpoint_is(shards, tmp_path):
     run_distributed(train_watching_syncs, 1, shards, tmp_path / "run")
 
 
-@pytest.mark.parametrize("lost", ["first", "all"])
-def test_a_resume_names_rows_that_are_gone(shards, tmp_path, lost):
+def test_a_resume_names_rows_that_are_gone(shards, tmp_path):
     folder = tmp_path / "run"
     run_distributed(train_each, 1, shards, {folder: {"parallel.context": 1, "train.steps": 4}})
-    lines = (folder / METRICS_FILE).read_text().splitlines(keepends=True)
-    left = {"first": [line for line in lines if '"step": 1,' not in line and '"step": 2,' not in line], "all": []}
-    (folder / METRICS_FILE).write_text("".join(left[lost]))
+    (folder / METRICS_FILE).write_text("")
     changed = {"parallel.context": 1, "train.steps": 6, "run.resume": "latest"}
     run_distributed(train_each, 1, shards, {folder: changed})
     log = (folder / "logs" / "rank_0.log").read_text()
-    named = {"first": "no rows of steps 1 to 2,", "all": "no rows of steps 1 to 4,"}
-    assert log.count(named[lost]) == 1
+    assert log.count("no rows of steps 1 to 4,") == 1
     assert "step_000004 has taken" in log

@@ -17,8 +17,7 @@ from launcher.checkpoint import mirror as mirror_module
 from launcher.checkpoint.folder import find_resume, problems_of
 from launcher.checkpoint.mirror import Mirror
 from launcher.checkpoint.names import folder_of, step_of
-from launcher.checkpoint.proof import Proof, write_proof
-from launcher.checkpoint.retention import Retention
+from launcher.checkpoint.retention import Proof, Retention, write_proof
 from launcher.checkpoint.store import check_unused, store_at
 from launcher.config.check import store_place
 from launcher.metrics.record import read_metrics
@@ -55,7 +54,6 @@ def objects(server: S3Server, monkeypatch: pytest.MonkeyPatch) -> Objects:
         monkeypatch.setenv(name, value)
     monkeypatch.setattr(client, "_ATTEMPTS", 1)
     monkeypatch.setattr(mirror_module, "_FIRST_PAUSE_SECONDS", 0.05)
-    monkeypatch.setattr(logging.getLogger("launcher"), "propagate", True)
     client._connected.cache_clear()
     server.store.objects.clear()
     server.store.requests.clear()

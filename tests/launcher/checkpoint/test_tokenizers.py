@@ -86,7 +86,6 @@ def test_data_of_another_tokenizer_is_refused_on_every_rank(shards, other, tmp_p
 )
 def test_a_checkpoint_without_a_tokenizer_is_said_to_have_none(shards, tmp_path, caplog, content, travels):
     """Nothing was compared, and not a word said; its generation settings were lost."""
-    logging.getLogger("launcher").propagate = True
     (tmp_path / "vocab.json").write_text("{}")
     if content is not None:
         (tmp_path / GENERATION_CONFIG).write_bytes(content)

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from launcher.checkpoint import remove
-from launcher.checkpoint.proof import Proof, write_proof
+from launcher.checkpoint import names as remove
+from launcher.checkpoint.retention import Proof, write_proof
 from longctx.checkpoint_format import PROVED, canonical_hash, list_checkpoints
 from tests.launcher.cli.calls import call, flip_a_byte, refused, succeed
 

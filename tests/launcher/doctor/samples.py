@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ import pytest
 
 from launcher.doctor.finding import Finding
 from launcher.doctor.machine import Facts, Machine
+from launcher.doctor.session import MARK
 
 FACTS = Facts(
     name="node-01",
@@ -28,6 +30,12 @@ FACTS = Facts(
 def machine(*findings: Finding, **facts: Any) -> Machine:
     """``FACTS``, some of them changed."""
     return Machine(facts=replace(FACTS, **facts), findings=list(findings))
+
+
+def answering(file: Path, **facts: Any) -> str:
+    """What a shell does that answers one order, kept in ``orders`` beside ``file``, with this machine."""
+    file.write_text(f"{MARK}{json.dumps(machine(**facts).to_json())}\n")
+    return f"head -n 1 >> {file.with_name('orders')}; cat {file}"
 
 
 def put_ssh(folder: Path, monkeypatch: pytest.MonkeyPatch, script: str) -> Path:

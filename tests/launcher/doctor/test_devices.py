@@ -35,11 +35,7 @@ def test_a_driver_whose_gpus_pytorch_cannot_use(monkeypatch):
     assert "CUDA build" in finding.advice
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     assert "unset it" in check_devices(parse_gpus(SAID), 0)[0].advice
-
-
-def test_no_gpu_is_no_fault():
-    (finding,) = check_devices([], 0)
-    assert finding.verdict == "ok"
+    assert check_devices([], 0)[0].verdict == "ok", "no GPU is no fault"
 
 
 def test_the_processor_says_how_it_multiplies_bfloat16():

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import json
 from typing import Any
 
 import pytest
 
-from launcher.doctor.finding import Finding, worst
-from launcher.doctor.hosts import Host, check_start, compare, examine_hosts
-from launcher.doctor.lines import lines_of_hosts, summary
+from launcher.doctor.finding import Finding, summary, worst
+from launcher.doctor.hosts import Host, check_start, compare, examine_hosts, lines_of_hosts
 from launcher.doctor.machine import Options
-from launcher.doctor.probe import Probe
 from launcher.doctor.remote import Answer, NoAnswer
-from tests.launcher.doctor.samples import FACTS, machine, put_ssh
+from launcher.doctor.storage import Probe
+from tests.launcher.doctor.samples import FACTS, answering, machine, put_ssh
 
 PROBE = Probe("name", "content")
 
@@ -29,10 +27,6 @@ def trouble(answer: Answer | NoAnswer, num_slots: int = 8, **here: Any) -> list[
     found = compare(answer, machine(**here).facts, num_slots, PROBE)
     assert all(finding.advice for finding in found if finding.verdict != "ok")
     return [(finding.check, finding.verdict) for finding in found if finding.verdict != "ok"]
-
-
-def test_an_equal_host_is_well():
-    assert trouble(answered()) == []
 
 
 @pytest.mark.parametrize(
@@ -60,20 +54,16 @@ def test_each_difference_is_found(facts, expected):
     assert trouble(answered(**facts)) == [expected]
 
 
-def test_without_gpus_slots_are_processes():
+def test_what_is_no_difference():
+    assert trouble(answered()) == []
+    # Without GPUs slots are processes. A machine that only starts the run has no driver.
     assert trouble(answered(gpus=[]), num_slots=3, gpus=[]) == []
-
-
-def test_a_machine_that_only_starts_the_run_has_no_driver():
     assert trouble(answered(), driver=None, gpus=[]) == []
 
 
-def test_what_a_host_found_of_itself_is_told():
+def test_what_a_host_found_of_itself_is_told_and_no_answer_is_all_there_is():
     taken = Finding(check="master port", verdict="fail", value="taken", advice="wait")
     assert trouble(answered(taken)) == [("master port", "fail")]
-
-
-def test_no_answer_is_the_only_finding():
     assert trouble(NoAnswer(why="ssh failed", advice="keys")) == [("ssh", "fail")]
 
 
@@ -118,21 +108,18 @@ class TestAskingAll:
     """With a program in ssh's place that gives the answer of ``samples.FACTS``."""
 
     def ask(self, tmp_path, monkeypatch, script: str, slots: dict[str, int], folder: str = "runs") -> list[Host]:
-        (tmp_path / "answer").write_text(json.dumps(machine().to_json(), indent=2))
-        put_ssh(tmp_path, monkeypatch, script.format(answer=tmp_path / "answer"))
+        put_ssh(tmp_path, monkeypatch, script or answering(tmp_path / "answer"))
         monkeypatch.chdir(tmp_path)
         return examine_hosts(slots, machine(), Options(folder=tmp_path / folder, port=12345))
 
     def test_the_first_host_looks_at_the_port(self, tmp_path, monkeypatch):
-        script = 'echo "$last" >> commands; cat {answer}'
-        hosts = self.ask(tmp_path, monkeypatch, script, {"node-01": 8, "node-02": 8, "node-03": 8})
+        hosts = self.ask(tmp_path, monkeypatch, "", {"node-01": 8, "node-02": 8, "node-03": 8})
         assert [each.name for each in hosts] == ["node-01", "node-02", "node-03"]
-        commands = (tmp_path / "commands").read_text()
-        assert commands.count("--master-port 12345") == 1
-        assert commands.count("--master-port 0") == 2
+        orders = (tmp_path / "orders").read_text()
+        assert (orders.count('"port": 12345'), orders.count('"port": 0')) == (1, 2)
 
     def test_a_folder_that_only_this_machine_sees(self, tmp_path, monkeypatch):
-        (each,) = self.ask(tmp_path, monkeypatch, "cat {answer}", {"localhost": 8})
+        (each,) = self.ask(tmp_path, monkeypatch, "", {"localhost": 8})
         assert [finding.check for finding in each.findings if finding.verdict == "fail"] == ["shared folder"]
         assert each.findings[0].host == "localhost"
         assert not list(tmp_path.glob(".longctx-doctor-*"))
@@ -143,7 +130,7 @@ class TestAskingAll:
         assert "deepspeed --num_gpus 2" in each.findings[0].advice
 
     def test_a_folder_that_cannot_be_written_is_told_and_all_else_is_asked(self, tmp_path, monkeypatch):
-        (each,) = self.ask(tmp_path, monkeypatch, "cat {answer}", {"localhost": 8}, folder="/sys/kernel")
+        (each,) = self.ask(tmp_path, monkeypatch, "", {"localhost": 8}, folder="/sys/kernel")
         failed = [finding for finding in each.findings if finding.verdict == "fail"]
         assert [finding.check for finding in failed] == ["shared folder"]
         assert "/sys/kernel" in failed[0].value

@@ -3,28 +3,36 @@
 from __future__ import annotations
 
 import json
+from dataclasses import asdict
 from typing import Any
 
 import pytest
+from pydantic import TypeAdapter
 
 from launcher.doctor.finding import Finding
-from launcher.doctor.machine import Options, examine, machine_from_json
+from launcher.doctor.machine import Machine, Options, examine
+from launcher.doctor.session import read_answer
 from longctx.errors import ClusterError
 from tests.launcher.doctor.samples import machine
 
 LITTLE = Finding(check="folder", verdict="warn", value="1 GiB", advice="more")
 
 
+def taken(value: Any) -> Machine:
+    """What is made of another machine's answer."""
+    return read_answer(json.dumps(value), TypeAdapter(Machine))
+
+
 def answer(**facts: Any) -> dict[str, Any]:
     """A machine's JSON with some facts replaced by anything."""
     told = machine(LITTLE).to_json()
     told["facts"].update(facts)
-    return json.loads(json.dumps(told))
+    return told
 
 
 def test_a_machine_survives_the_way():
     told = machine(LITTLE)
-    assert machine_from_json(json.loads(json.dumps(told.to_json()))) == told
+    assert taken(told.to_json()) == told
 
 
 @pytest.mark.parametrize(
@@ -38,22 +46,22 @@ def test_a_machine_survives_the_way():
         answer(python=3.12),
         answer(packages=["torch"]),
         answer(probe=1),
-        {**answer(), "findings": [{**LITTLE.to_json(), "verdict": "splendid"}]},
+        {**answer(), "findings": [{**asdict(LITTLE), "verdict": "splendid"}]},
     ],
     ids=repr,
 )
 def test_anything_else_is_refused(value):
     with pytest.raises(ClusterError):
-        machine_from_json(value)
+        taken(value)
 
 
 def test_no_control_character_reaches_the_terminal():
     evil = "\x1b]0;title\x07red\nsecond line\u202e"
-    told = {**answer(python=evil, gpus=[evil]), "findings": [{**LITTLE.to_json(), "value": evil * 100}]}
-    taken = machine_from_json(told)
-    shown = [taken.facts.python, *taken.facts.gpus, taken.findings[0].value]
+    told = {**answer(python=evil, gpus=[evil]), "findings": [{**asdict(LITTLE), "value": evil * 100}]}
+    found = taken(told)
+    shown = [found.facts.python, *found.facts.gpus, found.findings[0].value]
     assert all(text.isprintable() for text in shown)
-    assert len(taken.findings[0].value) < 500
+    assert len(found.findings[0].value) < 500
 
 
 def test_examining_leaves_nothing_and_reads_no_probe_unasked(tmp_path):

@@ -1,19 +1,21 @@
-"""Versions: what is missing, what longctx does not take, and pairs that are known to fail."""
+"""Versions: what is missing, what longctx does not take, and a flash-attn of another PyTorch."""
 
 from __future__ import annotations
 
-from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
+from packaging.requirements import Requirement
 
+from launcher.doctor import packages
 from launcher.doctor.finding import Finding, worst
-from launcher.doctor.packages import BAD_PAIRS, check_packages, installed_versions
+from launcher.doctor.packages import check_packages, installed_versions
 
 GOOD = {"torch": "2.13.0+cpu", "deepspeed": "0.19.8", "pyarrow": "26.0.1", "numpy": "2.4.6", "flash-attn": None}
 
 
-def failures(installed: dict[str, str | None], requirements: list[str] | None = None) -> list[Finding]:
-    found = check_packages(installed, requirements or [])
+def failures(installed: dict[str, str | None], requirements: list[str] | None = ()) -> list[Finding]:
+    found = check_packages(installed, requirements)
     return [finding for finding in found if finding.verdict != "ok"]
 
 
@@ -38,23 +40,22 @@ def test_a_version_that_longctx_does_not_take_fails():
     assert not failures({**GOOD, "torch": "2.12.0.dev20260101+cu130"}, wanted), "a nightly build is new enough"
 
 
-@pytest.mark.parametrize(
-    ("installed", "symptom"),
-    [
-        ({"deepspeed": "0.14.0"}, "cannot import name 'log'"),
-        ({"transformers": "5.0.0", "torch": "2.3.1"}, "without PyTorch"),
-    ],
-)
-def test_a_pair_that_is_known_to_fail(installed, symptom):
-    (finding,) = failures({**GOOD, **installed})
-    assert finding.verdict == "fail"
-    assert symptom in finding.value
-    assert "pip install" in finding.advice
+def test_a_copy_that_nobody_installed_says_what_it_needs(monkeypatch):
+    installed = sorted(packages.requirements_of_longctx())
+    monkeypatch.setattr(packages, "DISTRIBUTION", "no-such-distribution")
+    named = {Requirement(line).name for line in packages.requirements_of_longctx()}
+    assert named == {Requirement(line).name for line in installed}
+    assert [finding.value for finding in failures({**GOOD, "deepspeed": "0.14.0"}, None)] == [
+        "deepspeed 0.14.0; longctx needs ==0.19.8"
+    ]
 
 
-def test_a_flash_attn_that_works_is_no_bad_pair():
-    pair = next(pair for pair in BAD_PAIRS if pair.package == "flash-attn")
-    installed = {"flash-attn": "2.8.3", "torch": "2.13.0"}
-    assert not replace(pair, unless=lambda: True).holds(installed)
-    assert replace(pair, unless=lambda: False).holds(installed)
-    assert not replace(pair, unless=lambda: False).holds({**installed, "torch": "2.9.1"})
+@pytest.mark.parametrize(("flash", "torch"), [("2.8.3", "2.13.0"), ("2.8.4", "2.13.0"), ("2.8.3", "2.9.1")])
+def test_a_flash_attn_of_another_pytorch_fails_unless_it_loads(monkeypatch, flash, torch):
+    installed = {**GOOD, "torch": torch, "flash-attn": flash}
+    monkeypatch.setattr(packages, "FLASH2", SimpleNamespace(load=lambda: "undefined symbol"))
+    found = failures(installed)
+    assert bool(found) == ((flash, torch) == ("2.8.3", "2.13.0"))
+    assert all("--no-binary flash-attn" in finding.advice for finding in found)
+    monkeypatch.setattr(packages, "FLASH2", SimpleNamespace(load=object))
+    assert not failures(installed)

@@ -53,7 +53,6 @@ def test_the_network_of_this_machine(capsys, tmp_path):
     ("options", "code", "said"),
     [
         (("--local", "--hostfile", "h"), 2, "Leave one of them out"),
-        (("--probe", "/etc/passwd", "--local"), 2, "not a file that doctor writes"),
         (("--hostfile", "missing"), 1, "hostfile missing does not exist"),
     ],
 )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-import launcher.evaluation.memory as memory
+import launcher.evaluation.model as memory
 from launcher.evaluation.store import locked
 from longctx.errors import ConfigError
 from longctx.generation.cache_size import cache_bytes

@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 
 from launcher.checkpoint import host_copy
-from launcher.plan.memory import copy_bytes
+from launcher.plan.memory import copies_checkpoints, copy_bytes
 from launcher.plan.world import World
 from parallel.comm.world import gather_objects
-from tests.launcher.runs import tiny_config
+from tests.launcher.runs import STEPS, tiny_config
 from tests.launcher.workers import build, run
 
 RANKS = 2
@@ -47,3 +47,7 @@ def test_there_is_none_where_training_waits(tmp_path: Path, changed: dict[str, A
     assert copy_bytes(config, World(ranks=RANKS, ranks_per_node=RANKS)) > 100_000
     config = tiny_config(tmp_path, tmp_path, {"zero.stage": 1, **changed})
     assert copy_bytes(config, World(ranks=RANKS, ranks_per_node=RANKS)) == 0
+    assert not copies_checkpoints(config, 0)
+    # The last save is waited for.
+    config = tiny_config(tmp_path, tmp_path, {})
+    assert [copies_checkpoints(config, STEPS - left) for left in (2, 3)] == [False, True]

@@ -22,7 +22,7 @@ from tests.longctx.tokenizer.byte_level import tokenizer_json, write_model
 
 RENDERER = "longctx/chat/template_worker.py"
 """The only program that may ever render one."""
-OWN_PAGES = "launcher/report/template.py"
+OWN_PAGES = "launcher/report/html.py"
 """Renders the report, whose templates are this project's own."""
 PACKAGES = ("data_pipeline", "launcher", "longctx", "parallel")
 MESSAGES = [{"role": "user", "content": "How long?"}, {"role": "assistant", "content": "10M tokens."}]

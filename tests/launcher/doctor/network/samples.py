@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import json
+from collections.abc import Callable
 from dataclasses import asdict, replace
 from typing import Any
 
-from launcher.doctor.network.answers import HostNetwork
 from launcher.doctor.network.interfaces import Adapter, Interface
 from launcher.doctor.network.nccl import NcclNetwork
-from launcher.doctor.network.session import Session
-from launcher.doctor.network.survey import Survey
+from launcher.doctor.network.survey import HostNetwork, Survey
+from launcher.doctor.session import Session, read_answer
 from longctx.errors import ClusterError
 
 ETH = Interface(name="eth0", addresses=("10.0.0.1",), megabits=25_000, mtu=9000)
@@ -48,52 +48,40 @@ def survey_of(*networks: HostNetwork, **changes: Any) -> Survey:
 class Host(Session):
     """A worker that answers by a table; orders that it heard are in ``heard``."""
 
-    def __init__(self, name: str, number: int, **answers: Callable[[dict[str, Any]], Mapping[str, Any]]) -> None:
+    def __init__(self, name: str, number: int, **answers: Callable[[dict[str, Any]], Any]) -> None:
         """``answers`` are those of unusual orders."""
         self.name, self._number, self._answers = name, number, answers
         self.heard: list[dict[str, Any]] = []
 
-    def ask(self, seconds: float, **order: Any) -> dict[str, Any]:
+    def ask(self, seconds: float, kind: Any, **order: Any) -> Any:
         """As a session does."""
         assert 0 < seconds < 1000
         self.heard.append(order)
         answer = self._answers.get(order["do"], lambda order: getattr(self, f"_{order['do']}")(order))
-        return dict(answer(order))
+        return read_answer(json.dumps(answer(order)), kind)
 
     def orders(self, kind: str) -> list[dict[str, Any]]:
         """The orders of one kind."""
         return [order for order in self.heard if order["do"] == kind]
 
-    def _lead(self, order: dict[str, Any]) -> dict[str, Any]:
-        return {"address": "10.0.0.1", "port": order["port"] or 41234}
+    def _lead(self, order: dict[str, Any]) -> Any:
+        return "10.0.0.1", order["port"] or 41234
 
-    def _listen(self, order: dict[str, Any]) -> dict[str, Any]:
-        return network_to_json(network(self._number))
+    def _listen(self, order: dict[str, Any]) -> Any:
+        return asdict(network(self._number))
 
-    def _connect(self, order: dict[str, Any]) -> dict[str, Any]:
-        return {"problems": [""] * len(order["targets"])}
+    def _connect(self, order: dict[str, Any]) -> Any:
+        return [""] * len(order["targets"])
 
-    def _meet(self, order: dict[str, Any]) -> dict[str, Any]:
-        return {}
-
-    def _nccl(self, order: dict[str, Any]) -> dict[str, Any]:
-        said = asdict(NcclNetwork(transport="IB", devices=("mlx5_0:1/IB",), meets_at="eth0", was_asked=True))
-        return {"problem": "", "network": {**said, "devices": ["mlx5_0:1/IB"]}}
+    def _nccl(self, order: dict[str, Any]) -> Any:
+        said = NcclNetwork(transport="IB", devices=("mlx5_0:1/IB",), meets_at="eth0", was_asked=True)
+        return {"fault": "", "network": asdict(said)}
 
 
-def network_to_json(value: HostNetwork) -> dict[str, Any]:
-    """As ``worker.py`` writes it, after the way through JSON."""
-    told = asdict(value)
-    for interface in told["interfaces"]:
-        interface["addresses"] = list(interface["addresses"])
-    told["nccl"]["devices"] = list(told["nccl"]["devices"])
-    return told
-
-
-def stops(why: str) -> Callable[[dict[str, Any]], Mapping[str, Any]]:
+def stops(why: str) -> Callable[[dict[str, Any]], Any]:
     """An answer that is none."""
 
-    def answer(order: dict[str, Any]) -> Mapping[str, Any]:
+    def answer(order: dict[str, Any]) -> Any:
         raise ClusterError(why)
 
     return answer

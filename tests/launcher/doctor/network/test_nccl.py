@@ -1,11 +1,20 @@
-"""NCCL's choice of network: read from its own log, and by its rules."""
+"""NCCL's choice of network: read from its own log, and by its rules. Calls are made with gloo in NCCL's place."""
 
 from __future__ import annotations
 
-import pytest
+import os
+import socket
+import threading
+from pathlib import Path
 
+import pytest
+import torch
+import torch.distributed as dist
+
+from launcher.doctor.network import nccl
 from launcher.doctor.network.interfaces import Adapter, Interface
-from launcher.doctor.network.nccl import name_filter, parse_log, would_take
+from launcher.doctor.network.nccl import call_nccl, parse_log, would_take
+from tests.helpers import run_distributed
 
 # The forms of lines are those of logs that users of NCCL 2.4 to 2.26 have shown in its issues; names are made up.
 OLD_SOCKETS = """\
@@ -136,6 +145,51 @@ def test_no_network():
     assert would_take(ALL, [], {"NCCL_NET": "IB"}).transport == ""
 
 
-def test_the_notation_of_names():
-    assert [name for name in ("eth0", "eth10", "ib0") if name_filter("eth1,ib")(name)] == ["eth10", "ib0"]
-    assert not name_filter("=eth1")("eth10")
+def speaking(*args, **options) -> None:
+    """NCCL that starts, and writes its log where it was told to."""
+    assert os.environ["NCCL_DEBUG"] == "INFO"
+    Path(os.environ["NCCL_DEBUG_FILE"]).write_text(ADAPTERS)
+
+
+def failing(*args, **options) -> None:
+    speaking()
+    raise RuntimeError("NCCL error: Duplicate GPU detected\nstack")
+
+
+def hanging(*args, **options) -> None:
+    threading.Event().wait(3)
+
+
+def call(start, world_size: int, port: int) -> dict:
+    """A call in a process of a test, whose gloo group stands for NCCL's, which ``start`` starts."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(dist, "init_process_group", start)
+        patch.setattr(torch.cuda, "set_device", lambda device: None)
+        patch.setattr(torch.cuda, "synchronize", lambda device: None)
+        patch.setattr(nccl, "START_SECONDS", 0.3 if start is hanging else 60.0)
+        return call_nccl(rank=dist.get_rank(), world_size=world_size, gpu=0, store=("127.0.0.1", port))
+
+
+def check_calls(world_size: int, port: int) -> None:
+    told = call(speaking, world_size, port)
+    assert told["fault"] == ""
+    assert (told["network"]["transport"], told["network"]["was_asked"]) == ("IB", True)
+    if world_size > 1:
+        return
+    told = call(failing, world_size, port)
+    assert told["fault"] == "NCCL error: Duplicate GPU detected"
+    assert told["network"]["devices"] == ("mlx5_10:1/RoCE", "mlx5_11:1/IB"), "what it said before is kept"
+    # Without a GPU PyTorch itself says so.
+    told = call_nccl(rank=0, world_size=1, gpu=0, store=("", 0))
+    assert told["fault"]
+    assert told["network"] is None
+    # Nobody waits for a call that hangs.
+    assert call(hanging, world_size, port)["fault"].startswith("NCCL hangs: its ranks do not find each other")
+
+
+@pytest.mark.parametrize("world_size", [1, 3])
+def test_what_a_call_says(world_size):
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    run_distributed(check_calls, world_size, world_size, port)

@@ -5,16 +5,17 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Iterator
-from pathlib import Path
+from typing import Any
 
 import pytest
+from pydantic import TypeAdapter
 
-from launcher.doctor.network.session import Session, close_all
-from launcher.doctor.network.start import survey_hosts
+from launcher.doctor.network.check import survey_hosts
+from launcher.doctor.session import MARK, Session, close_all
 from longctx.errors import ClusterError
 from tests.launcher.doctor.samples import put_ssh
 
-MARK = "longctx-doctor "
+ANY = TypeAdapter(dict[str, Any])
 
 
 def worker(script: str) -> Session:
@@ -39,15 +40,7 @@ for line in sys.stdin:
 @pytest.mark.parametrize("session", [ECHO], indirect=True)
 def test_answers_among_the_noise_of_a_login_script(session):
     for number in range(3):
-        assert session.ask(30, do="x", number=number) == {"heard": {"do": "x", "number": number}}
-
-
-@pytest.mark.parametrize("session", ["time.sleep(60)"], indirect=True)
-def test_silence_ends_in_time(session):
-    started = time.monotonic()
-    with pytest.raises(ClusterError, match="no answer within"):
-        session.ask(0.3, do="x")
-    assert time.monotonic() - started < 20
+        assert session.ask(30, ANY, do="x", number=number) == {"heard": {"do": "x", "number": number}}
 
 
 @pytest.mark.parametrize(
@@ -64,15 +57,10 @@ def test_silence_ends_in_time(session):
 )
 def test_answers_that_are_none(session, said):
     with pytest.raises(ClusterError, match=said):
-        session.ask(30, do="x")
+        session.ask(30, ANY, do="x")
     # What comes after it is told too, and does not hang.
     with pytest.raises(ClusterError):
-        session.ask(1, do="x")
-
-
-def test_a_program_that_is_not_there():
-    with pytest.raises(ClusterError, match="this machine has no no-such-program"):
-        Session("node-01", ["no-such-program"])
+        session.ask(1, ANY, do="x")
 
 
 def test_a_worker_that_does_not_end_is_ended():
@@ -83,14 +71,6 @@ def test_a_worker_that_does_not_end_is_ended():
     assert stubborn._process.returncode is not None
 
 
-@pytest.mark.parametrize("host", ["-oProxyCommand=touch x", "a;b", "$(id)", "user@host"])
-def test_a_name_that_is_none_reaches_no_ssh(tmp_path, monkeypatch, host):
-    arguments = put_ssh(tmp_path, monkeypatch, "exit 0")
-    with pytest.raises(ClusterError, match="not the name of a host"):
-        survey_hosts(["node-01", host], port=0)
-    assert not arguments.exists()
-
-
 def test_no_ssh_at_all_is_told_of_every_host(tmp_path, monkeypatch):
     monkeypatch.setenv("PATH", str(tmp_path))
     survey = survey_hosts(["node-01", "node-02"], port=0)
@@ -99,17 +79,6 @@ def test_no_ssh_at_all_is_told_of_every_host(tmp_path, monkeypatch):
 
 def test_more_hosts_than_connections_are_a_sample(tmp_path, monkeypatch):
     put_ssh(tmp_path, monkeypatch, "exit 255")
-    monkeypatch.setattr("launcher.doctor.network.start.MOST_HOSTS", 3)
+    monkeypatch.setattr("launcher.doctor.network.check.MOST_HOSTS", 3)
     survey = survey_hosts([f"node-{number}" for number in range(8)], port=0)
     assert survey.hosts == ["node-0", "node-2", "node-5"]
-
-
-def test_ssh_is_given_fixed_words(tmp_path, monkeypatch):
-    """Where to listen and whom to try is told on standard input, which no shell reads."""
-    arguments = put_ssh(tmp_path, monkeypatch, "exit 255")
-    survey_hosts(["node-01"], port=29500)
-    said = arguments.read_text().splitlines()
-    assert said[-2] == "node-01"
-    assert said[-1].endswith(f"exec {sys.executable} -m launcher.doctor.network.worker")
-    assert "29500" not in said[-1]
-    assert f"cd {Path.cwd()} && " in said[-1]

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from typing import Any
 
 import psutil
 import pytest
 
 from launcher.doctor.network import survey as survey_module
-from launcher.doctor.network.start import survey_this_machine
+from launcher.doctor.network.check import survey_this_machine
 from launcher.doctor.network.survey import Survey, survey
-from tests.launcher.doctor.network.samples import Host, network, network_to_json, stops
+from tests.launcher.doctor.network.samples import Host, network, stops
 
 
 def surveyed(*hosts: Host, port: int = 29500) -> Survey:
@@ -19,7 +20,7 @@ def surveyed(*hosts: Host, port: int = 29500) -> Survey:
 
 def with_gpus(number: int, num_gpus: int, machine: str) -> Any:
     """An answer to "listen"."""
-    return lambda order: network_to_json(network(number, num_gpus=num_gpus, machine=machine))
+    return lambda order: asdict(network(number, num_gpus=num_gpus, machine=machine))
 
 
 def test_all_is_well():
@@ -29,7 +30,6 @@ def test_all_is_well():
     assert found.meeting_place == ("10.0.0.1", 29500)
     # The first host alone leads, in front of the others.
     assert [len(host.orders("lead")) for host in hosts] == [1, 0, 0, 0]
-    assert [host.orders("meet")[0]["leads"] for host in hosts] == [True, False, False, False]
     # Every host tries the meeting place and all others; the first one's meeting place is its own.
     targets = [[tuple(target) for target in host.orders("connect")[0]["targets"]] for host in hosts]
     assert targets[0] == [("10.0.0.2", 40002), ("10.0.0.3", 40003), ("10.0.0.4", 40004)]
@@ -41,35 +41,32 @@ def test_all_is_well():
 
 def test_a_pair_that_is_blocked():
     # b does not reach c, the third of its ports.
-    blocked = Host("b", 2, connect=lambda order: {"problems": ["", "", "no answer within 3 s"]})
+    blocked = Host("b", 2, connect=lambda order: ["", "", "no answer within 3 s"])
     found = surveyed(Host("a", 1), blocked, Host("c", 3))
     (port,) = found.blocked
     assert (port.source, port.target, port.number, port.is_meeting_place) == ("b", "c", 40003, False)
 
 
 def test_a_host_that_does_not_reach_the_meeting_place():
-    locked_out = Host("b", 2, connect=lambda order: {"problems": ["connection refused", "", ""]})
-    other = Host("c", 3)
-    found = surveyed(Host("a", 1), locked_out, other)
+    locked_out = Host("b", 2, connect=lambda order: ["connection refused", "", ""])
+    found = surveyed(Host("a", 1), locked_out, Host("c", 3))
     assert [(port.source, port.is_meeting_place) for port in found.blocked] == [("b", True)]
-    assert not locked_out.orders("meet")
-    assert other.orders("meet")
 
 
-@pytest.mark.parametrize("phase", ["listen", "connect", "meet"])
+@pytest.mark.parametrize("phase", ["listen", "connect", "nccl"])
 def test_a_host_that_stops_is_left_out(phase):
-    other = Host("c", 3)
-    found = surveyed(Host("a", 1), Host("b", 2, **{phase: stops("it ended: killed")}), other)
+    hosts = [Host(name, n, listen=with_gpus(n, 1, f"machine {n}")) for n, name in enumerate("abc", 1)]
+    hosts[1]._answers[phase] = stops("it ended: killed")
+    found = surveyed(*hosts)
     assert found.silent == {"b": "it ended: killed"}
-    assert other.orders("meet")
+    assert hosts[2].orders("nccl")[0]["world_size"] == (3 if phase == "nccl" else 2)
 
 
-@pytest.mark.parametrize("phase", ["lead", "listen", "connect", "meet"])
-def test_without_the_first_host_nobody_meets(phase):
-    others = [Host("b", 2), Host("c", 3)]
-    found = surveyed(Host("a", 1, **{phase: stops("it ended: killed")}), *others)
+def test_without_the_first_host_nobody_is_asked():
+    other = Host("b", 2)
+    found = surveyed(Host("a", 1, lead=stops("it ended: killed")), other)
     assert found.silent == {"a": "it ended: killed"}
-    assert not any(host.orders("meet") for host in others)
+    assert not other.heard
 
 
 @pytest.mark.parametrize(
@@ -83,20 +80,20 @@ def test_without_the_first_host_nobody_meets(phase):
     ],
 )
 def test_networks_that_are_none(changes):
-    lying = Host("b", 2, listen=lambda order: {**network_to_json(network(2)), **changes})
+    lying = Host("b", 2, listen=lambda order: {**asdict(network(2)), **changes})
     found = surveyed(Host("a", 1), lying, Host("c", 3))
     assert set(found.silent) == {"b"}
 
 
 def test_what_is_shown_is_printable():
-    noisy = network_to_json(network(2, environment={"NCCL_NET": "\x1b[2J"}, interface="eth0\n"))
+    noisy = asdict(network(2, environment={"NCCL_NET": "\x1b[2J"}, interface="eth0\n"))
     found = surveyed(Host("a", 1), Host("b", 2, listen=lambda order: noisy))
     assert found.networks["b"].environment == {"NCCL_NET": "[2J"}
     assert found.networks["b"].interface == "eth0"
 
 
 def test_ports_that_were_not_all_tried():
-    lazy = Host("b", 2, connect=lambda order: {"problems": [""]})
+    lazy = Host("b", 2, connect=lambda order: [""])
     found = surveyed(Host("a", 1), lazy, Host("c", 3))
     assert list(found.silent) == ["b"]
 
@@ -108,6 +105,8 @@ class TestNccl:
         assert [host.orders("nccl")[0]["gpu"] for host in hosts] == [0, 0, 0]
         assert [host.orders("nccl")[0]["rank"] for host in hosts] == [0, 1, 2]
         assert {host.orders("nccl")[0]["world_size"] for host in hosts} == {3}
+        # Where the first of them listens, and all others have reached it.
+        assert {host.orders("nccl")[0]["store"] for host in hosts} == {("10.0.0.1", 40001)}
         assert {name: said.was_asked for name, said in found.nccl.items()} == {"a": True, "b": True, "c": True}
 
     def test_two_names_of_one_machine_take_two_gpus(self):
@@ -125,23 +124,18 @@ class TestNccl:
         assert not hosts[0].orders("nccl")
 
     def test_hosts_that_do_not_reach_each_other_would_wait_for_ever(self):
-        def blocked(order: dict[str, Any]) -> dict[str, Any]:
-            return {"problems": ["", "no answer within 3 s"]}
-
-        hosts = [
-            Host("a", 1, listen=with_gpus(1, 1, "machine 1")),
-            Host("b", 2, listen=with_gpus(2, 1, "machine 2"), connect=blocked),
-        ]
+        blocked = Host("b", 2, listen=with_gpus(2, 1, "machine 2"), connect=lambda order: ["", "no answer within 3 s"])
+        hosts = [Host("a", 1, listen=with_gpus(1, 1, "machine 1")), blocked]
         found = surveyed(*hosts)
         assert [host.orders("nccl")[0]["world_size"] for host in hosts] == [1, 1]
         assert list(found.nccl) == ["a", "b"]
         assert "do not reach each other" in found.nccl_problem
 
     def test_what_went_wrong_is_told_with_the_host(self):
-        def hangs(order: dict[str, Any]) -> dict[str, Any]:
-            return {"problem": "NCCL hangs", "network": None}
-
-        hosts = [Host(name, n, listen=with_gpus(n, 1, f"machine {n}"), nccl=hangs) for n, name in enumerate("ab", 1)]
+        hangs = {"fault": "NCCL hangs", "network": None}
+        hosts = [Host(name, n, listen=with_gpus(n, 1, f"machine {n}")) for n, name in enumerate("ab", 1)]
+        for host in hosts:
+            host._answers["nccl"] = lambda order: hangs
         found = surveyed(*hosts)
         assert found.nccl_problem == "a: NCCL hangs"
 
@@ -158,13 +152,13 @@ def test_this_machine_for_real():
 def test_a_worker_that_hangs_for_real(monkeypatch):
     look_around = survey_module._Surveyor.look_around
 
-    def stop_one(self, place):
-        look_around(self, place)
-        workers = [each for each in psutil.Process().children() if "network.worker" in " ".join(each.cmdline())]
+    def stop_one(self):
+        look_around(self)
+        workers = [each for each in psutil.Process().children() if "doctor.worker" in " ".join(each.cmdline())]
         workers[-1].suspend()
 
     monkeypatch.setattr(survey_module._Surveyor, "look_around", stop_one)
     monkeypatch.setattr(survey_module, "_LOOK_SECONDS", 2.0)
     found = survey_this_machine(2)
     assert found.silent == {"rank 1": "no answer within 8 s"}
-    assert not [each for each in psutil.Process().children() if "network.worker" in " ".join(each.cmdline())]
+    assert not [each for each in psutil.Process().children() if "doctor.worker" in " ".join(each.cmdline())]

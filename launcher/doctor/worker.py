@@ -1,4 +1,4 @@
-"""The process that doctor starts on every host: ``python -m launcher.doctor.network.worker``.
+"""The process that doctor starts on every host: ``python -m launcher.doctor.worker``.
 
 Orders come on standard input, one JSON object a line; each is answered by one line on standard output that begins with
 ``MARK``. The end of standard input ends the process, whatever it waits for: whoever asked is gone.
@@ -14,24 +14,21 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import asdict
-from datetime import timedelta
 from pathlib import Path
 from queue import SimpleQueue
 from typing import Any, TextIO
 
 import torch
-import torch.distributed as dist
 
 from launcher.doctor.finding import first_line
+from launcher.doctor.machine import Options, examine
 from launcher.doctor.network.interfaces import gloo_choice, read_adapters, read_interfaces
-from launcher.doctor.network.nccl import would_take
-from launcher.doctor.network.nccl_call import NcclCall
+from launcher.doctor.network.nccl import call_nccl, would_take
 from launcher.doctor.network.ports import Listener, try_ports
-from launcher.doctor.network.session import MARK
+from launcher.doctor.session import MARK
 from longctx.errors import ClusterError, LongCtxError
 from parallel.runtime.interface import INTERFACE_VARIABLE
 
-_STORE_SECONDS = 20.0
 _HOSTNAME_SECONDS = 5.0
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 _READ_BY_LIBRARIES = ("GLOO_", "NCCL_", "UCX_")
@@ -41,27 +38,30 @@ class Worker:
     """One host's part, order by order."""
 
     def __init__(self) -> None:
-        """Nothing is opened yet."""
+        """Open nothing yet."""
+        # Ports that others try stay open until the process ends.
         self._meeting_place: Listener | None = None
         self._listener: Listener | None = None
-        self._store: dist.Store | None = None
-        self._orders: dict[str, Callable[[dict[str, Any]], dict[str, Any]]] = {
+        self._orders: dict[str, Callable[[dict[str, Any]], Any]] = {
+            "examine": self._examine,
             "lead": self._lead,
             "listen": self._listen,
-            "connect": self._connect,
-            "meet": self._meet,
+            "connect": lambda order: try_ports(order["targets"], order["word"]),
             "nccl": self._nccl,
         }
 
-    def obey(self, order: dict[str, Any]) -> dict[str, Any]:
-        """The answer to an order; ``problem`` in it says on one line why there is none."""
+    def obey(self, order: dict[str, Any]) -> Any:
+        """Return the answer to an order; ``problem`` in it says on one line why there is none."""
         # One phase that fails is an answer; the next order may succeed.
         try:
-            return self._orders[order["do"]](order)
+            return self._orders[order.pop("do")](order)
         except (LongCtxError, OSError, RuntimeError) as error:
             return {"problem": first_line(error)}
 
-    def _lead(self, order: dict[str, Any]) -> dict[str, Any]:
+    def _examine(self, order: dict[str, Any]) -> dict[str, Any]:
+        return asdict(examine(Options(**{**order, "folder": Path(order["folder"])})))
+
+    def _lead(self, order: dict[str, Any]) -> tuple[str, int]:
         """Listen where the ranks of a run would meet: at this host, which is the first one."""
         address = "127.0.0.1"
         if order["over_ssh"]:
@@ -70,9 +70,9 @@ class Worker:
         try:
             self._meeting_place = Listener("", order["port"], order["word"])
         except OSError:
-            # What is wrong with the port is a finding of its own; hosts can meet at another one all the same.
+            # What is wrong with the port is a finding of its own; hosts can try another one all the same.
             self._meeting_place = Listener("", 0, order["word"])
-        return {"address": address, "port": self._meeting_place.port}
+        return address, self._meeting_place.port
 
     def _listen(self, order: dict[str, Any]) -> dict[str, Any]:
         """Listen where gloo would, and tell of this machine's network."""
@@ -94,35 +94,12 @@ class Worker:
             "machine": _machine(),
         }
 
-    def _connect(self, order: dict[str, Any]) -> dict[str, Any]:
-        """Try the ports of other hosts."""
-        return {"problems": try_ports([(address, port) for address, port in order["targets"]], order["word"])}
-
-    def _meet(self, order: dict[str, Any]) -> dict[str, Any]:
-        """Meet the other hosts in a store, as ranks do."""
-        address, port = order["master"]
-        if order["leads"] and self._meeting_place is not None:
-            # The store takes its port.
-            self._meeting_place.close()
-        # Without waiting for the others: one that does not come must not keep those that do.
-        self._store = dist.TCPStore(
-            address,
-            port,
-            is_master=order["leads"],
-            timeout=timedelta(seconds=_STORE_SECONDS),
-            wait_for_workers=False,
-        )
-        return {}
-
     def _nccl(self, order: dict[str, Any]) -> dict[str, Any]:
         """Start NCCL, together with the other ranks if there are any, and ask it for its network."""
-        store = self._store
-        if order["world_size"] == 1:
-            # The others do not take part.
-            store = dist.HashStore()
-        assert store is not None
-        call = NcclCall(dist.PrefixStore("nccl", store), order["rank"], order["world_size"], order["gpu"])
-        return call.run()
+        if order["rank"] == 0 and self._listener is not None:
+            # The store takes its port, which all others have reached.
+            self._listener.close()
+        return call_nccl(**order)
 
 
 def _first_own_address() -> str:

@@ -9,8 +9,11 @@ import threading
 import time
 from collections import deque
 from collections.abc import Sequence
-from queue import Empty, SimpleQueue
-from typing import IO, Any
+from queue import Empty, Queue
+from typing import IO, Any, TypeVar
+
+from pydantic import TypeAdapter, ValidationError
+from pydantic_core import from_json
 
 from launcher.doctor.finding import printable
 from longctx.errors import ClusterError
@@ -20,6 +23,8 @@ MARK = "longctx-doctor "
 _END_SECONDS = 2.0
 _LONGEST_LINE = 2**22
 _LAST_LINES = 20
+
+Answer = TypeVar("Answer")
 
 
 class Session:
@@ -40,7 +45,8 @@ class Session:
         assert self._process.stderr is not None
         # Threads read both streams: a pipe that is full would stop the worker.
         self._stdin = self._process.stdin
-        self._answers: SimpleQueue[str | None] = SimpleQueue()
+        # Bounded: whoever talks without end is not listened to, and fills no memory.
+        self._answers: Queue[str | None] = Queue(maxsize=2)
         self._complaint: deque[str] = deque(maxlen=_LAST_LINES)
         self._readers = [
             threading.Thread(target=self._read, args=(self._process.stdout,), daemon=True),
@@ -49,8 +55,8 @@ class Session:
         for reader in self._readers:
             reader.start()
 
-    def ask(self, seconds: float, **order: Any) -> dict[str, Any]:
-        """The answer to an order. ClusterError when none comes in so many seconds, or what comes is none."""
+    def ask(self, seconds: float, kind: TypeAdapter[Answer], **order: Any) -> Answer:
+        """Return the answer to an order. ClusterError if none comes in so many seconds, or it is not of this kind."""
         try:
             self._stdin.write(f"{json.dumps(order)}\n")
             self._stdin.flush()
@@ -61,8 +67,13 @@ class Session:
             # It has ended already; why is told in the same words as where it ends now.
             line = None
         if line is None:
-            raise ClusterError(f"it ended: {self._last_words()}")
-        return _answer(line)
+            raise ClusterError(f"it ended: {self.last_words()}")
+        return read_answer(line, kind)
+
+    @property
+    def exit_code(self) -> int | None:
+        """The code with which the worker ended; None if it runs."""
+        return self._process.poll()
 
     def close(self) -> None:
         """End the worker: it does so by itself when its standard input ends."""
@@ -90,8 +101,8 @@ class Session:
         while line := stream.readline(_LONGEST_LINE):
             self._complaint.append(line)
 
-    def _last_words(self) -> str:
-        """Its last line of standard error, or its exit code."""
+    def last_words(self) -> str:
+        """Wait a little for the worker to end; return its last line of standard error, or its exit code."""
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(_END_SECONDS)
         self._readers[1].join(1.0)
@@ -101,19 +112,20 @@ class Session:
         return f"exit code {self._process.returncode}"
 
 
-def _answer(line: str) -> dict[str, Any]:
-    """The object in a line. ClusterError where it is none, or says that there is a problem."""
+def read_answer(line: str, kind: TypeAdapter[Answer]) -> Answer:
+    """Return the answer in a line of JSON. ClusterError if it is of another kind, or says that there is a problem."""
     try:
-        value = json.loads(line)
-    except (ValueError, RecursionError) as error:
+        value = from_json(line)
+        if isinstance(value, dict) and value.get("problem"):
+            raise ClusterError(printable(str(value["problem"])))
+        # Field by field and strictly: another machine, or another version of longctx, wrote it.
+        return kind.validate_json(line, strict=True)
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        where = ".".join(str(part) for part in first["loc"])
+        raise ClusterError(printable(f"an answer that is none: {where}: {first['msg']}")) from error
+    except ValueError as error:
         raise ClusterError("an answer that is none") from error
-    if not isinstance(value, dict):
-        raise ClusterError("an answer that is none")
-    # Beside NCCL's network it is one finding among others, and no reason to drop the answer.
-    problem = value.get("problem")
-    if isinstance(problem, str) and problem and "network" not in value:
-        raise ClusterError(printable(problem))
-    return value
 
 
 def close_all(sessions: Sequence[Session]) -> None:
