@@ -12,10 +12,12 @@ from random import Random
 from longctx.errors import DataError
 from longctx.evaluation.fit import largest_fitting
 from longctx.evaluation.haystack import Haystack
+from longctx.evaluation.scorers import begins_with
 from longctx.evaluation.task import (
     Sample,
     Score,
     Setting,
+    Task,
     check_target,
     required_haystack,
     tokens_for_answer,
@@ -55,19 +57,14 @@ class Request:
 
 
 @dataclass(frozen=True, kw_only=True)
-class FittedTask:
+class FittedTask(Task):
     """A task whose samples are independent of one another."""
 
-    name: str
-    measures: str
-    prompt_budget: str
-    answer_tokens: int
     build: Callable[[Request], Draft]
-    rule: Score
+    rule: Score = begins_with
     smallest: int = 1
     """Units of the shortest prompt."""
     has_depth: bool = True
-    needs_haystack: bool = False
 
     def samples(self, setting: Setting, length: int, count: int, *, start: int = 0) -> Iterator[Sample]:
         """Yield samples ``start`` to ``count``. A prompt with one more unit of filler would not fit."""
@@ -88,10 +85,6 @@ class FittedTask:
             f"task {self.name} at length={length}: in {ATTEMPTS} draws the answer stood in the haystack by chance too. "
             "Give another haystack."
         )
-
-    def score(self, output: str, sample: Sample) -> float:
-        """The score of an output by the task's rule."""
-        return self.rule(output, sample.answers)
 
 
 class _Fitting:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from bisect import bisect_left
 from collections.abc import Callable, Iterable
 from functools import cached_property
 from itertools import accumulate
@@ -112,14 +113,8 @@ def insert_sentences(sentences: list[str], inserted: list[tuple[float, str]]) ->
 
 def _nearest(ends: list[int], wanted: float) -> int:
     """The index of the ascending ``ends`` that is nearest to a value."""
-    low, high = 0, len(ends) - 1
-    while low < high:
-        middle = (low + high) // 2
-        if ends[middle] < wanted:
-            low = middle + 1
-        else:
-            high = middle
-    # The search ended at the first gap that is not before the point; the one before may be nearer.
-    if low and wanted - ends[low - 1] <= ends[low] - wanted:
-        return low - 1
-    return low
+    at = bisect_left(ends, wanted, hi=len(ends) - 1)
+    # The first gap that is not before the point; the one before may be nearer.
+    if at and wanted - ends[at - 1] <= ends[at] - wanted:
+        return at - 1
+    return at
