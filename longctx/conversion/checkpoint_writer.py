@@ -27,7 +27,7 @@ from longctx.conversion.weights.json_files import write_json
 from longctx.errors import CheckpointError
 from longctx.files import staged_folder
 from longctx.storage.blocks import describe_file
-from longctx.storage.shards import ShardWriter
+from longctx.storage.safetensors import ShardWriter
 
 
 def save_masters(

@@ -36,7 +36,7 @@ from longctx.conversion.weights.json_files import read_json, write_json
 from longctx.errors import CheckpointError, ConfigError
 from longctx.families import FAMILIES, config_to_hf, left_behind, passed_over
 from longctx.files import staged_folder
-from longctx.storage.shards import ShardWriter
+from longctx.storage.safetensors import ShardWriter
 from longctx.tokenizer import Tokenizer, load_tokenizer
 from longctx.tokenizer.hard_texts import HARD_TEXTS
 

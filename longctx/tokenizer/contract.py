@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Self
@@ -187,6 +187,39 @@ def groups(chunks: Iterable[Chunk], characters: int) -> Iterator[list[Chunk]]:
             group, size = [], 0
     if group:
         yield group
+
+
+def encode_by_place(
+    chunks: Sequence[Chunk], encode: Callable[[list[str], bool], Sequence[np.ndarray]]
+) -> list[np.ndarray]:
+    """Return the ids of each chunk by ``encode``, which takes texts and whether documents begin with them."""
+    ids: list[np.ndarray] = [np.empty(0, dtype=np.int32)] * len(chunks)
+    for is_first in (True, False):
+        numbers = [number for number, chunk in enumerate(chunks) if chunk.is_first == is_first]
+        if numbers:
+            found = encode([chunks[number].text for number in numbers], is_first)
+            for number, of_text in zip(numbers, found, strict=True):
+                ids[number] = of_text
+    return ids
+
+
+def decode_by_place(
+    ids: Sequence[np.ndarray],
+    chunks: Sequence[Chunk],
+    anchor: list[int],
+    decode: Callable[[list[list[int]]], list[str]],
+) -> list[str]:
+    """Return the text of each chunk's ids by ``decode``; ``anchor`` are the ids of a letter.
+
+    After some letter a later chunk keeps its first space, which decoding may take from a text's beginning.
+    """
+    parts = [part.tolist() for part in ids]
+    anchor_text, *texts = decode(
+        [anchor] + [part if chunk.is_first else anchor + part for part, chunk in zip(parts, chunks, strict=True)]
+    )
+    return [
+        text if chunk.is_first else text.removeprefix(anchor_text) for text, chunk in zip(texts, chunks, strict=True)
+    ]
 
 
 def check_characters(text: str) -> None:

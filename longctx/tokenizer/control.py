@@ -125,7 +125,7 @@ class Locating:
             "Write its tokenizer.json first: AutoTokenizer.from_pretrained(DIR).save_pretrained(DIR)."
         )
 
-    @property
+    @cached_property
     def sections_begin_anew(self) -> bool:
         """Whether the text behind a control token gets the space that a document's beginning gets."""
         return False

@@ -24,19 +24,18 @@ from longctx.tokenizer.chunks import (
     Neighbours,
     certain_chunks,
     is_plain_space,
+    never,
     newline_chunks,
 )
-from longctx.tokenizer.contract import Chunk, Tokenizer, check_characters
+from longctx.tokenizer.contract import Chunk, Tokenizer, check_characters, decode_by_place, encode_by_place
 from longctx.tokenizer.control import AddedToken, ControlFinder, Located
 from longctx.tokenizer.growth import MOST_GROWTH, MOST_PIECE, check_charsmap, check_lengths
-from longctx.tokenizer.special import special_ids, with_generation_config
+from longctx.tokenizer.special import MODEL_FILE, special_ids, with_generation_config
 from longctx.tokenizer.spelling import Spelling
 
 DOCUMENT_BEGIN = "<|document_begin|>"
 DOCUMENT_END = "<|document_end|>"
 PADDING = "<|padding|>"
-
-MODEL_FILE = "tokenizer.model"
 
 OWN_CHUNK_CHARACTERS = 1 << 20
 """Chunks of the models that we train. Another number would change ids where a long document is cut."""
@@ -114,38 +113,13 @@ class SentencePieceTokenizer(Tokenizer):
         """The ids of each chunk, int32; a later chunk gets no space in front."""
         if self.is_own:
             return _encode_own(self, [chunk.text for chunk in chunks])
-        ids: list[np.ndarray] = [np.empty(0, dtype=np.int32)] * len(chunks)
-        for is_first in (True, False):
-            numbers = [number for number, chunk in enumerate(chunks) if chunk.is_first == is_first]
-            texts = [chunks[number].text for number in numbers]
-            processor = self.processor
-            if not is_first and texts:
-                processor = self._later
-                if self.is_normalised:
-                    # The cut is before a space, which this processor puts there itself.
-                    texts = [text.removeprefix(" ") for text in texts]
-            for number, found in zip(numbers, self._encode_texts(processor, texts), strict=True):
-                ids[number] = found
-        return ids
+        return encode_by_place(chunks, self._encode_texts)
 
     def decode_chunks(self, ids: Sequence[np.ndarray], chunks: Sequence[Chunk]) -> list[str]:
         """The text of each chunk's ids."""
         if self.is_own:
             return self._decode_texts([part.tolist() for part in ids])
-        # After some letter a later chunk keeps its first space, which decoding takes from a text's beginning.
-        anchor = self.processor.encode(_ANCHOR)
-        anchor_text = self.processor.decode(anchor)
-        parts: list[list[int]] = []
-        for part, chunk in zip(ids, chunks, strict=True):
-            before = anchor
-            if chunk.is_first:
-                before = []
-            parts.append(before + part.tolist())
-        texts = self._decode_texts(parts)
-        for number, chunk in enumerate(chunks):
-            if not chunk.is_first:
-                texts[number] = texts[number].removeprefix(anchor_text)
-        return texts
+        return decode_by_place(ids, chunks, self.processor.encode(_ANCHOR), self._decode_texts)
 
     @cached_property
     def controls(self) -> ControlFinder:
@@ -177,7 +151,13 @@ class SentencePieceTokenizer(Tokenizer):
             return None
         return found
 
-    def _encode_texts(self, processor: spm.SentencePieceProcessor, texts: list[str]) -> list[np.ndarray]:
+    def _encode_texts(self, texts: list[str], is_first: bool) -> list[np.ndarray]:
+        processor = self.processor
+        if not is_first:
+            processor = self._later
+            if self.is_normalised:
+                # The cut is before a space, which this processor puts there itself.
+                texts = [text.removeprefix(" ") for text in texts]
         return processor.encode(texts, return_type="numpy", num_threads=_num_threads(texts, self.threads))
 
     def _decode_texts(self, parts: list[list[int]]) -> list[str]:
@@ -221,8 +201,9 @@ def _is_own(tokenizer: SentencePieceTokenizer) -> bool:
 
 def _certain_rule(tokenizer: SentencePieceTokenizer) -> IsCertain:
     """Where no piece of a model can span."""
+    # A model that writes spaces in a way of its own has no point that is certain.
     if tokenizer.trainer.treat_whitespace_as_suffix or not tokenizer.normalizer.escape_whitespaces:
-        return _never
+        return never
     if tokenizer.model_type == "words":
         if tokenizer.is_normalised:
             return is_plain_space
@@ -306,11 +287,6 @@ def _spelt(model: spm.SentencePieceProcessor) -> list[bytes | None]:
 def _is_before_space(text: str, at: int) -> bool:
     """A word begins with its space: what stands before it is a word of its own."""
     return text[at] == " "
-
-
-def _never(text: str, at: int) -> bool:
-    """A model that writes spaces in a way of its own has no point that is certain."""
-    return False
 
 
 def _id_or_none(token: int) -> int | None:

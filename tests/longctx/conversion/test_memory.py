@@ -16,7 +16,7 @@ from longctx.conversion import import_hf
 from longctx.conversion.tensors import tensor_specs
 from longctx.conversion.weights.folder import INDEX
 from longctx.conversion.weights.json_files import write_json
-from longctx.storage.shards import ShardWriter
+from longctx.storage.safetensors import ShardWriter
 from tests.helpers import REPOSITORY
 from tests.longctx.samples import dense_config
 

@@ -19,8 +19,7 @@ from longctx.errors import CheckpointError
 from longctx.files import staged_folder
 from longctx.model.decoder import Decoder
 from longctx.storage import safetensors
-from longctx.storage.safetensors import SafetensorsFile
-from longctx.storage.shards import ShardWriter
+from longctx.storage.safetensors import SafetensorsFile, ShardWriter
 from tests.longctx.samples import tiny_config
 
 CONFIG = tiny_config(num_layers=1, tie_embeddings=False)
