@@ -190,7 +190,7 @@ def import_hf(
     log_left_behind(reader.folder, reader.files().union(map(hf_path, companions)))
     source_dtype = reader.dtype
     # Asked before anything is written: a conversion that cannot be verified as wished ends here.
-    size = sum(torch.Size(reader.shape(name)).numel() for name in reader.names())
+    size = _num_values(reader)
     no_logits = _why_no_logits(verify, reader.config, size, source_dtype, reader=reader)
     log_remarks(reader.folder, reader.config.vocab_size)
     prints, dtypes = Fingerprints(), {}
@@ -298,6 +298,6 @@ def _widest(dtypes: dict[str, torch.dtype]) -> torch.dtype:
     return reduce(torch.promote_types, (dtype for name, dtype in dtypes.items() if not is_buffer(name)))
 
 
-def _num_values(reader: CheckpointReader) -> int:
-    """Parameters and buffers of a checkpoint's model."""
+def _num_values(reader: CheckpointReader | HfReader) -> int:
+    """Parameters and buffers of a model."""
     return sum(torch.Size(reader.shape(name)).numel() for name in reader.names())

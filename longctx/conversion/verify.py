@@ -70,13 +70,9 @@ class Fingerprints:
     def record(self, items: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
         """Yield the items, each recorded before it is handed on."""
         for name, tensor in items:
-            self.add(name, tensor)
+            self._recorded[name] = _fingerprint(tensor)
+            self._num_bytes += tensor.nbytes
             yield name, tensor
-
-    def add(self, name: str, tensor: Tensor) -> None:
-        """Remember one parameter."""
-        self._recorded[name] = _fingerprint(tensor)
-        self._num_bytes += tensor.nbytes
 
     def check(self, found: Iterable[tuple[str, Tensor]], where: str) -> TensorCheck:
         """CheckpointError unless ``found`` are the recorded parameters: the same names, dtypes, shapes and bytes."""

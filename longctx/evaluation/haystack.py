@@ -13,8 +13,6 @@ from longctx.errors import DataError
 MOST_CHARACTERS = 1 << 26
 """Characters that a haystack reads of its documents: enough for ten million tokens."""
 
-SplitSentences = Callable[[str], list[str]]
-
 _SENTENCE_END = re.compile(r"(?<=[.!?])\s+")
 
 
@@ -31,14 +29,9 @@ class Haystack:
     """Documents as one run of sentences; all white space is a single space, as RULER has it."""
 
     def __init__(
-        self,
-        texts: Iterable[str],
-        *,
-        source: str,
-        split: SplitSentences = split_sentences,
-        most_characters: int = MOST_CHARACTERS,
+        self, texts: Iterable[str], *, source: str, split: Callable[[str], list[str]] = split_sentences
     ) -> None:
-        """``source`` names the texts in messages. Reading stops after ``most_characters``."""
+        """``source`` names the texts in messages. Reading stops after ``MOST_CHARACTERS``."""
         self.source = source
         self.split = split
         self.sentences: list[str] = []
@@ -49,7 +42,7 @@ class Haystack:
             self.sentences += split(text)
             read += len(text)
             # A corpus may be far larger than any prompt.
-            if read >= most_characters:
+            if read >= MOST_CHARACTERS:
                 break
         if not self.sentences:
             raise DataError(f"haystack {source} holds no text. Name a folder with documents, or another one.")

@@ -166,7 +166,11 @@ def find_tasks(names: Sequence[str]) -> list[Task]:
     for asked in names:
         # Before any prompt is made: a wrong name at the end of a list costs nothing.
         if asked not in TASKS and asked not in GROUPS:
-            raise ConfigError(_explain_unknown(asked))
+            nearest = get_close_matches(asked, TASKS | GROUPS, n=1, cutoff=0.5)
+            advice = "".join(f"Did you mean {name}? " for name in nearest)
+            raise ConfigError(
+                f"task {asked!r} is unknown. {advice}Tasks: {', '.join(TASKS)}. Groups: {', '.join(GROUPS)}."
+            )
         for task in GROUPS.get(asked, (asked,)):
             # A task that is named twice, or by two groups, is run once.
             found[task] = TASKS[task]
@@ -181,11 +185,3 @@ def task_lines() -> Iterator[str]:
     for task in TASKS.values():
         budget = f"filled with {task.prompt_budget}, {task.answer_tokens} tokens for the answer"
         yield f"{task.name:{width}}  {task.measures}; {budget}"
-
-
-def _explain_unknown(asked: str) -> str:
-    nearest = get_close_matches(asked, TASKS | GROUPS, n=1, cutoff=0.5)
-    advice = ""
-    if nearest:
-        advice = f"Did you mean {nearest[0]}? "
-    return f"task {asked!r} is unknown. {advice}Tasks: {', '.join(TASKS)}. Groups: {', '.join(GROUPS)}."

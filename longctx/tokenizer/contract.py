@@ -214,12 +214,15 @@ def decode_by_place(
     After some letter a later chunk keeps its first space, which decoding may take from a text's beginning.
     """
     parts = [part.tolist() for part in ids]
-    anchor_text, *texts = decode(
-        [anchor] + [part if chunk.is_first else anchor + part for part, chunk in zip(parts, chunks, strict=True)]
-    )
-    return [
-        text if chunk.is_first else text.removeprefix(anchor_text) for text, chunk in zip(texts, chunks, strict=True)
-    ]
+    for part, chunk in zip(parts, chunks, strict=True):
+        if not chunk.is_first:
+            part[:0] = anchor
+    texts = decode([anchor, *parts])
+    anchor_text = texts.pop(0)
+    for number, chunk in enumerate(chunks):
+        if not chunk.is_first:
+            texts[number] = texts[number].removeprefix(anchor_text)
+    return texts
 
 
 def check_characters(text: str) -> None:

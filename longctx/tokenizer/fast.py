@@ -99,9 +99,7 @@ class FastTokenizer(Tokenizer):
                 fast = self._fast if chunk.is_first else self._variants.later
                 encoding = fast.encode(chunk.text, add_special_tokens=False)
                 if self.is_control[_ids(encoding)].any():
-                    encoding = self._variants.guarded(self._special_contents, chunk.is_first).encode(
-                        chunk.text, add_special_tokens=False
-                    )
+                    encoding = self._encode_guarded(chunk.text, chunk.is_first)
                 starts, stops = np.array(encoding.offsets, dtype=np.int64).reshape(-1, 2).T
                 located.append(Located(_ids(encoding), starts, stops))
         return located
@@ -118,10 +116,6 @@ class FastTokenizer(Tokenizer):
             unknown = self._json["model"]["vocab"][self._json["model"]["unk_id"]][0]
         return [token for token, added in self._added.items() if added.special and added.content != unknown]
 
-    @cached_property
-    def _special_contents(self) -> frozenset[str]:
-        return frozenset(self._added[number].content for number in self._special_numbers)
-
     def _decode_text(self, ids: list[int]) -> str:
         with library_faults(self.path):
             return self._fast.decode(ids, skip_special_tokens=False)
@@ -132,12 +126,12 @@ class FastTokenizer(Tokenizer):
         encoded = [_ids(found) for found in fast.encode_batch_fast(texts, add_special_tokens=False)]
         for number, ids in enumerate(encoded):
             if self.is_control[ids].any():
-                encoded[number] = _ids(
-                    self._variants.guarded(self._special_contents, is_first).encode(
-                        texts[number], add_special_tokens=False
-                    )
-                )
+                encoded[number] = _ids(self._encode_guarded(texts[number], is_first))
         return encoded
+
+    def _encode_guarded(self, text: str, is_first: bool) -> tokenizers.Encoding:
+        special = frozenset(self._added[number].content for number in self._special_numbers)
+        return self._variants.guarded(special, is_first).encode(text, add_special_tokens=False)
 
     @cached_property
     def _is_certain(self) -> IsCertain:

@@ -7,7 +7,7 @@ from itertools import accumulate
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from longctx.evaluation.fit import largest_fitting
+from longctx.evaluation.fitted import largest_fitting
 
 
 @settings(max_examples=80, deadline=None, derandomize=True)
