@@ -33,17 +33,11 @@ _ITEM_BYTES |= dict.fromkeys(("I8", "U8", "BOOL", "F8_E4M3", "F8_E5M2"), 1)
 _MOST_NAME, _MOST_DIMS, _MOST_SIZE = 400, 16, 2**64
 
 
-@dataclass(frozen=True)
-class HeaderLimits:
-    """What a header may take before it is read: a wrong length would ask for all memory."""
-
-    num_bytes: int = 100_000_000
-    """The longest that the safetensors library reads."""
-    num_values: int = 8_000_000
-    """Values of JSON: each tensor has some eight."""
-
-
-LIMITS = HeaderLimits()
+# What a header may take before it is read: a wrong length would ask for all memory.
+MOST_HEADER_BYTES = 100_000_000
+"""The longest that the safetensors library reads."""
+MOST_HEADER_VALUES = 8_000_000
+"""Values of JSON: each tensor has some eight."""
 
 
 @dataclass(frozen=True)
@@ -74,11 +68,13 @@ class SafetensorsFile:
         *,
         num_bytes: int | None = None,
         hashes: str | None = None,
-        limits: HeaderLimits = LIMITS,
+        header_bytes: int = MOST_HEADER_BYTES,
+        header_values: int = MOST_HEADER_VALUES,
         advice: str = "",
     ) -> None:
         """``blocks`` reads it, and may read others of its folder. ``num_bytes`` and ``hashes`` (one of each block) are
-        those of a manifest. ``advice`` is the second line of what is said of a file that cannot be read."""
+        those of a manifest. ``header_bytes`` and ``header_values`` are the most that its header may take. ``advice`` is
+        the second line of what is said of a file that cannot be read."""
         self.path, self._blocks = path, blocks or BlockReader(past_cache=False)
         try:
             # To open a pipe that nobody writes to would hang.
@@ -86,7 +82,7 @@ class SafetensorsFile:
                 raise FileNotFoundError("it is missing, or no plain file")
             self._size = path.stat().st_size if num_bytes is None else num_bytes
             self._blocks.add(path, self._size, hashes)
-            self._entries = self._read_header(limits)
+            self._entries = self._read_header(header_bytes, header_values)
         except (OSError, ValueError) as error:
             raise CheckpointError(f"{path} cannot be read: {error}.\n{advice}".rstrip()) from error
 
@@ -122,15 +118,15 @@ class SafetensorsFile:
         """Fill ``out``, flat uint8 on the CPU, with the file's bytes from ``start``."""
         self._blocks.read_into(self.path.name, start, out)
 
-    def _read_header(self, limits: HeaderLimits) -> dict[str, Entry]:
+    def _read_header(self, most_bytes: int, most_values: int) -> dict[str, Entry]:
         """Return the header's entries; ValueError says what is wrong with it."""
         if self._size < 8:
             raise ValueError(f"it has {self._size} bytes, which is no safetensors file")
         header_bytes = int.from_bytes(self._bytes(0, 8), "little")
-        most = min(self._size - 8, limits.num_bytes)
+        most = min(self._size - 8, most_bytes)
         if header_bytes > most:
             raise ValueError(f"its header claims {header_bytes:,} bytes, and may have {most:,}")
-        header = parse_json(self._bytes(8, header_bytes), most_values=limits.num_values)
+        header = parse_json(self._bytes(8, header_bytes), most_values=most_values)
         return header_entries(header, 8 + header_bytes, self._size)
 
     def _bytes(self, start: int, count: int) -> bytes:
