@@ -66,9 +66,6 @@ class Conversion:
     """Why logits could not be compared; None also where nobody asked."""
 
 
-# ----------------------------------------------------------------------------------------------------------- export
-
-
 def export_checkpoint(
     checkpoint: str | Path,
     output: str | Path,
@@ -161,9 +158,6 @@ def _masters(reader: CheckpointReader, dtypes: dict[str, torch.dtype]) -> Iterat
         yield name, read_master(reader, name, dtype)
 
 
-# ----------------------------------------------------------------------------------------------------------- import
-
-
 def import_hf(
     folder: str | Path,
     output: str | Path,
@@ -237,9 +231,6 @@ def import_hf(
         folder=Path(output), dtype=dtype or source_dtype, lossy_casts={}, carried=tuple(map(hf_path, companions)),
         tensors=tensors, logits=logits, no_logits=no_logits or None,
     )  # fmt: skip
-
-
-# ----------------------------------------------------------------------------------------------------------- checks
 
 
 def _why_no_logits(

@@ -41,9 +41,6 @@ _STRETCHED_BY_LENGTH = ("dynamic", "longrope")
 _PASSES_FACTOR = 4
 """In models that have both, the two attentions are 2 to 5 times as far apart as one pass and two."""
 
-
-# ---------------------------------------------------------------------------------------------------------- tensors
-
 Fingerprint = tuple[str, tuple[int, ...], str]
 """Dtype, shape and hash of a tensor."""
 
@@ -99,9 +96,6 @@ def _difference(expected: Fingerprint | None, found: Fingerprint) -> str:
     if expected[:2] != found[:2]:
         return f"{found[0]} {found[1]} instead of {expected[0]} {expected[1]}"
     return "other bytes"
-
-
-# ----------------------------------------------------------------------------------------------------------- logits
 
 
 @dataclass(frozen=True, kw_only=True)
