@@ -202,11 +202,7 @@ def _disk_shape(layout: Layout) -> Shape:
 def _spec(name: str, rules: dict[str, TensorRule], shapes: dict[str, Shape], experts: int) -> TensorSpec:
     """A parameter's layouts by the family's rule; without a rule it is on disk under its own name."""
     pattern, layer = _without_number(name)
-    rule = rules.get(pattern)
-    if rule is None:
-        itself = OnDisk(names=(name,))
-        layout = _layout(itself, (name,), name, shapes, layer, experts)
-        return TensorSpec(name=name, shape=shapes[name], layouts=(layout,))
+    rule = rules.get(pattern) or TensorRule(parameters=(name,), layouts=(OnDisk(names=(name,)),))
     members = tuple(member.format(layer=layer) for member in rule.parameters)
     layouts = tuple(_layout(on_disk, members, name, shapes, layer, experts) for on_disk in rule.layouts)
     return TensorSpec(name=name, shape=shapes[name], layouts=layouts)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import cache
 from random import Random
 
 from longctx.errors import DataError
@@ -23,7 +24,6 @@ from longctx.evaluation.task import (
     tokens_for_answer,
     too_short,
 )
-from longctx.tokenizer import Tokenizer
 
 ATTEMPTS = 20
 """Draws of a sample before it is given up that an answer stands once in its prompt."""
@@ -75,8 +75,7 @@ class FittedTask(Task):
         """One sample; DataError where the shortest prompt does not fit, or the haystack is too short."""
         for attempt in range(ATTEMPTS):
             # Each attempt draws from its own seed. Nearly every sample ends with the first.
-            fitting = _Fitting(self, setting, length, index, attempt)
-            sample = fitting.sample()
+            sample = self._draw(setting, length, index, attempt)
             if all(sample.prompt.count(sample.prompt[start:stop]) == 1 for start, stop in sample.spans):
                 # A score that can never be 1 would look like a weak model.
                 check_target(sample, setting.tokenizer)
@@ -86,75 +85,61 @@ class FittedTask(Task):
             "Give another haystack."
         )
 
-
-class _Fitting:
-    """One sample's search for the amount of filler."""
-
-    def __init__(self, task: FittedTask, setting: Setting, length: int, index: int, attempt: int) -> None:
-        self._task, self._length, self._index = task, length, index
-        self._tokenizer: Tokenizer = setting.tokenizer
-        self._haystack: Haystack | None = None
-        if task.needs_haystack:
-            self._haystack = required_haystack(task, setting)
+    def _draw(self, setting: Setting, length: int, index: int, attempt: int) -> Sample:
+        """Return the sample of an attempt, with as much filler as fits."""
+        haystack = None
+        if self.needs_haystack:
+            haystack = required_haystack(self, setting)
         # All that a sample depends on is in its seed, so samples can be made in any order and made again.
-        self._seed = f"{setting.seed}/{task.name}/{length}/{index}/{attempt}"
-        self._depth = setting.depths[index % len(setting.depths)]
-        self._answer_tokens = tokens_for_answer(task, setting)
-        # Encoding is what costs, and the search, the check and the sample ask for the same numbers.
-        self._counted: dict[int, int] = {}
+        seed = f"{setting.seed}/{self.name}/{length}/{index}/{attempt}"
+        depth = setting.depths[index % len(setting.depths)]
+        answer_tokens = tokens_for_answer(self, setting)
 
-    def sample(self) -> Sample:
-        """The sample with as much filler as fits."""
-        units = self._fit()
-        draft = self._draft(units)
-        depth = None
-        if self._task.has_depth:
-            depth = self._depth
+        def draft_of(units: int) -> Draft:
+            # A fresh generator each time: a draft with more filler has the same needles.
+            return self.build(Request(random=Random(seed), units=units, depth=depth, haystack=haystack))
+
+        # Encoding is what costs, and the search, the check and the sample ask for the same numbers.
+        @cache
+        def tokens_of(units: int) -> int:
+            return len(setting.tokenizer.encode_prompt(draft_of(units).prompt))
+
+        units = self._fit(tokens_of, haystack, length=length, answer_tokens=answer_tokens)
+        draft = draft_of(units)
         return Sample(
-            task=self._task.name,
-            length=self._length,
-            index=self._index,
+            task=self.name,
+            length=length,
+            index=index,
             prompt=draft.prompt,
-            prompt_tokens=self._tokens(units),
-            answer_tokens=self._answer_tokens,
+            prompt_tokens=tokens_of(units),
+            answer_tokens=answer_tokens,
             answers=draft.answers,
             target=draft.target,
-            depth=depth,
+            depth=depth if self.has_depth else None,
             spans=draft.spans,
         )
 
-    def _fit(self) -> int:
-        """The number of units that fills the length."""
-        budget = self._length - self._answer_tokens
-        smallest = self._task.smallest
-        if self._haystack is not None and self._haystack.num_words < smallest:
-            raise DataError(
-                f"task {self._task.name} takes at least {smallest} words of text, and haystack {self._haystack.source} "
-                f"has {self._haystack.num_words}. Give a longer haystack."
-            )
-        needed = self._tokens(smallest)
-        if needed > budget:
-            raise too_short(self._task.name, self._length, prompt=needed, answer=self._answer_tokens)
+    def _fit(
+        self, tokens_of: Callable[[int], int], haystack: Haystack | None, *, length: int, answer_tokens: int
+    ) -> int:
+        """Return the number of units that fills the length."""
         most = None
-        if self._haystack is not None:
-            most = self._haystack.num_words
-        units = largest_fitting(self._tokens, smallest=smallest, most=most, budget=budget)
+        if haystack is not None:
+            most = haystack.num_words
+            if most < self.smallest:
+                raise DataError(
+                    f"task {self.name} takes at least {self.smallest} words of text, and haystack {haystack.source} "
+                    f"has {most}. Give a longer haystack."
+                )
+        needed = tokens_of(self.smallest)
+        if needed + answer_tokens > length:
+            raise too_short(self.name, length, prompt=needed, answer=answer_tokens)
+        units = largest_fitting(tokens_of, smallest=self.smallest, most=most, budget=length - answer_tokens)
         # A text that is used up but fills the length serves: nothing was missing.
-        filled = self._tokens(units) + self._answer_tokens
-        if self._haystack is not None and units == most and filled < self._length:
-            raise self._haystack.too_short(self._task.name, self._length, filled=filled)
+        filled = tokens_of(units) + answer_tokens
+        if haystack is not None and units == most and filled < length:
+            raise haystack.too_short(self.name, length, filled=filled)
         return units
-
-    def _draft(self, units: int) -> Draft:
-        # A fresh generator each time: a draft with more filler has the same needles.
-        request = Request(random=Random(self._seed), units=units, depth=self._depth, haystack=self._haystack)
-        return self._task.build(request)
-
-    def _tokens(self, units: int) -> int:
-        """Tokens of the prompt with so many units, each counted once."""
-        if units not in self._counted:
-            self._counted[units] = len(self._tokenizer.encode_prompt(self._draft(units).prompt))
-        return self._counted[units]
 
 
 def largest_fitting(tokens_of: Callable[[int], int], *, smallest: int, most: int | None, budget: int) -> int:
