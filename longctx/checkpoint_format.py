@@ -37,7 +37,7 @@ from longctx.config import ModelConfig
 from longctx.errors import CheckpointError
 from longctx.files import CHECKPOINTS, MANIFEST, check_link, hash_file, list_checkpoints, wrong_size
 from longctx.storage.blocks import BlockReader, describe_file
-from longctx.storage.safetensors import HeaderLimits, SafetensorsFile
+from longctx.storage.safetensors import SafetensorsFile
 from longctx.tensor_bytes import as_bytes
 
 __all__ = [
@@ -271,14 +271,14 @@ class PieceFiles:
             if problem := link_problem(self.folder, file):
                 raise CheckpointError(problem)
             listed, num_pieces = self._listed[file], self._num_pieces[file]
-            # Whatever a stranger says, before memory is taken for it.
-            limits = HeaderLimits(_HEADER_BYTES + num_pieces * _ENTRY_BYTES, _FEW_VALUES + num_pieces * _ENTRY_VALUES)
             self._files[file] = SafetensorsFile(
                 self.folder / file,
                 self._blocks,
                 num_bytes=listed["bytes"],
                 hashes=listed.get("blocks"),
-                limits=limits,
+                # Whatever a stranger says, before memory is taken for it.
+                header_bytes=_HEADER_BYTES + num_pieces * _ENTRY_BYTES,
+                header_values=_FEW_VALUES + num_pieces * _ENTRY_VALUES,
                 advice=_ADVICE,
             )
         return self._files[file]

@@ -4,30 +4,23 @@ from __future__ import annotations
 
 import dataclasses
 import shutil
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from longctx.checkpoint_format import (
-    FORMAT,
-    MANIFEST,
-    ROLES,
-    VERSION,
-    CheckpointReader,
-    canonical_hash,
-)
+from longctx.checkpoint_format import FORMAT, MANIFEST, ROLES, VERSION, CheckpointReader, canonical_hash
 from longctx.config import ModelConfig
-from longctx.conversion.differences import raise_differences
+from longctx.conversion.casts import dtype_name
 from longctx.conversion.hf import Progress
-from longctx.conversion.tensors import parameter_shapes
+from longctx.conversion.tensors import each_once, parameter_shapes
 from longctx.conversion.weights.json_files import write_json
 from longctx.errors import CheckpointError
 from longctx.files import staged_folder
 from longctx.storage.blocks import describe_file
-from longctx.storage.shards import ShardWriter
+from longctx.storage.safetensors import ShardWriter
 
 
 def save_masters(
@@ -51,7 +44,7 @@ def save_masters(
     shapes = parameter_shapes(config)
     with staged_folder(output, error=CheckpointError) as staging:
         writer = ShardWriter(staging, ROLES[0], shard_bytes)
-        for done, (name, tensor) in enumerate(_each_once(tensors, shapes), start=1):
+        for done, (name, tensor) in enumerate(each_once(tensors, shapes), start=1):
             writer.add_flat(name, tensor.reshape(-1), torch.float32, (tensor.numel(),))
             if progress is not None:
                 progress(done, len(shapes))
@@ -64,7 +57,7 @@ def save_masters(
             "format": FORMAT,
             "version": VERSION,
             "step": 0,
-            "dtype": str(dtype).removeprefix("torch."),
+            "dtype": dtype_name(dtype),
             "model": dataclasses.asdict(config),
             "tensors": {name: _entry(name, shape, file_of[name]) for name, shape in shapes.items()},
             "files": {path.name: _described(path) for path in files},
@@ -74,22 +67,6 @@ def save_masters(
         # The reader checks that one file holds every value of every tensor.
         CheckpointReader(staging).close()
     return output
-
-
-def _each_once(
-    tensors: Iterable[tuple[str, Tensor]], shapes: dict[str, tuple[int, ...]]
-) -> Iterator[tuple[str, Tensor]]:
-    """Yield the tensors; CheckpointError unless each of ``shapes`` comes once, and no other."""
-    remaining = dict(shapes)
-    for name, tensor in tensors:
-        if name not in remaining:
-            raise_differences("the model", missing=(), unexpected=[f"{name} (unknown, or given twice)"])
-        wanted = remaining.pop(name)
-        if tuple(tensor.shape) != wanted:
-            wrong = [f"{name} {tuple(tensor.shape)} instead of {wanted}"]
-            raise_differences("the model", missing=(), unexpected=(), wrong=wrong)
-        yield name, tensor
-    raise_differences("the model", missing=remaining, unexpected=())
 
 
 def _described(path: Path) -> dict[str, Any]:

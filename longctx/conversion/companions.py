@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from longctx.checkpoint_format import CheckpointReader
+from longctx.conversion.differences import listing
 from longctx.conversion.tokenizer import FAST_FILES
 from longctx.conversion.weights.folder import check_is_fetched, checked_path
 from longctx.errors import CheckpointError, DataError
@@ -28,7 +29,6 @@ _NOTICE = re.compile(rf"(licen[sc]e|copying|notice|use_policy|{_CARD})([._-][A-Z
 """Licences, what they ask to pass on, and the model card."""
 _MOST_NOTICE_BYTES = 4 * 2**20
 _MOST_NOTICES = 16
-_SHOWN = 12
 _NOT_NAMED = (".gitattributes", ".gitignore", ".DS_Store")
 """Files that belong to no model."""
 
@@ -98,19 +98,14 @@ def log_left_behind(folder: Path, used: Iterable[str]) -> None:
             left.append(path.name + "/" * path.is_dir())
     left = [name for name in left if name not in used]
     if left:
-        more = ""
-        if len(left) > _SHOWN:
-            more = f" and {len(left) - _SHOWN} more"
-        named = ", ".join(printable(name) for name in left[:_SHOWN])
-        log.warning("%s: left behind, because nothing here reads or carries them: %s%s.", folder, named, more)
+        named = listing(map(printable, left))
+        log.warning("%s: left behind, because nothing here reads or carries them: %s.", folder, named)
 
 
 def log_passed_over(folder: Path, keys: Mapping[str, Any]) -> None:
     """Warn of the keys of config.json that no network reads; exports do not have them."""
     if keys:
-        named = ", ".join(f"{key}={shown(value)}" for key, value in list(keys.items())[:_SHOWN])
-        if len(keys) > _SHOWN:
-            named += f" and {len(keys) - _SHOWN} more"
+        named = listing(f"{key}={shown(value)}" for key, value in keys.items())
         log.warning("%s/config.json: passed over, as by transformers, and left out of exports: %s.", folder, named)
 
 

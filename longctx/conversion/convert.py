@@ -66,9 +66,6 @@ class Conversion:
     """Why logits could not be compared; None also where nobody asked."""
 
 
-# ----------------------------------------------------------------------------------------------------------- export
-
-
 def export_checkpoint(
     checkpoint: str | Path,
     output: str | Path,
@@ -161,9 +158,6 @@ def _masters(reader: CheckpointReader, dtypes: dict[str, torch.dtype]) -> Iterat
         yield name, read_master(reader, name, dtype)
 
 
-# ----------------------------------------------------------------------------------------------------------- import
-
-
 def import_hf(
     folder: str | Path,
     output: str | Path,
@@ -190,7 +184,7 @@ def import_hf(
     log_left_behind(reader.folder, reader.files().union(map(hf_path, companions)))
     source_dtype = reader.dtype
     # Asked before anything is written: a conversion that cannot be verified as wished ends here.
-    size = sum(torch.Size(reader.shape(name)).numel() for name in reader.names())
+    size = _num_values(reader)
     no_logits = _why_no_logits(verify, reader.config, size, source_dtype, reader=reader)
     log_remarks(reader.folder, reader.config.vocab_size)
     prints, dtypes = Fingerprints(), {}
@@ -237,9 +231,6 @@ def import_hf(
         folder=Path(output), dtype=dtype or source_dtype, lossy_casts={}, carried=tuple(map(hf_path, companions)),
         tensors=tensors, logits=logits, no_logits=no_logits or None,
     )  # fmt: skip
-
-
-# ----------------------------------------------------------------------------------------------------------- checks
 
 
 def _why_no_logits(
@@ -298,6 +289,6 @@ def _widest(dtypes: dict[str, torch.dtype]) -> torch.dtype:
     return reduce(torch.promote_types, (dtype for name, dtype in dtypes.items() if not is_buffer(name)))
 
 
-def _num_values(reader: CheckpointReader) -> int:
-    """Parameters and buffers of a checkpoint's model."""
+def _num_values(reader: CheckpointReader | HfReader) -> int:
+    """Parameters and buffers of a model."""
     return sum(torch.Size(reader.shape(name)).numel() for name in reader.names())

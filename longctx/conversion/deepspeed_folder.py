@@ -23,7 +23,6 @@ from longctx.files import check_free
 from longctx.tokenizer.templates import hf_path
 
 TOOL = "deepspeed.utils.zero_to_fp32"
-FLAG = "--execute-pickles"
 CONFIG = "config.json"
 LATEST = "latest"
 PASSED_ON = ("PATH", "PYTHONPATH", "LD_LIBRARY_PATH", "LANG", "LC_ALL", "TMPDIR", "DS_ACCELERATOR", "VIRTUAL_ENV")

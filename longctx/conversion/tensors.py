@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import lru_cache, reduce
-from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from longctx.config import ModelConfig
+from longctx.conversion.differences import raise_differences
+from longctx.conversion.weights.folder import WeightsFolder
 from longctx.families.config_json import family_of
 from longctx.families.spec import Family, OnDisk, TensorRule
 
@@ -57,14 +58,6 @@ class TensorSpec:
     name: str
     shape: Shape
     layouts: tuple[Layout, ...]
-
-
-class Disk(Protocol):
-    """Tensors by the names they have on disk."""
-
-    def read(self, name: str) -> Tensor: ...
-
-    def dtype(self, name: str) -> torch.dtype: ...
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -117,6 +110,20 @@ def parameter_shapes(config: ModelConfig) -> dict[str, Shape]:
         return {name: tuple(tensor.shape) for name, tensor in Decoder(config, seed=None).state_dict().items()}
 
 
+def each_once(tensors: Iterable[tuple[str, Tensor]], shapes: Mapping[str, Shape]) -> Iterator[tuple[str, Tensor]]:
+    """Yield the tensors; CheckpointError unless each of ``shapes`` comes once, of its shape, and no other."""
+    remaining = dict(shapes)
+    for name, tensor in tensors:
+        if name not in remaining:
+            raise_differences("the model", missing=(), unexpected=[f"{name} (unknown, or given twice)"])
+        wanted = remaining.pop(name)
+        if tuple(tensor.shape) != wanted:
+            wrong = [f"{name} {tuple(tensor.shape)} instead of {wanted}"]
+            raise_differences("the model", missing=(), unexpected=(), wrong=wrong)
+        yield name, tensor
+    raise_differences("the model", missing=remaining, unexpected=())
+
+
 def ignored_name(family: Family, config: ModelConfig, extra_layers: int) -> re.Pattern[str]:
     """A pattern of the tensors on disk that belong to no parameter, as the family has it."""
     patterns = list(family.ignored_tensors)
@@ -126,7 +133,7 @@ def ignored_name(family: Family, config: ModelConfig, extra_layers: int) -> re.P
     return re.compile("|".join(patterns) or r"(?!)")
 
 
-def assemble(spec: TensorSpec, layout: Layout, disk: Disk) -> Tensor:
+def assemble(spec: TensorSpec, layout: Layout, disk: WeightsFolder) -> Tensor:
     """Read the parameter from disk; besides it, memory holds one tensor, or the whole that it is part of."""
     whole = _joined(layout.parts, disk)
     if not layout.steps and not layout.is_shared:
@@ -173,7 +180,7 @@ def _our_view(x: Tensor, steps: tuple[str, ...]) -> Tensor:
     return reduce(lambda view, step: STEPS[step].our_view(view), steps, x)
 
 
-def _joined(parts: tuple[Part, ...], disk: Disk) -> Tensor:
+def _joined(parts: tuple[Part, ...], disk: WeightsFolder) -> Tensor:
     """The parts' values, flattened and concatenated, in the narrowest dtype that holds them all."""
     if len(parts) == 1:
         return disk.read(parts[0].name).reshape(-1)
@@ -195,11 +202,7 @@ def _disk_shape(layout: Layout) -> Shape:
 def _spec(name: str, rules: dict[str, TensorRule], shapes: dict[str, Shape], experts: int) -> TensorSpec:
     """A parameter's layouts by the family's rule; without a rule it is on disk under its own name."""
     pattern, layer = _without_number(name)
-    rule = rules.get(pattern)
-    if rule is None:
-        itself = OnDisk(names=(name,))
-        layout = _layout(itself, (name,), name, shapes, layer, experts)
-        return TensorSpec(name=name, shape=shapes[name], layouts=(layout,))
+    rule = rules.get(pattern) or TensorRule(parameters=(name,), layouts=(OnDisk(names=(name,)),))
     members = tuple(member.format(layer=layer) for member in rule.parameters)
     layouts = tuple(_layout(on_disk, members, name, shapes, layer, experts) for on_disk in rule.layouts)
     return TensorSpec(name=name, shape=shapes[name], layouts=layouts)

@@ -58,20 +58,13 @@ class Upcycling:
     def __post_init__(self) -> None:
         if self.granularity < 1:
             raise ConfigError(f"granularity={self.granularity} must be at least 1, which copies the FFN whole.")
-        if self.num_experts < 1 or self.num_experts % self.granularity:
-            below = self.num_experts // self.granularity * self.granularity
-            raise ConfigError(
-                f"{self.num_experts} experts are no whole copies of {self.granularity} shards each. "
-                f"Try {' or '.join(str(n) for n in (below, below + self.granularity) if n > 0)}."
-            )
-        if self.experts_per_token < 0 or self.experts_per_token % self.granularity:
-            below = self.experts_per_token // self.granularity * self.granularity
-            raise ConfigError(
-                f"{self.experts_per_token} experts a token are no whole copies of {self.granularity} shards each, and "
-                f"parts of the dense FFN would be lost. "
-                f"Try {' or '.join(str(n) for n in (below, below + self.granularity) if n > 0)}."
-            )
-
+        for count, what, least in ((self.num_experts, "experts", 1), (self.experts_per_token, "experts a token", 0)):
+            if count < least or count % self.granularity:
+                below = count // self.granularity * self.granularity
+                raise ConfigError(
+                    f"{count} {what} are no whole copies of {self.granularity} shards each, and parts of the dense FFN "
+                    f"would be lost. Try {' or '.join(str(n) for n in (below, below + self.granularity) if n > 0)}."
+                )
         if self.experts_per_token == 1 and self.num_experts > 1:
             raise ConfigError(
                 "1 expert a token: for the output to stay the dense FFN's, its gate is 1 whatever the router says, and "

@@ -9,7 +9,6 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import torch
 import xxhash
@@ -22,9 +21,6 @@ from longctx.conversion.differences import listing
 from longctx.errors import CheckpointError, ConfigError
 from longctx.kernels.memory import available_bytes
 from longctx.tensor_bytes import content_of
-
-if TYPE_CHECKING:
-    from longctx.model.training_pass import Execution
 
 NUM_TOKENS = 256
 """Tokens of the input that logits are compared on."""
@@ -44,9 +40,6 @@ TWO_PASSES = "one pass and two"
 _STRETCHED_BY_LENGTH = ("dynamic", "longrope")
 _PASSES_FACTOR = 4
 """In models that have both, the two attentions are 2 to 5 times as far apart as one pass and two."""
-
-
-# ---------------------------------------------------------------------------------------------------------- tensors
 
 Fingerprint = tuple[str, tuple[int, ...], str]
 """Dtype, shape and hash of a tensor."""
@@ -70,13 +63,9 @@ class Fingerprints:
     def record(self, items: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
         """Yield the items, each recorded before it is handed on."""
         for name, tensor in items:
-            self.add(name, tensor)
+            self._recorded[name] = _fingerprint(tensor)
+            self._num_bytes += tensor.nbytes
             yield name, tensor
-
-    def add(self, name: str, tensor: Tensor) -> None:
-        """Remember one parameter."""
-        self._recorded[name] = _fingerprint(tensor)
-        self._num_bytes += tensor.nbytes
 
     def check(self, found: Iterable[tuple[str, Tensor]], where: str) -> TensorCheck:
         """CheckpointError unless ``found`` are the recorded parameters: the same names, dtypes, shapes and bytes."""
@@ -107,9 +96,6 @@ def _difference(expected: Fingerprint | None, found: Fingerprint) -> str:
     if expected[:2] != found[:2]:
         return f"{found[0]} {found[1]} instead of {expected[0]} {expected[1]}"
     return "other bytes"
-
-
-# ----------------------------------------------------------------------------------------------------------- logits
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -162,25 +148,23 @@ def compare_logits(
     *,
     num_parameters: int,
     dtype: torch.dtype,
-    execution: Execution | None = None,
-    seed: int = 0,
 ) -> LogitsCheck:
     """Compare logits of the decoder with ``parameters`` and of ``folder`` as transformers loads it.
 
     Both get the same random tokens at the positions 0, 1, 2, … and compute in float32 where that fits (weights stored
     in ``dtype`` keep their value), else in ``dtype``. One model is in memory at a time. CheckpointError when they
     differ by more than the bounds: ``MAX_LOGIT_ERROR`` and ``MAX_KL``, and more where transformers' own ways to compute
-    are far apart (``OWN_FACTOR``). ``execution`` is the decoder's.
+    are far apart (``OWN_FACTOR``).
     """
     # In float32 a difference is an error in the model; in bfloat16 it may be rounding.
     compute = dtype
     if why_no_logits(config, num_parameters, torch.float32) is None:
         compute = torch.float32
     num_tokens = min(NUM_TOKENS, config.max_positions)
-    tokens_T = torch.randint(config.vocab_size, (num_tokens,), generator=torch.Generator().manual_seed(seed))
+    tokens_T = torch.randint(config.vocab_size, (num_tokens,), generator=torch.Generator().manual_seed(0))
     moves = config.position == "rope" and config.rope.kind not in _STRETCHED_BY_LENGTH
     theirs = _their_logits(folder, tokens_T, compute, moves=moves)
-    ours_TV = _our_logits(config, parameters(), tokens_T, compute, execution)
+    ours_TV = _our_logits(config, parameters(), tokens_T, compute)
     check = judge_logits(ours_TV, theirs, dtype=compute)
     if not check.passed:
         raise CheckpointError(f"the decoder and transformers disagree.\n{check}.")
@@ -221,16 +205,12 @@ def distance(p_TV: Tensor, q_TV: Tensor, block: int = 32) -> tuple[float, float]
 
 @torch.no_grad()
 def _our_logits(
-    config: ModelConfig,
-    parameters: Iterable[tuple[str, Tensor]],
-    tokens_T: Tensor,
-    dtype: torch.dtype,
-    execution: Execution | None,
+    config: ModelConfig, parameters: Iterable[tuple[str, Tensor]], tokens_T: Tensor, dtype: torch.dtype
 ) -> Tensor:
     """Our logits [T, V] in float32, of one document without padding."""
     from longctx.model.decoder import Decoder
 
-    model = Decoder(config, execution=execution, seed=None).to(dtype).eval()
+    model = Decoder(config, seed=None).to(dtype).eval()
     own = model.state_dict()
     # One parameter at a time, straight into the model: the checkpoint is never in memory beside it.
     for name, tensor in parameters:

@@ -5,23 +5,25 @@ RULER's tasks are fitted as NVIDIA's scripts do it: ``longctx/evaluation/ruler/`
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import cache
 from random import Random
 
 from longctx.errors import DataError
-from longctx.evaluation.fit import largest_fitting
 from longctx.evaluation.haystack import Haystack
+from longctx.evaluation.scorers import begins_with
 from longctx.evaluation.task import (
     Sample,
     Score,
     Setting,
+    Task,
     check_target,
     required_haystack,
     tokens_for_answer,
     too_short,
 )
-from longctx.tokenizer import Tokenizer
 
 ATTEMPTS = 20
 """Draws of a sample before it is given up that an answer stands once in its prompt."""
@@ -55,19 +57,14 @@ class Request:
 
 
 @dataclass(frozen=True, kw_only=True)
-class FittedTask:
+class FittedTask(Task):
     """A task whose samples are independent of one another."""
 
-    name: str
-    measures: str
-    prompt_budget: str
-    answer_tokens: int
     build: Callable[[Request], Draft]
-    rule: Score
+    rule: Score = begins_with
     smallest: int = 1
     """Units of the shortest prompt."""
     has_depth: bool = True
-    needs_haystack: bool = False
 
     def samples(self, setting: Setting, length: int, count: int, *, start: int = 0) -> Iterator[Sample]:
         """Yield samples ``start`` to ``count``. A prompt with one more unit of filler would not fit."""
@@ -78,8 +75,7 @@ class FittedTask:
         """One sample; DataError where the shortest prompt does not fit, or the haystack is too short."""
         for attempt in range(ATTEMPTS):
             # Each attempt draws from its own seed. Nearly every sample ends with the first.
-            fitting = _Fitting(self, setting, length, index, attempt)
-            sample = fitting.sample()
+            sample = self._draw(setting, length, index, attempt)
             if all(sample.prompt.count(sample.prompt[start:stop]) == 1 for start, stop in sample.spans):
                 # A score that can never be 1 would look like a weak model.
                 check_target(sample, setting.tokenizer)
@@ -89,76 +85,116 @@ class FittedTask:
             "Give another haystack."
         )
 
-    def score(self, output: str, sample: Sample) -> float:
-        """The score of an output by the task's rule."""
-        return self.rule(output, sample.answers)
-
-
-class _Fitting:
-    """One sample's search for the amount of filler."""
-
-    def __init__(self, task: FittedTask, setting: Setting, length: int, index: int, attempt: int) -> None:
-        self._task, self._length, self._index = task, length, index
-        self._tokenizer: Tokenizer = setting.tokenizer
-        self._haystack: Haystack | None = None
-        if task.needs_haystack:
-            self._haystack = required_haystack(task, setting)
+    def _draw(self, setting: Setting, length: int, index: int, attempt: int) -> Sample:
+        """Return the sample of an attempt, with as much filler as fits."""
+        haystack = None
+        if self.needs_haystack:
+            haystack = required_haystack(self, setting)
         # All that a sample depends on is in its seed, so samples can be made in any order and made again.
-        self._seed = f"{setting.seed}/{task.name}/{length}/{index}/{attempt}"
-        self._depth = setting.depths[index % len(setting.depths)]
-        self._answer_tokens = tokens_for_answer(task, setting)
-        # Encoding is what costs, and the search, the check and the sample ask for the same numbers.
-        self._counted: dict[int, int] = {}
+        seed = f"{setting.seed}/{self.name}/{length}/{index}/{attempt}"
+        depth = setting.depths[index % len(setting.depths)]
+        answer_tokens = tokens_for_answer(self, setting)
 
-    def sample(self) -> Sample:
-        """The sample with as much filler as fits."""
-        units = self._fit()
-        draft = self._draft(units)
-        depth = None
-        if self._task.has_depth:
-            depth = self._depth
+        def draft_of(units: int) -> Draft:
+            # A fresh generator each time: a draft with more filler has the same needles.
+            return self.build(Request(random=Random(seed), units=units, depth=depth, haystack=haystack))
+
+        # Encoding is what costs, and the search, the check and the sample ask for the same numbers.
+        @cache
+        def tokens_of(units: int) -> int:
+            return len(setting.tokenizer.encode_prompt(draft_of(units).prompt))
+
+        units = self._fit(tokens_of, haystack, length=length, answer_tokens=answer_tokens)
+        draft = draft_of(units)
         return Sample(
-            task=self._task.name,
-            length=self._length,
-            index=self._index,
+            task=self.name,
+            length=length,
+            index=index,
             prompt=draft.prompt,
-            prompt_tokens=self._tokens(units),
-            answer_tokens=self._answer_tokens,
+            prompt_tokens=tokens_of(units),
+            answer_tokens=answer_tokens,
             answers=draft.answers,
             target=draft.target,
-            depth=depth,
+            depth=depth if self.has_depth else None,
             spans=draft.spans,
         )
 
-    def _fit(self) -> int:
-        """The number of units that fills the length."""
-        budget = self._length - self._answer_tokens
-        smallest = self._task.smallest
-        if self._haystack is not None and self._haystack.num_words < smallest:
-            raise DataError(
-                f"task {self._task.name} takes at least {smallest} words of text, and haystack {self._haystack.source} "
-                f"has {self._haystack.num_words}. Give a longer haystack."
-            )
-        needed = self._tokens(smallest)
-        if needed > budget:
-            raise too_short(self._task.name, self._length, prompt=needed, answer=self._answer_tokens)
+    def _fit(
+        self, tokens_of: Callable[[int], int], haystack: Haystack | None, *, length: int, answer_tokens: int
+    ) -> int:
+        """Return the number of units that fills the length."""
         most = None
-        if self._haystack is not None:
-            most = self._haystack.num_words
-        units = largest_fitting(self._tokens, smallest=smallest, most=most, budget=budget)
+        if haystack is not None:
+            most = haystack.num_words
+            if most < self.smallest:
+                raise DataError(
+                    f"task {self.name} takes at least {self.smallest} words of text, and haystack {haystack.source} "
+                    f"has {most}. Give a longer haystack."
+                )
+        needed = tokens_of(self.smallest)
+        if needed + answer_tokens > length:
+            raise too_short(self.name, length, prompt=needed, answer=answer_tokens)
+        units = largest_fitting(tokens_of, smallest=self.smallest, most=most, budget=length - answer_tokens)
         # A text that is used up but fills the length serves: nothing was missing.
-        filled = self._tokens(units) + self._answer_tokens
-        if self._haystack is not None and units == most and filled < self._length:
-            raise self._haystack.too_short(self._task.name, self._length, filled=filled)
+        filled = tokens_of(units) + answer_tokens
+        if haystack is not None and units == most and filled < length:
+            raise haystack.too_short(self.name, length, filled=filled)
         return units
 
-    def _draft(self, units: int) -> Draft:
-        # A fresh generator each time: a draft with more filler has the same needles.
-        request = Request(random=Random(self._seed), units=units, depth=self._depth, haystack=self._haystack)
-        return self._task.build(request)
 
-    def _tokens(self, units: int) -> int:
-        """Tokens of the prompt with so many units, each counted once."""
-        if units not in self._counted:
-            self._counted[units] = len(self._tokenizer.encode_prompt(self._draft(units).prompt))
-        return self._counted[units]
+def largest_fitting(tokens_of: Callable[[int], int], *, smallest: int, most: int | None, budget: int) -> int:
+    """The number of units that fits and with one more does not; ``most`` where all of those fit.
+
+    ``smallest`` must fit. Tokens grow about evenly with units, so the search guesses on a straight line between a
+    number that fits and one that does not, and halves the range where guesses do not. Each call of ``tokens_of`` may
+    encode a whole prompt: there are about a dozen of them for a million units.
+    """
+    low, high, low_tokens, high_tokens = _bracket(tokens_of, smallest=smallest, most=most, budget=budget)
+    halve = False
+    above = True
+    while high - low > 1:
+        width = high - low
+        # Where guesses do not help, plain bisection ends the search all the same.
+        middle = low + width // 2
+        if not halve:
+            guess = low + width * (budget - low_tokens) / max(1, high_tokens - low_tokens)
+            # On both sides of the guess in turn: two probes then leave a narrow range around it.
+            margin = math.isqrt(width)
+            middle = int(guess) - margin
+            if above:
+                middle = int(guess) + margin
+            above = not above
+            # A number outside of the range is known already and would teach nothing.
+            middle = min(max(middle, low + 1), high - 1)
+        tokens = tokens_of(middle)
+        if tokens <= budget:
+            low, low_tokens = middle, tokens
+        else:
+            high, high_tokens = middle, tokens
+        # More than half is left: the tokens are uneven here, and the next guess would be no better.
+        halve = (high - low) * 2 > width and not halve
+    return low
+
+
+def _bracket(
+    tokens_of: Callable[[int], int], *, smallest: int, most: int | None, budget: int
+) -> tuple[int, int, int, int]:
+    """A number of units that fits, one that does not, and their tokens. ``most`` fits if the second is one above it."""
+    low, low_tokens = smallest, tokens_of(smallest)
+    # The first step is as long as the shortest prompt, so that its slope is one of filler.
+    step = max(1, smallest)
+    while most is None or low < most:
+        high = low + step
+        if most is not None:
+            high = min(high, most)
+        high_tokens = tokens_of(high)
+        if high_tokens > budget:
+            return low, high, low_tokens, high_tokens
+        slope = (high_tokens - low_tokens) / (high - low)
+        # Twice as far each time: where the slope misleads, few probes still reach the budget.
+        step *= 2
+        # A straight line through both numbers says how far the budget is, and a little more.
+        if slope > 0:
+            step = max(step, int(1.02 * (budget - high_tokens) / slope) + 1)
+        low, low_tokens = high, high_tokens
+    return low, low + 1, low_tokens, low_tokens

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from bisect import bisect_left
 from collections.abc import Callable, Iterable
 from functools import cached_property
 from itertools import accumulate
@@ -11,8 +12,6 @@ from longctx.errors import DataError
 
 MOST_CHARACTERS = 1 << 26
 """Characters that a haystack reads of its documents: enough for ten million tokens."""
-
-SplitSentences = Callable[[str], list[str]]
 
 _SENTENCE_END = re.compile(r"(?<=[.!?])\s+")
 
@@ -30,14 +29,9 @@ class Haystack:
     """Documents as one run of sentences; all white space is a single space, as RULER has it."""
 
     def __init__(
-        self,
-        texts: Iterable[str],
-        *,
-        source: str,
-        split: SplitSentences = split_sentences,
-        most_characters: int = MOST_CHARACTERS,
+        self, texts: Iterable[str], *, source: str, split: Callable[[str], list[str]] = split_sentences
     ) -> None:
-        """``source`` names the texts in messages. Reading stops after ``most_characters``."""
+        """``source`` names the texts in messages. Reading stops after ``MOST_CHARACTERS``."""
         self.source = source
         self.split = split
         self.sentences: list[str] = []
@@ -48,7 +42,7 @@ class Haystack:
             self.sentences += split(text)
             read += len(text)
             # A corpus may be far larger than any prompt.
-            if read >= most_characters:
+            if read >= MOST_CHARACTERS:
                 break
         if not self.sentences:
             raise DataError(f"haystack {source} holds no text. Name a folder with documents, or another one.")
@@ -112,14 +106,8 @@ def insert_sentences(sentences: list[str], inserted: list[tuple[float, str]]) ->
 
 def _nearest(ends: list[int], wanted: float) -> int:
     """The index of the ascending ``ends`` that is nearest to a value."""
-    low, high = 0, len(ends) - 1
-    while low < high:
-        middle = (low + high) // 2
-        if ends[middle] < wanted:
-            low = middle + 1
-        else:
-            high = middle
-    # The search ended at the first gap that is not before the point; the one before may be nearer.
-    if low and wanted - ends[low - 1] <= ends[low] - wanted:
-        return low - 1
-    return low
+    at = bisect_left(ends, wanted, hi=len(ends) - 1)
+    # The first gap that is not before the point; the one before may be nearer.
+    if at and wanted - ends[at - 1] <= ends[at] - wanted:
+        return at - 1
+    return at

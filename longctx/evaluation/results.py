@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, fields
-from itertools import pairwise
-from typing import Any, TypeVar
+from itertools import groupby, pairwise
+from operator import attrgetter
+from typing import Any
 
 from longctx.errors import DataError
 from longctx.evaluation.intervals import Estimate, estimate, weighted_sum
 from longctx.evaluation.task import Sample, Task
-
-Key = TypeVar("Key", bound=Hashable)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,23 +65,25 @@ class Cell:
 
 
 def by_length(rows: Iterable[ScoreRow]) -> list[Cell]:
-    """A cell for each task and length, in this order of the rows' tasks and of ascending lengths."""
-    groups = _grouped(rows, lambda row: (row.task, row.length))
-    order = _order(task for task, _ in groups)
-    return [
-        Cell(task=task, length=length, depth=None, score=estimate([row.score for row in group]))
-        for (task, length), group in sorted(groups.items(), key=lambda item: (order[item[0][0]], item[0][1]))
-    ]
+    """Return a cell for each task and length, in the order of the rows' tasks and of ascending lengths."""
+    return _cells(((row.task, row.length, None), row.score) for row in rows)
 
 
 def by_depth(rows: Iterable[ScoreRow]) -> list[Cell]:
-    """A cell for each task, length and depth; rows of tasks without depth are left out."""
+    """Return a cell for each task, length and depth; rows of tasks without depth are left out."""
     # A task without depth has no cell in a heat map, not one at depth 0.
-    groups = _grouped((row for row in rows if row.depth is not None), lambda row: (row.task, row.length, row.depth))
-    order = _order(task for task, _, _ in groups)
+    return _cells(((row.task, row.length, row.depth), row.score) for row in rows if row.depth is not None)
+
+
+def _cells(scores: Iterable[tuple[tuple[str, int, float | None], float]]) -> list[Cell]:
+    """Return a cell for each task, length and depth of the scores: tasks as they come, the others ascending."""
+    groups: dict[tuple[str, int, float | None], list[float]] = {}
+    for key, score in scores:
+        groups.setdefault(key, []).append(score)
+    tasks = list(dict.fromkeys(task for task, _, _ in groups))
     return [
-        Cell(task=task, length=length, depth=depth, score=estimate([row.score for row in group]))
-        for (task, length, depth), group in sorted(groups.items(), key=lambda item: (order[item[0][0]], item[0][1:]))
+        Cell(task=task, length=length, depth=depth, score=estimate(groups[task, length, depth]))
+        for task, length, depth in sorted(groups, key=lambda key: (tasks.index(key[0]), *key[1:]))
     ]
 
 
@@ -111,8 +112,7 @@ def area_over_lengths(cells: Sequence[Cell]) -> Estimate:
 
 def areas(rows: Iterable[ScoreRow]) -> dict[str, Estimate]:
     """The area of each task."""
-    groups = _grouped(by_length(rows), lambda cell: cell.task)
-    return {task: area_over_lengths(cells) for task, cells in groups.items()}
+    return {task: area_over_lengths(list(cells)) for task, cells in groupby(by_length(rows), key=attrgetter("task"))}
 
 
 def overall(rows: Iterable[ScoreRow]) -> Estimate:
@@ -122,19 +122,3 @@ def overall(rows: Iterable[ScoreRow]) -> Estimate:
         raise DataError("No sample was scored, so there is no number for the model.")
     # By task and not by sample: a task with more samples says no more about the model.
     return weighted_sum([(1 / len(of_tasks), area) for area in of_tasks.values()])
-
-
-def _order(names: Iterable[str]) -> dict[str, int]:
-    """Each name's number in order of appearance."""
-    return {name: number for number, name in enumerate(dict.fromkeys(names))}
-
-
-Item = TypeVar("Item")
-
-
-def _grouped(items: Iterable[Item], key: Callable[[Item], Key]) -> dict[Key, list[Item]]:
-    """The items of each key, in their order."""
-    groups: dict[Key, list[Item]] = {}
-    for item in items:
-        groups.setdefault(key(item), []).append(item)
-    return groups

@@ -1,16 +1,13 @@
 """Rules by which an output is compared with the references. Each gives 0 to 1.
 
-``contains_all`` and ``contains_any`` are NVIDIA's rules for RULER, of one output; ``string_match_all`` and
-``string_match_part`` are their percentages over many, equal to those of NVIDIA's scripts to the last digit.
+``contains_all`` and ``contains_any`` are NVIDIA's rules for RULER, of one output: of QA the second one, else the first.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from difflib import SequenceMatcher
-
-from longctx.errors import DataError
 
 _CONTINUES = re.compile(r"[\w-]|[.,:]\d")
 """What goes on with the same word or number."""
@@ -40,16 +37,6 @@ def contains_all(output: str, references: Sequence[str]) -> float:
 def contains_any(output: str, references: Sequence[str]) -> float:
     """1 if a reference stands somewhere in the output, whatever its case."""
     return max(_contains(output, reference) for reference in references)
-
-
-def string_match_all(outputs: Sequence[str], references: Sequence[Sequence[str]]) -> float:
-    """NVIDIA's score of RULER's tasks but QA: the mean of ``contains_all`` in per cent, to two digits."""
-    return _percentage(contains_all, outputs, references)
-
-
-def string_match_part(outputs: Sequence[str], references: Sequence[Sequence[str]]) -> float:
-    """NVIDIA's score of RULER's QA: the mean of ``contains_any`` in per cent, to two digits."""
-    return _percentage(contains_any, outputs, references)
 
 
 def clean_output(output: str) -> str:
@@ -98,16 +85,3 @@ def _items(output: str) -> set[str]:
         # An answer that was cut off has no closing bracket.
         text = text.split("\n", 1)[0].lstrip("[")
     return {item for item in re.split(r"[,\s]+", text) if item}
-
-
-def _percentage(
-    rule: Callable[[str, Sequence[str]], float], outputs: Sequence[str], references: Sequence[Sequence[str]]
-) -> float:
-    if len(outputs) != len(references) or not outputs or not all(references):
-        raise DataError(
-            f"{len(outputs)} outputs and {len(references)} lists of references: give as many of both, at least one, "
-            "and at least one reference for each output."
-        )
-    # Summed in this order and rounded as theirs are: the last digit is the same.
-    scores = [rule(output, wanted) for output, wanted in zip(outputs, references, strict=True)]
-    return round(sum(scores) / len(outputs) * 100, 2)

@@ -19,7 +19,26 @@ from longctx.evaluation.values import name, nonsense, telephone, uuid4
 
 SMALLEST_TEXT = 16
 """Words of the shortest haystack."""
-_ON_TEXT = partial(FittedTask, prompt_budget="words of the haystack", smallest=SMALLEST_TEXT, needs_haystack=True)
+
+
+def _needles(name: str, measures: str, answer_tokens: int, needles: Needles) -> FittedTask:
+    """Return a task of needles: a single answer is asked for by depth, of several each counts."""
+    is_single = needles.num_answers == 1
+    rule = contains_all
+    if is_single:
+        rule = begins_with
+    return FittedTask(
+        name=name,
+        measures=measures,
+        prompt_budget="words of the haystack",
+        answer_tokens=answer_tokens,
+        build=needles.build,
+        rule=rule,
+        smallest=SMALLEST_TEXT,
+        has_depth=is_single,
+        needs_haystack=True,
+    )
+
 
 _JSON_PAIRS = PairList(
     key=uuid4,
@@ -48,57 +67,18 @@ _RECALL = PairList(
 )
 
 _OWN: tuple[Task, ...] = (
-    _ON_TEXT(
-        name="niah",
-        measures="one number in a text, by depth",
-        answer_tokens=16,
-        build=Needles().build,
-        rule=begins_with,
-    ),
-    _ON_TEXT(
-        name="niah_word",
-        measures="one pair of words in a text, by depth",
-        answer_tokens=24,
-        build=Needles(kind="word").build,
-        rule=begins_with,
-    ),
-    _ON_TEXT(
-        name="niah_uuid",
-        measures="one UUID in a text, by depth",
-        answer_tokens=48,
-        build=Needles(kind="uuid").build,
-        rule=begins_with,
-    ),
-    _ON_TEXT(
-        name="niah_multikey",
-        measures="one of four numbers in a text, by depth",
-        answer_tokens=16,
-        build=Needles(num_keys=4).build,
-        rule=begins_with,
-    ),
-    _ON_TEXT(
-        name="niah_multivalue",
-        measures="all four numbers of one key in a text",
-        answer_tokens=64,
-        build=Needles(num_values=4).build,
-        rule=contains_all,
-        has_depth=False,
-    ),
-    _ON_TEXT(
-        name="niah_multiquery",
-        measures="the numbers of three keys in a text, of four",
-        answer_tokens=64,
-        build=Needles(num_keys=4, num_queries=3).build,
-        rule=contains_all,
-        has_depth=False,
-    ),
+    _needles("niah", "one number in a text, by depth", 16, Needles()),
+    _needles("niah_word", "one pair of words in a text, by depth", 24, Needles(kind="word")),
+    _needles("niah_uuid", "one UUID in a text, by depth", 48, Needles(kind="uuid")),
+    _needles("niah_multikey", "one of four numbers in a text, by depth", 16, Needles(num_keys=4)),
+    _needles("niah_multivalue", "all four numbers of one key in a text", 64, Needles(num_values=4)),
+    _needles("niah_multiquery", "the numbers of three keys in a text, of four", 64, Needles(num_keys=4, num_queries=3)),
     FittedTask(
         name="passkey",
         measures="five digits among repeated sentences, by depth",
         prompt_budget="repeated sentences",
         answer_tokens=16,
         build=build_passkey,
-        rule=begins_with,
     ),
     FittedTask(
         name="kv_retrieval",
@@ -106,7 +86,6 @@ _OWN: tuple[Task, ...] = (
         prompt_budget="pairs of UUIDs",
         answer_tokens=48,
         build=_JSON_PAIRS.build,
-        rule=begins_with,
     ),
     FittedTask(
         name="phonebook",
@@ -114,7 +93,6 @@ _OWN: tuple[Task, ...] = (
         prompt_budget="names and numbers",
         answer_tokens=24,
         build=_PHONEBOOK.build,
-        rule=begins_with,
     ),
     FittedTask(
         name="graphwalks_bfs",
@@ -152,7 +130,6 @@ _OWN: tuple[Task, ...] = (
         prompt_budget="nonsense words",
         answer_tokens=96,
         build=copying.build_copy,
-        rule=begins_with,
         smallest=copying.SMALLEST,
     ),
     FittedTask(
@@ -161,7 +138,6 @@ _OWN: tuple[Task, ...] = (
         prompt_budget="pairs of nonsense words",
         answer_tokens=16,
         build=_RECALL.build,
-        rule=begins_with,
     ),
 )
 
@@ -190,7 +166,11 @@ def find_tasks(names: Sequence[str]) -> list[Task]:
     for asked in names:
         # Before any prompt is made: a wrong name at the end of a list costs nothing.
         if asked not in TASKS and asked not in GROUPS:
-            raise ConfigError(_explain_unknown(asked))
+            nearest = get_close_matches(asked, TASKS | GROUPS, n=1, cutoff=0.5)
+            advice = "".join(f"Did you mean {name}? " for name in nearest)
+            raise ConfigError(
+                f"task {asked!r} is unknown. {advice}Tasks: {', '.join(TASKS)}. Groups: {', '.join(GROUPS)}."
+            )
         for task in GROUPS.get(asked, (asked,)):
             # A task that is named twice, or by two groups, is run once.
             found[task] = TASKS[task]
@@ -205,11 +185,3 @@ def task_lines() -> Iterator[str]:
     for task in TASKS.values():
         budget = f"filled with {task.prompt_budget}, {task.answer_tokens} tokens for the answer"
         yield f"{task.name:{width}}  {task.measures}; {budget}"
-
-
-def _explain_unknown(asked: str) -> str:
-    nearest = get_close_matches(asked, TASKS | GROUPS, n=1, cutoff=0.5)
-    advice = ""
-    if nearest:
-        advice = f"Did you mean {nearest[0]}? "
-    return f"task {asked!r} is unknown. {advice}Tasks: {', '.join(TASKS)}. Groups: {', '.join(GROUPS)}."

@@ -5,10 +5,10 @@ Nothing here runs a model. ``Task.samples`` gives prompts and the answers; ``Tas
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Protocol
 
 from longctx.errors import ConfigError, DataError
 from longctx.evaluation.haystack import Haystack
@@ -77,50 +77,35 @@ class Sample:
     """Where answers stand in the prompt, in characters, and nowhere else; empty for answers that are no quotations."""
 
 
-class Task(Protocol):
-    """A named measure: it makes samples and scores outputs."""
-
-    @property
-    def name(self) -> str:
-        """What ``--tasks`` and tables call it."""
-        ...
-
-    @property
-    def measures(self) -> str:
-        """What it measures, in a line."""
-        ...
-
-    @property
-    def prompt_budget(self) -> str:
-        """What fills the prompt up to the length, in a few words."""
-        ...
-
-    @property
-    def answer_tokens(self) -> int:
-        """Tokens that are left for the answer."""
-        ...
-
-    @property
-    def needs_haystack(self) -> bool:
-        """Whether ``Setting.haystack`` must be given."""
-        ...
-
-    @property
-    def has_depth(self) -> bool:
-        """Whether samples have a depth."""
-        ...
-
-    def samples(self, setting: Setting, length: int, count: int, *, start: int = 0) -> Iterator[Sample]:
-        """Yield samples ``start`` to ``count``; each depends on setting, task, length and index alone."""
-        ...
-
-    def score(self, output: str, sample: Sample) -> float:
-        """The score of what a model wrote, 0 to 1."""
-        ...
-
-
 Score = Callable[[str, Sequence[str]], float]
 """From a model's output and the references to a score from 0 to 1."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Task(ABC):
+    """A named measure: it makes samples and scores outputs."""
+
+    name: str
+    """What ``--tasks`` and tables call it."""
+    measures: str
+    """What it measures, in a line."""
+    prompt_budget: str
+    """What fills the prompt up to the length, in a few words."""
+    answer_tokens: int
+    """Tokens that are left for the answer."""
+    rule: Score
+    needs_haystack: bool = False
+    """Whether ``Setting.haystack`` must be given."""
+    has_depth: bool = False
+    """Whether samples have a depth."""
+
+    @abstractmethod
+    def samples(self, setting: Setting, length: int, count: int, *, start: int = 0) -> Iterator[Sample]:
+        """Yield samples ``start`` to ``count``; each depends on setting, task, length and index alone."""
+
+    def score(self, output: str, sample: Sample) -> float:
+        """Return the score of what a model wrote, 0 to 1."""
+        return self.rule(output, sample.answers)
 
 
 def tokens_for_answer(task: Task, setting: Setting) -> int:

@@ -48,16 +48,21 @@ def describe_file(path: Path) -> dict[str, Any]:
     return {"bytes": size, "hash": whole.hexdigest(), "blocks": "".join(blocks)}
 
 
-def open_file(path: Path, *, past_cache: bool) -> FileIO:
-    """A file to read from, past the page cache if that is asked for and the file system has direct I/O."""
+def open_file(path: Path, flags: int = os.O_RDONLY, *, past_cache: bool = True) -> tuple[FileIO, bool]:
+    """Open a file, past the page cache if that is asked for and the file system has direct I/O; return whether it is.
+
+    ``flags`` are those of ``os.open``.
+    """
+    mode = "rb" if flags == os.O_RDONLY else "r+b"
+    flags |= os.O_CLOEXEC
     if past_cache and hasattr(os, "O_DIRECT"):
         try:
-            return FileIO(os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_DIRECT))
+            return FileIO(os.open(path, flags | os.O_DIRECT, 0o666), mode), True
         except OSError as error:
             # Some file systems have none.
             if error.errno != errno.EINVAL:
                 raise
-    return path.open("rb", buffering=0)
+    return FileIO(os.open(path, flags, 0o666), mode), False
 
 
 def fill_block(fd: int, block: memoryview, start: int, count: int) -> None:
@@ -112,7 +117,7 @@ class BlockReader:
 
     def add(self, path: Path, num_bytes: int, hashes: str | None) -> None:
         """Open a plain file; OSError where the system refuses, or it has not so many bytes."""
-        content = open_file(path, past_cache=self._past_cache)
+        content, _ = open_file(path, past_cache=self._past_cache)
         found = os.fstat(content.fileno()).st_size
         if found != num_bytes:
             raise OSError(errno.EIO, f"it {wrong_size(path, num_bytes)}")

@@ -10,6 +10,7 @@ from __future__ import annotations
 import errno
 import mmap
 import os
+from collections import deque
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from types import TracebackType
@@ -17,15 +18,12 @@ from typing import NamedTuple
 
 import xxhash
 
-from longctx.storage.blocks import BLOCK_BYTES as HASHED_BYTES
-from longctx.storage.blocks import fill_block, open_file
+from longctx.storage.blocks import BLOCK_BYTES, fill_block, open_file
 
 ALIGNMENT = 4096
 """Direct I/O wants addresses, offsets and lengths in multiples of a disk's sector; no disk has larger ones."""
-BLOCK_BYTES = 4 << 20
-"""Bytes of one transfer: blocks that have a hash each, as a whole."""
 BLOCKS = 4
-"""Transfers under way at a time: what a file takes of memory is so many blocks."""
+"""Transfers under way at a time, each of a block that has a hash: what a file takes of memory is so many blocks."""
 
 
 class Written(NamedTuple):
@@ -45,7 +43,8 @@ class HashedWriter:
         """Make the file, in place of one of that name. OSError where the file system refuses, here and later."""
         self._path, self._size = path, 0
         self._digest = xxhash.xxh3_128()
-        self._fd, self._direct = _open(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC)
+        self._file, self._direct = open_file(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC)
+        self._fd = self._file.fileno()
         self._workers = ThreadPoolExecutor(BLOCKS, thread_name_prefix="checkpoint")
         self._blocks = [mmap.mmap(-1, BLOCK_BYTES) for _ in range(BLOCKS)]
         self._writes: list[Future[str] | None] = [None] * BLOCKS
@@ -96,9 +95,8 @@ class HashedWriter:
             self._hashes.append(write.result())
 
     def _write_block(self, block: memoryview, offset: int, count: int) -> str:
-        """Write all of a block; returns the hashes of its first ``count`` bytes, the content."""
-        starts = range(0, count, HASHED_BYTES)
-        hashes = [xxhash.xxh3_128_hexdigest(block[start : min(start + HASHED_BYTES, count)]) for start in starts]
+        """Write all of a block; returns the hash of its first ``count`` bytes, the content."""
+        block_hash = xxhash.xxh3_128_hexdigest(block[:count])
         while block:
             try:
                 written = os.pwrite(self._fd, block, offset)
@@ -112,7 +110,7 @@ class HashedWriter:
                     written = file.write(block) or 0
             offset += written
             block = block[written:]
-        return "".join(hashes)
+        return block_hash
 
     def __enter__(self) -> HashedWriter:
         return self
@@ -122,50 +120,32 @@ class HashedWriter:
     ) -> None:
         # Writes that have begun end first: they use the file's number.
         self._workers.shutdown(cancel_futures=True)
-        os.close(self._fd)
+        self._file.close()
 
 
 def read_back(path: Path) -> str:
     """xxh3-128 of a file as the disk has it, several blocks read at a time."""
     digest = xxhash.xxh3_128()
-    blocks = [mmap.mmap(-1, BLOCK_BYTES) for _ in range(BLOCKS)]
-    with open_file(path, past_cache=True) as file:
+    blocks = [memoryview(mmap.mmap(-1, BLOCK_BYTES)) for _ in range(BLOCKS)]
+    file, _ = open_file(path)
+    with file, ThreadPoolExecutor(BLOCKS, thread_name_prefix="checkpoint") as workers:
         fd = file.fileno()
         size = os.fstat(fd).st_size
         # Where there is no direct I/O: what was synced leaves the page cache, and comes from the disk again.
         if hasattr(os, "posix_fadvise"):
             os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+
+        def begin(start: int) -> Future[None]:
+            block = blocks[start // BLOCK_BYTES % BLOCKS]
+            return workers.submit(fill_block, fd, block, start, min(BLOCK_BYTES, size - start))
+
         starts = range(0, size, BLOCK_BYTES)
-        with ThreadPoolExecutor(BLOCKS, thread_name_prefix="checkpoint") as workers:
-            reads = [
-                workers.submit(_read_block, fd, memoryview(blocks[n]), start, size)
-                for n, start in enumerate(starts[:BLOCKS])
-            ]
-            for n, start in enumerate(starts):
-                block = memoryview(blocks[n % BLOCKS])
-                count = reads[n % BLOCKS].result()
-                digest.update(block[:count])
-                # The block is free again: the next part that has no place yet goes there.
-                following = start + BLOCKS * BLOCK_BYTES
-                if following < size:
-                    reads[n % BLOCKS] = workers.submit(_read_block, fd, block, following, size)
+        reads = deque(begin(start) for start in starts[:BLOCKS])
+        for start in starts:
+            reads.popleft().result()
+            digest.update(blocks[start // BLOCK_BYTES % BLOCKS][: size - start])
+            # The block is free again: the next part that has no place yet goes there.
+            following = start + BLOCKS * BLOCK_BYTES
+            if following < size:
+                reads.append(begin(following))
     return digest.hexdigest()
-
-
-def _read_block(fd: int, block: memoryview, start: int, size: int) -> int:
-    """Read a block of the file, or what there is of it; returns how many bytes."""
-    count = min(len(block), size - start)
-    fill_block(fd, block, start, count)
-    return count
-
-
-def _open(path: Path, flags: int) -> tuple[int, bool]:
-    """A file's number, and whether it goes past the page cache."""
-    if hasattr(os, "O_DIRECT"):
-        try:
-            return os.open(path, flags | os.O_DIRECT, 0o666), True
-        except OSError as error:
-            # Some file systems have no direct I/O.
-            if error.errno != errno.EINVAL:
-                raise
-    return os.open(path, flags, 0o666), False

@@ -1,4 +1,4 @@
-"""safetensors files: a reader that trusts nothing in them, the header, and a writer that holds one tensor at a time.
+"""safetensors files: a reader that trusts nothing in them, the header, and writers that hold one tensor at a time.
 
 The layout is eight bytes with the header's length, a JSON header (name -> dtype, shape, byte range), then the tensors'
 bytes, one tensor after the other.
@@ -33,17 +33,11 @@ _ITEM_BYTES |= dict.fromkeys(("I8", "U8", "BOOL", "F8_E4M3", "F8_E5M2"), 1)
 _MOST_NAME, _MOST_DIMS, _MOST_SIZE = 400, 16, 2**64
 
 
-@dataclass(frozen=True)
-class HeaderLimits:
-    """What a header may take before it is read: a wrong length would ask for all memory."""
-
-    num_bytes: int = 100_000_000
-    """The longest that the safetensors library reads."""
-    num_values: int = 8_000_000
-    """Values of JSON: each tensor has some eight."""
-
-
-LIMITS = HeaderLimits()
+# What a header may take before it is read: a wrong length would ask for all memory.
+MOST_HEADER_BYTES = 100_000_000
+"""The longest that the safetensors library reads."""
+MOST_HEADER_VALUES = 8_000_000
+"""Values of JSON: each tensor has some eight."""
 
 
 @dataclass(frozen=True)
@@ -74,11 +68,13 @@ class SafetensorsFile:
         *,
         num_bytes: int | None = None,
         hashes: str | None = None,
-        limits: HeaderLimits = LIMITS,
+        header_bytes: int = MOST_HEADER_BYTES,
+        header_values: int = MOST_HEADER_VALUES,
         advice: str = "",
     ) -> None:
         """``blocks`` reads it, and may read others of its folder. ``num_bytes`` and ``hashes`` (one of each block) are
-        those of a manifest. ``advice`` is the second line of what is said of a file that cannot be read."""
+        those of a manifest. ``header_bytes`` and ``header_values`` are the most that its header may take. ``advice`` is
+        the second line of what is said of a file that cannot be read."""
         self.path, self._blocks = path, blocks or BlockReader(past_cache=False)
         try:
             # To open a pipe that nobody writes to would hang.
@@ -86,7 +82,7 @@ class SafetensorsFile:
                 raise FileNotFoundError("it is missing, or no plain file")
             self._size = path.stat().st_size if num_bytes is None else num_bytes
             self._blocks.add(path, self._size, hashes)
-            self._entries = self._read_header(limits)
+            self._entries = self._read_header(header_bytes, header_values)
         except (OSError, ValueError) as error:
             raise CheckpointError(f"{path} cannot be read: {error}.\n{advice}".rstrip()) from error
 
@@ -122,15 +118,15 @@ class SafetensorsFile:
         """Fill ``out``, flat uint8 on the CPU, with the file's bytes from ``start``."""
         self._blocks.read_into(self.path.name, start, out)
 
-    def _read_header(self, limits: HeaderLimits) -> dict[str, Entry]:
+    def _read_header(self, most_bytes: int, most_values: int) -> dict[str, Entry]:
         """Return the header's entries; ValueError says what is wrong with it."""
         if self._size < 8:
             raise ValueError(f"it has {self._size} bytes, which is no safetensors file")
         header_bytes = int.from_bytes(self._bytes(0, 8), "little")
-        most = min(self._size - 8, limits.num_bytes)
+        most = min(self._size - 8, most_bytes)
         if header_bytes > most:
             raise ValueError(f"its header claims {header_bytes:,} bytes, and may have {most:,}")
-        header = parse_json(self._bytes(8, header_bytes), most_values=limits.num_values)
+        header = parse_json(self._bytes(8, header_bytes), most_values=most_values)
         return header_entries(header, 8 + header_bytes, self._size)
 
     def _bytes(self, start: int, count: int) -> bytes:
@@ -199,6 +195,8 @@ RESERVED_BYTES = 2**20
 """Bytes reserved for a header that is written last: enough for the names of some 7,000 tensors."""
 SMALL_BYTES = 16 * 2**20
 """In a file of no more data the header takes what it needs: the rest of the reserve would be most of the file."""
+_BLOCK_VALUES = 1 << 24
+"""Values that are cast at a time: a copy of a whole tensor in another dtype would double its memory."""
 
 
 def header_fields(dtype: torch.dtype, shape: Iterable[int], start: int, stop: int) -> dict[str, Any]:
@@ -272,3 +270,72 @@ class SafetensorsWriter:
 def _entry_bytes(name: str) -> int:
     """Return an upper bound on what a tensor takes in the header: its name escaped, and numbers at their longest."""
     return len(json.dumps(name, ensure_ascii=False).encode()) + 220
+
+
+class ShardWriter:
+    """Writes tensors into safetensors files of about ``shard_bytes``, as they come: memory holds none of them.
+
+    A shard is read back as soon as it is full, which finds a disk that changes bytes. ``finish`` names the files.
+    """
+
+    def __init__(self, folder: Path, stem: str, shard_bytes: int) -> None:
+        if shard_bytes < 1:
+            raise CheckpointError(f"shard_bytes={shard_bytes} must be positive, for example 5_000_000_000.")
+        self.folder, self.stem, self.shard_bytes = folder, stem, shard_bytes
+        self.total_bytes = 0
+        self._shard: SafetensorsWriter | None = None
+        self._shards: list[list[str]] = []
+
+    def add(self, name: str, tensor: Tensor) -> None:
+        """Take one tensor."""
+        tensor = tensor.detach().to("cpu")
+        self.add_flat(name, tensor.reshape(-1), tensor.dtype, tuple(tensor.shape))
+
+    def add_flat(self, name: str, values: Tensor, dtype: torch.dtype, shape: tuple[int, ...]) -> None:
+        """Take a tensor by its flattened values, cast to ``dtype`` a block at a time."""
+        if values.numel() != torch.Size(shape).numel():
+            raise ValueError(f"{name}: {values.numel()} values for shape {shape}")
+        num_bytes = values.numel() * dtype.itemsize
+        shard = self._shard_for(name, num_bytes)
+        shard.add(name, dtype, shape, values.split(_BLOCK_VALUES))
+        self._shards[-1].append(name)
+        self.total_bytes += num_bytes
+
+    def finish(self) -> dict[str, str]:
+        """Tensor -> file name; a single shard is called ``STEM.safetensors``."""
+        if not self._shards:
+            # A model without tensors is a file without tensors.
+            self._shard_for("", 0)
+        self._close()
+        # Only now is their number known, which stands in every name.
+        count = len(self._shards)
+        file_of: dict[str, str] = {}
+        for number, names in enumerate(self._shards, start=1):
+            file = f"{self.stem}.safetensors"
+            if count > 1:
+                file = f"{self.stem}-{number:05d}-of-{count:05d}.safetensors"
+            self._unnamed(number).rename(self.folder / file)
+            file_of |= dict.fromkeys(names, file)
+        return file_of
+
+    def _shard_for(self, name: str, num_bytes: int) -> SafetensorsWriter:
+        """The open shard, or a new one when this tensor would make it too large."""
+        shard = self._shard
+        if shard is not None and shard.num_tensors:
+            is_full = shard.data_bytes + num_bytes > self.shard_bytes
+            if is_full or not shard.fits_header(name):
+                self._close()
+        if self._shard is None:
+            self._shards.append([])
+            self._shard = SafetensorsWriter(self._unnamed(len(self._shards)))
+        return self._shard
+
+    def _close(self) -> None:
+        """Finish the open shard."""
+        shard, self._shard = self._shard, None
+        if shard is not None:
+            shard.close()
+
+    def _unnamed(self, number: int) -> Path:
+        """The path of a shard before ``finish`` gives it its name."""
+        return self.folder / f"{self.stem}-{number:05d}.safetensors.partial"

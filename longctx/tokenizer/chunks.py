@@ -31,6 +31,12 @@ SPACE_MARK = "\u2581"
 IsCertain = Callable[[str, int], bool]
 """Whether a tokenizer certainly cuts a text before the character of this index."""
 
+
+def never(text: str, at: int) -> bool:
+    """No point of a text is certain."""
+    return False
+
+
 _LETTER_OR_DIGIT = re.compile(r"[A-Za-z0-9]")
 
 

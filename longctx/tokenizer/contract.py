@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Self
@@ -187,6 +187,42 @@ def groups(chunks: Iterable[Chunk], characters: int) -> Iterator[list[Chunk]]:
             group, size = [], 0
     if group:
         yield group
+
+
+def encode_by_place(
+    chunks: Sequence[Chunk], encode: Callable[[list[str], bool], Sequence[np.ndarray]]
+) -> list[np.ndarray]:
+    """Return the ids of each chunk by ``encode``, which takes texts and whether documents begin with them."""
+    ids: list[np.ndarray] = [np.empty(0, dtype=np.int32)] * len(chunks)
+    for is_first in (True, False):
+        numbers = [number for number, chunk in enumerate(chunks) if chunk.is_first == is_first]
+        if numbers:
+            found = encode([chunks[number].text for number in numbers], is_first)
+            for number, of_text in zip(numbers, found, strict=True):
+                ids[number] = of_text
+    return ids
+
+
+def decode_by_place(
+    ids: Sequence[np.ndarray],
+    chunks: Sequence[Chunk],
+    anchor: list[int],
+    decode: Callable[[list[list[int]]], list[str]],
+) -> list[str]:
+    """Return the text of each chunk's ids by ``decode``; ``anchor`` are the ids of a letter.
+
+    After some letter a later chunk keeps its first space, which decoding may take from a text's beginning.
+    """
+    parts = [part.tolist() for part in ids]
+    for part, chunk in zip(parts, chunks, strict=True):
+        if not chunk.is_first:
+            part[:0] = anchor
+    texts = decode([anchor, *parts])
+    anchor_text = texts.pop(0)
+    for number, chunk in enumerate(chunks):
+        if not chunk.is_first:
+            texts[number] = texts[number].removeprefix(anchor_text)
+    return texts
 
 
 def check_characters(text: str) -> None:

@@ -8,7 +8,7 @@ spaces, with the normaliser and the space in front that their own file asks for.
 from __future__ import annotations
 
 import base64
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 from longctx.errors import DataError
@@ -25,12 +25,7 @@ def fast_files(tokenizer: SentencePieceTokenizer, *, max_positions: int) -> dict
     The files begin a text with ``document_begin``, as ``generate`` and training data do.
     """
     _check_expressible(tokenizer)
-    if tokenizer.is_own:
-        content = _exact_json(tokenizer)
-    else:
-        content = _library_json(tokenizer)
-    content["post_processor"] = _frame(tokenizer)
-    return {"tokenizer.json": content, "tokenizer_config.json": _config(tokenizer, max_positions)}
+    return {"tokenizer.json": _content(tokenizer), "tokenizer_config.json": _config(tokenizer, max_positions)}
 
 
 def piece_texts(tokenizer: SentencePieceTokenizer, group: int = 100) -> Iterator[str]:
@@ -60,52 +55,26 @@ def _check_expressible(tokenizer: SentencePieceTokenizer) -> None:
         )
 
 
-def _exact_json(tokenizer: SentencePieceTokenizer) -> dict[str, Any]:
-    """A model of ours: pieces with real spaces, no normaliser."""
-    texts = _spaced(tokenizer)
-    decoder = {"type": "Sequence", "decoders": [{"type": "ByteFallback"}, {"type": "Fuse"}]}
+def _content(tokenizer: SentencePieceTokenizer) -> dict[str, Any]:
+    """Return the contents of tokenizer.json."""
+    normalizer = pre_tokenizer = unknown = None
+    decoders: list[dict[str, Any]] = [{"type": "ByteFallback"}, {"type": "Fuse"}]
+    if tokenizer.is_own:
+        # Pieces with real spaces need no normaliser.
+        texts = _spaced(tokenizer)
+    else:
+        # As SentencePiece encodes it, a space written as U+2581.
+        texts = [tokenizer.piece(i) for i in range(tokenizer.vocab_size)]
+        unknown = texts[tokenizer.processor.unk_id()]
+        normalizer = {"type": "Sequence", "normalizers": list(_normalizers(tokenizer))}
+        pre_tokenizer = _prefix_step(tokenizer)
+        decoders.insert(0, {"type": "Replace", "pattern": {"String": SPACE_MARK}, "content": " "})
+        if tokenizer.normalizer.add_dummy_prefix:
+            decoders.append({"type": "Strip", "content": " ", "start": 1, "stop": 0})
     if tokenizer.model_type == "Unigram":
         model = _unigram(tokenizer, texts)
     else:
-        model = _bpe(tokenizer, texts, unknown=None)
-    return _whole(tokenizer, texts, normalizer=None, pre_tokenizer=None, decoder=decoder, model=model)
-
-
-def _library_json(tokenizer: SentencePieceTokenizer) -> dict[str, Any]:
-    """Another model: as SentencePiece encodes it, a space written as U+2581."""
-    texts = [tokenizer.piece(i) for i in range(tokenizer.vocab_size)]
-    spec = tokenizer.normalizer
-    decoders: list[dict[str, Any]] = [
-        {"type": "Replace", "pattern": {"String": SPACE_MARK}, "content": " "},
-        {"type": "ByteFallback"},
-        {"type": "Fuse"},
-    ]
-    if spec.add_dummy_prefix:
-        decoders.append({"type": "Strip", "content": " ", "start": 1, "stop": 0})
-    if tokenizer.model_type == "Unigram":
-        model = _unigram(tokenizer, texts)
-    else:
-        model = _bpe(tokenizer, texts, unknown=texts[tokenizer.processor.unk_id()])
-    return _whole(
-        tokenizer,
-        texts,
-        normalizer={"type": "Sequence", "normalizers": list(_normalizers(tokenizer))},
-        pre_tokenizer=_prefix_step(tokenizer),
-        decoder={"type": "Sequence", "decoders": decoders},
-        model=model,
-    )
-
-
-def _whole(
-    tokenizer: SentencePieceTokenizer,
-    texts: list[str],
-    *,
-    normalizer: Any,
-    pre_tokenizer: Any,
-    decoder: Any,
-    model: dict[str, Any],
-) -> dict[str, Any]:
-    """The whole tokenizer.json around a model."""
+        model = _bpe(tokenizer, texts, unknown=unknown)
     added = [_added(i, texts[i], special=True) for i in _controls(tokenizer)]
     # Text becomes these ids wherever it spells them, before anything is merged.
     added += [_added(i, texts[i], special=False) for i in tokenizer.user_defined]
@@ -116,8 +85,8 @@ def _whole(
         "added_tokens": sorted(added, key=lambda token: token["id"]),
         "normalizer": normalizer,
         "pre_tokenizer": pre_tokenizer,
-        "post_processor": None,
-        "decoder": decoder,
+        "post_processor": _frame(tokenizer),
+        "decoder": {"type": "Sequence", "decoders": decoders},
         "model": model,
     }
 
@@ -224,12 +193,11 @@ def _frame(tokenizer: SentencePieceTokenizer) -> dict[str, Any] | None:
         return None
     name = tokenizer.piece(begin)
     before = {"SpecialToken": {"id": name, "type_id": 0}}
-    texts: Iterable[tuple[str, int]] = (("A", 0), ("B", 1))
-    single, second = ({"Sequence": {"id": which, "type_id": number}} for which, number in texts)
+    first, second = {"Sequence": {"id": "A", "type_id": 0}}, {"Sequence": {"id": "B", "type_id": 1}}
     return {
         "type": "TemplateProcessing",
-        "single": [before, single],
-        "pair": [before, single, second],
+        "single": [before, first],
+        "pair": [before, first, second],
         "special_tokens": {name: {"id": name, "ids": [begin], "tokens": [name]}},
     }
 

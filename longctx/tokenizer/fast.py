@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +18,8 @@ import tokenizers
 import xxhash
 
 from longctx.errors import DataError
-from longctx.tokenizer.chunks import CHUNK_CHARACTERS, IsCertain, Neighbours, certain_chunks, ends_word
-from longctx.tokenizer.contract import Chunk, Tokenizer, check_characters
+from longctx.tokenizer.chunks import CHUNK_CHARACTERS, IsCertain, Neighbours, certain_chunks, ends_word, never
+from longctx.tokenizer.contract import Chunk, Tokenizer, check_characters, decode_by_place, encode_by_place
 from longctx.tokenizer.control import AddedToken, ControlFinder, Located
 from longctx.tokenizer.growth import check_growth, library_faults
 from longctx.tokenizer.patterns import check_patterns
@@ -66,33 +66,14 @@ class FastTokenizer(Tokenizer):
 
     def encode_chunks(self, chunks: Sequence[Chunk]) -> list[np.ndarray]:
         """The ids of each chunk, int32; a later chunk gets no space in front."""
-        ids: list[np.ndarray] = [np.empty(0, dtype=np.int32)] * len(chunks)
-        for is_first in (True, False):
-            numbers = [number for number, chunk in enumerate(chunks) if chunk.is_first == is_first]
-            texts = [chunks[number].text for number in numbers]
-            with library_faults(self.path):
-                found = self._encode_texts(texts, is_first=is_first)
-            for number, of_text in zip(numbers, found, strict=True):
-                ids[number] = of_text
-        return ids
+        with library_faults(self.path):
+            return encode_by_place(chunks, self._encode_texts)
 
     def decode_chunks(self, ids: Sequence[np.ndarray], chunks: Sequence[Chunk]) -> list[str]:
         """The text of each chunk's ids."""
         anchor = self._fast.encode(_ANCHOR, add_special_tokens=False).ids
-        anchor_text = self._fast.decode(anchor, skip_special_tokens=False)
-        parts: list[list[int]] = []
-        # After some letter a later chunk keeps its first space, which decoding may take from a text's beginning.
-        for part, chunk in zip(ids, chunks, strict=True):
-            before = anchor
-            if chunk.is_first:
-                before = []
-            parts.append(before + part.tolist())
         with library_faults(self.path):
-            texts = self._fast.decode_batch(parts, skip_special_tokens=False)
-        for number, chunk in enumerate(chunks):
-            if not chunk.is_first:
-                texts[number] = texts[number].removeprefix(anchor_text)
-        return texts
+            return decode_by_place(ids, chunks, anchor, partial(self._fast.decode_batch, skip_special_tokens=False))
 
     @cached_property
     def controls(self) -> ControlFinder:
@@ -118,9 +99,7 @@ class FastTokenizer(Tokenizer):
                 fast = self._fast if chunk.is_first else self._variants.later
                 encoding = fast.encode(chunk.text, add_special_tokens=False)
                 if self.is_control[_ids(encoding)].any():
-                    encoding = self._variants.guarded(self._special_contents, chunk.is_first).encode(
-                        chunk.text, add_special_tokens=False
-                    )
+                    encoding = self._encode_guarded(chunk.text, chunk.is_first)
                 starts, stops = np.array(encoding.offsets, dtype=np.int64).reshape(-1, 2).T
                 located.append(Located(_ids(encoding), starts, stops))
         return located
@@ -137,28 +116,22 @@ class FastTokenizer(Tokenizer):
             unknown = self._json["model"]["vocab"][self._json["model"]["unk_id"]][0]
         return [token for token, added in self._added.items() if added.special and added.content != unknown]
 
-    @cached_property
-    def _special_contents(self) -> frozenset[str]:
-        return frozenset(self._added[number].content for number in self._special_numbers)
-
     def _decode_text(self, ids: list[int]) -> str:
         with library_faults(self.path):
             return self._fast.decode(ids, skip_special_tokens=False)
 
-    def _encode_texts(self, texts: list[str], *, is_first: bool) -> list[np.ndarray]:
+    def _encode_texts(self, texts: list[str], is_first: bool) -> list[np.ndarray]:
         """The ids of each text, in which no special token is."""
-        if not texts:
-            return []
         fast = self._fast if is_first else self._variants.later
         encoded = [_ids(found) for found in fast.encode_batch_fast(texts, add_special_tokens=False)]
         for number, ids in enumerate(encoded):
             if self.is_control[ids].any():
-                encoded[number] = _ids(
-                    self._variants.guarded(self._special_contents, is_first).encode(
-                        texts[number], add_special_tokens=False
-                    )
-                )
+                encoded[number] = _ids(self._encode_guarded(texts[number], is_first))
         return encoded
+
+    def _encode_guarded(self, text: str, is_first: bool) -> tokenizers.Encoding:
+        special = frozenset(self._added[number].content for number in self._special_numbers)
+        return self._variants.guarded(special, is_first).encode(text, add_special_tokens=False)
 
     @cached_property
     def _is_certain(self) -> IsCertain:
@@ -168,10 +141,10 @@ class FastTokenizer(Tokenizer):
         normalised = not _keeps_characters(self._json.get("normalizer"))
         # A Prepend stands before every part that an added token leaves, not before the text alone.
         if plain and "Prepend" in json.dumps(self._json.get("normalizer")):
-            return _never
+            return never
         # The vocabulary spells bytes by other characters than the text's.
         if "ByteLevel" in json.dumps(self._json.get("pre_tokenizer")):
-            return _never
+            return never
         pieces = list(self._fast.get_vocab(with_added_tokens=False))
         has_bytes = bool(self._json["model"].get("byte_fallback"))
         return Neighbours(pieces + plain, is_normalised=normalised, has_byte_fallback=has_bytes).is_certain
@@ -231,11 +204,6 @@ class _Variants:
         return self._guarded[is_first]
 
 
-def _never(text: str, at: int) -> bool:
-    """No point is certain."""
-    return False
-
-
 def _control_ids(vocabulary: Mapping[str, int], special: list[int]) -> np.ndarray:
     """For each id whether it is a special token, or a number that no token has."""
     control = np.ones(max(vocabulary.values()) + 1, dtype=bool)
@@ -255,28 +223,22 @@ def _build(content: bytes, parsed: dict[str, Any], path: Path) -> tokenizers.Tok
     check_growth(parsed, path)
     if parsed["model"].get("dropout"):
         return _from_json(parsed | {"model": parsed["model"] | {"dropout": None}}, path)
-    try:
-        with library_faults(path):
-            fast = tokenizers.Tokenizer.from_str(content.decode())
-    except DataError:
-        raise
-    except Exception as error:  # the library raises no narrower class
-        raise DataError(f"tokenizer={path} cannot be read by `tokenizers`: {error}. Copy it again.") from error
-    return _plain(fast)
+    return _from_text(content.decode(), path)
 
 
 def _from_json(content: dict[str, Any], path: Path) -> tokenizers.Tokenizer:
     """The library's tokenizer of an edited tokenizer.json."""
+    return _from_text(json.dumps(content, ensure_ascii=False), path)
+
+
+def _from_text(content: str, path: Path) -> tokenizers.Tokenizer:
     try:
         with library_faults(path):
-            return _plain(tokenizers.Tokenizer.from_str(json.dumps(content, ensure_ascii=False)))
+            fast = tokenizers.Tokenizer.from_str(content)
     except DataError:
         raise
     except Exception as error:  # the library raises no narrower class
         raise DataError(f"tokenizer={path} cannot be read by `tokenizers`: {error}. Copy it again.") from error
-
-
-def _plain(fast: tokenizers.Tokenizer) -> tokenizers.Tokenizer:
     fast.no_truncation()
     fast.no_padding()
     # Special tokens that a text spells out are text.

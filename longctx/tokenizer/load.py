@@ -15,6 +15,7 @@ from longctx.tokenizer.special import (
     GENERATION_CONFIG,
     JSON_FILE,
     MODEL_CONFIG,
+    MODEL_FILE,
     SPECIAL_TOKENS_MAP,
     TOKENIZER_CONFIG,
     read_object,
@@ -22,7 +23,6 @@ from longctx.tokenizer.special import (
 from longctx.tokenizer.templates import find_templates, is_template
 from longctx.untrusted.reading import NotFetchedError, read_bounded
 
-MODEL_FILE = "tokenizer.model"
 TOKENIZER_FILES = (
     MODEL_FILE,
     JSON_FILE,
@@ -125,15 +125,13 @@ def _load_folder(folder: Path) -> Tokenizer:
 def load_files(files: Mapping[str, bytes], folder: Path) -> Tokenizer:
     """The tokenizer of these files, of which one is a tokenizer; messages name ``folder`` as theirs."""
     files = dict(files)
-    if MODEL_FILE in files:
+    if MODEL_FILE in files and JSON_FILE in files:
         model = _load_own_model(files, folder)
         if model is not None:
             return model
     if JSON_FILE in files:
-        content = files.pop(JSON_FILE)
-        return _load_json(content, folder, files)
-    content = files.pop(MODEL_FILE)
-    return _load_model(content, folder, files)
+        return _load_json(files.pop(JSON_FILE), folder, files)
+    return _load_model(files.pop(MODEL_FILE), folder, files)
 
 
 def _load_own_model(files: Mapping[str, bytes], folder: Path) -> Tokenizer | None:
@@ -141,8 +139,6 @@ def _load_own_model(files: Mapping[str, bytes], folder: Path) -> Tokenizer | Non
     from longctx.tokenizer.sentencepiece_model import SentencePieceTokenizer
 
     companions = {name: content for name, content in files.items() if name != MODEL_FILE}
-    if JSON_FILE not in files:
-        return None
     try:
         tokenizer = SentencePieceTokenizer(files[MODEL_FILE], path=folder, companions=companions)
     except DataError:
@@ -240,14 +236,10 @@ def _read(path: Path) -> bytes:
 
 def _why_none(folder: Path) -> str:
     """Why a folder has no tokenizer that we read, and what to do."""
-    known = {
-        "tekken.json": "it has a tekken.json, which the model's Hugging Face version has as tokenizer.json. Use that",
-        "vocab.json": "it has a vocab.json but no tokenizer.json. Write one: "
-        "AutoTokenizer.from_pretrained(DIR).save_pretrained(DIR)",
-        "vocab.txt": "it has a vocab.txt but no tokenizer.json. Write one: "
-        "AutoTokenizer.from_pretrained(DIR).save_pretrained(DIR)",
-    }
-    for name, advice in known.items():
+    if (folder / "tekken.json").is_file():
+        return "it has a tekken.json, which the model's Hugging Face version has as tokenizer.json. Use that."
+    for name in ("vocab.json", "vocab.txt"):
         if (folder / name).is_file():
-            return f"{advice}."
+            how = "AutoTokenizer.from_pretrained(DIR).save_pretrained(DIR)"
+            return f"it has a {name} but no tokenizer.json. Write one: {how}."
     return f"the folder holds no tokenizer. {_FORMS}"

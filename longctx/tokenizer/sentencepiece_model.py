@@ -24,19 +24,18 @@ from longctx.tokenizer.chunks import (
     Neighbours,
     certain_chunks,
     is_plain_space,
+    never,
     newline_chunks,
 )
-from longctx.tokenizer.contract import Chunk, Tokenizer, check_characters
+from longctx.tokenizer.contract import Chunk, Tokenizer, check_characters, decode_by_place, encode_by_place
 from longctx.tokenizer.control import AddedToken, ControlFinder, Located
 from longctx.tokenizer.growth import MOST_GROWTH, MOST_PIECE, check_charsmap, check_lengths
-from longctx.tokenizer.special import special_ids, with_generation_config
+from longctx.tokenizer.special import MODEL_FILE, special_ids, with_generation_config
 from longctx.tokenizer.spelling import Spelling
 
 DOCUMENT_BEGIN = "<|document_begin|>"
 DOCUMENT_END = "<|document_end|>"
 PADDING = "<|padding|>"
-
-MODEL_FILE = "tokenizer.model"
 
 OWN_CHUNK_CHARACTERS = 1 << 20
 """Chunks of the models that we train. Another number would change ids where a long document is cut."""
@@ -65,7 +64,8 @@ class SentencePieceTokenizer(Tokenizer):
         self.kind = f"SentencePiece {self.model_type}"
         files = dict(companions or {})
         own = {"bos": processor.bos_id(), "end": processor.eos_id(), "padding": processor.pad_id()}
-        ids = {role: _id_or_none(token) for role, token in own.items()}
+        # SentencePiece says −1 of an id that the model does not have.
+        ids = {role: None if token < 0 else token for role, token in own.items()}
         special = special_ids(files, self._id_of, path=path, file=MODEL_FILE, begin=ids["bos"], **ids)
         fingerprint = xxhash.xxh3_128_hexdigest(model)
         # Of a model that frames documents as its own file says, the fingerprint is the file's hash: shards have it so.
@@ -83,7 +83,10 @@ class SentencePieceTokenizer(Tokenizer):
     @cached_property
     def is_own(self) -> bool:
         """Whether ``longctx tokenizer train`` made the model: by its control ids, and because it gives all back."""
-        return _is_own(self)
+        names = {self.processor.id_to_piece(i) for i in range(self.vocab_size) if self.processor.is_control(i)}
+        gives_all = self.has_byte_fallback and not self.is_normalised and not self.normalizer.add_dummy_prefix
+        is_plain = not self.user_defined and not self.trainer.treat_whitespace_as_suffix
+        return names.issuperset((DOCUMENT_BEGIN, DOCUMENT_END)) and gives_all and is_plain
 
     @cached_property
     def spelling(self) -> Spelling | None:
@@ -114,38 +117,13 @@ class SentencePieceTokenizer(Tokenizer):
         """The ids of each chunk, int32; a later chunk gets no space in front."""
         if self.is_own:
             return _encode_own(self, [chunk.text for chunk in chunks])
-        ids: list[np.ndarray] = [np.empty(0, dtype=np.int32)] * len(chunks)
-        for is_first in (True, False):
-            numbers = [number for number, chunk in enumerate(chunks) if chunk.is_first == is_first]
-            texts = [chunks[number].text for number in numbers]
-            processor = self.processor
-            if not is_first and texts:
-                processor = self._later
-                if self.is_normalised:
-                    # The cut is before a space, which this processor puts there itself.
-                    texts = [text.removeprefix(" ") for text in texts]
-            for number, found in zip(numbers, self._encode_texts(processor, texts), strict=True):
-                ids[number] = found
-        return ids
+        return encode_by_place(chunks, self._encode_texts)
 
     def decode_chunks(self, ids: Sequence[np.ndarray], chunks: Sequence[Chunk]) -> list[str]:
         """The text of each chunk's ids."""
         if self.is_own:
             return self._decode_texts([part.tolist() for part in ids])
-        # After some letter a later chunk keeps its first space, which decoding takes from a text's beginning.
-        anchor = self.processor.encode(_ANCHOR)
-        anchor_text = self.processor.decode(anchor)
-        parts: list[list[int]] = []
-        for part, chunk in zip(ids, chunks, strict=True):
-            before = anchor
-            if chunk.is_first:
-                before = []
-            parts.append(before + part.tolist())
-        texts = self._decode_texts(parts)
-        for number, chunk in enumerate(chunks):
-            if not chunk.is_first:
-                texts[number] = texts[number].removeprefix(anchor_text)
-        return texts
+        return decode_by_place(ids, chunks, self.processor.encode(_ANCHOR), self._decode_texts)
 
     @cached_property
     def controls(self) -> ControlFinder:
@@ -177,7 +155,13 @@ class SentencePieceTokenizer(Tokenizer):
             return None
         return found
 
-    def _encode_texts(self, processor: spm.SentencePieceProcessor, texts: list[str]) -> list[np.ndarray]:
+    def _encode_texts(self, texts: list[str], is_first: bool) -> list[np.ndarray]:
+        processor = self.processor
+        if not is_first:
+            processor = self._later
+            if self.is_normalised:
+                # The cut is before a space, which this processor puts there itself.
+                texts = [text.removeprefix(" ") for text in texts]
         return processor.encode(texts, return_type="numpy", num_threads=_num_threads(texts, self.threads))
 
     def _decode_texts(self, parts: list[list[int]]) -> list[str]:
@@ -198,7 +182,17 @@ class SentencePieceTokenizer(Tokenizer):
 
     @cached_property
     def _is_certain(self) -> IsCertain:
-        return _certain_rule(self)
+        # A model that writes spaces in a way of its own has no point that is certain.
+        if self.trainer.treat_whitespace_as_suffix or not self.normalizer.escape_whitespaces:
+            return never
+        if self.model_type == "words":
+            if self.is_normalised:
+                return is_plain_space
+            return _is_before_space
+        model = self.processor
+        texts = model.id_to_piece([i for i in range(self.vocab_size) if not (model.is_control(i) or model.is_byte(i))])
+        flags = {"is_normalised": self.is_normalised, "has_byte_fallback": self.has_byte_fallback}
+        return Neighbours(texts, **flags).is_certain
 
 
 def _check_growth(proto: Any, path: Path) -> None:
@@ -207,34 +201,6 @@ def _check_growth(proto: Any, path: Path) -> None:
         check_charsmap(spec.precompiled_charsmap, path)
     check_lengths({"its unk_surface is": len(proto.trainer_spec.unk_surface)}, MOST_GROWTH, path)
     check_lengths({"it has a piece": max(len(piece.piece) for piece in proto.pieces)}, MOST_PIECE, path)
-
-
-def _is_own(tokenizer: SentencePieceTokenizer) -> bool:
-    """Whether a model has our control ids and gives every text back."""
-    model = tokenizer.processor
-    names = [model.id_to_piece(i) for i in range(tokenizer.vocab_size) if model.is_control(i)]
-    gives_all = tokenizer.has_byte_fallback and not tokenizer.is_normalised
-    is_plain = not tokenizer.user_defined and not tokenizer.trainer.treat_whitespace_as_suffix
-    adds_nothing = not tokenizer.normalizer.add_dummy_prefix
-    return {DOCUMENT_BEGIN, DOCUMENT_END} <= set(names) and gives_all and adds_nothing and is_plain
-
-
-def _certain_rule(tokenizer: SentencePieceTokenizer) -> IsCertain:
-    """Where no piece of a model can span."""
-    if tokenizer.trainer.treat_whitespace_as_suffix or not tokenizer.normalizer.escape_whitespaces:
-        return _never
-    if tokenizer.model_type == "words":
-        if tokenizer.is_normalised:
-            return is_plain_space
-        return _is_before_space
-    model = tokenizer.processor
-    texts = [i for i in range(tokenizer.vocab_size) if not (model.is_control(i) or model.is_byte(i))]
-    neighbours = Neighbours(
-        model.id_to_piece(texts),
-        is_normalised=tokenizer.is_normalised,
-        has_byte_fallback=tokenizer.has_byte_fallback,
-    )
-    return neighbours.is_certain
 
 
 def _encode_own(tokenizer: SentencePieceTokenizer, texts: list[str]) -> list[np.ndarray]:
@@ -306,18 +272,6 @@ def _spelt(model: spm.SentencePieceProcessor) -> list[bytes | None]:
 def _is_before_space(text: str, at: int) -> bool:
     """A word begins with its space: what stands before it is a word of its own."""
     return text[at] == " "
-
-
-def _never(text: str, at: int) -> bool:
-    """A model that writes spaces in a way of its own has no point that is certain."""
-    return False
-
-
-def _id_or_none(token: int) -> int | None:
-    """SentencePiece says −1 of an id that the model does not have."""
-    if token < 0:
-        return None
-    return token
 
 
 def _parse(model: bytes, path: Path) -> spm.SentencePieceProcessor:

@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 from longctx.errors import DataError
 from longctx.untrusted.reading import parse_json
 
+MODEL_FILE = "tokenizer.model"
 JSON_FILE = "tokenizer.json"
 TOKENIZER_CONFIG = "tokenizer_config.json"
 SPECIAL_TOKENS_MAP = "special_tokens_map.json"
@@ -107,30 +108,25 @@ def special_ids(
     ``file`` is the model's own; ``begin`` is what it puts before a text when no setting asks for it or against it.
     """
     frame = _frame(files, file, begin, end, path)
-    named = {role: _named_id(role, files, id_of, path) for role in ("bos", "eos", "pad")}
-    own_bos = named["bos"]
-    if own_bos is None:
-        own_bos = bos
+    own = {"bos": bos, "eos": end, "pad": padding}
+    for role in own:
+        named = _named_id(role, files, id_of, path)
+        if named is not None:
+            own[role] = named
     own_begin = begin
     # transformers builds the frame of a SentencePiece model anew as soon as one of the two settings is there.
     if JSON_FILE not in files and (frame.adds_bos is not None or frame.adds_eos is not None):
         own_begin = None
         if frame.adds_bos:
-            own_begin = own_bos
+            own_begin = own["bos"]
     if JSON_FILE in files and frame.unframed_class:
         own_begin = None
-    own_end = named["eos"]
-    if own_end is None:
-        own_end = end
-    own_padding = named["pad"]
-    if own_padding is None:
-        own_padding = padding
-    stops = [own_end, *_listed_ids("eos", files, path)]
+    stops = [own["eos"], *_listed_ids("eos", files, path)]
     return SpecialIds(
-        bos=own_bos,
+        bos=own["bos"],
         begin=own_begin,
-        end=own_end,
-        padding=own_padding,
+        end=own["eos"],
+        padding=own["pad"],
         stops=tuple(dict.fromkeys(token for token in stops if token is not None)),
         frame=frame,
         fim=_fim_ids(id_of),
@@ -140,17 +136,14 @@ def special_ids(
 def _frame(files: Mapping[str, bytes], file: str, begin: int | None, end: int | None, path: Path) -> Frame:
     """Return what the model's own file and the settings say of begin and end."""
     settings = read_object(files, TOKENIZER_CONFIG, path)
-    added: dict[str, bool | None] = {"add_bos_token": None, "add_eos_token": None}
-    for key in added:
-        if key in settings:
-            added[key] = bool(settings[key])
+    adds = {role: bool(settings[key]) for role in ("bos", "eos") if (key := f"add_{role}_token") in settings}
     return Frame(
         file=file,
         before=begin,
         after=end,
         is_only_form=JSON_FILE not in files and (TOKENIZER_CONFIG in files or MODEL_CONFIG in files),
-        adds_bos=added["add_bos_token"],
-        adds_eos=added["add_eos_token"],
+        adds_bos=adds.get("bos"),
+        adds_eos=adds.get("eos"),
         unframed_class=_unframed_class(settings),
     )
 

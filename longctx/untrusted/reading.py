@@ -11,6 +11,7 @@ import os
 import re
 import reprlib
 import stat
+from collections import Counter
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -120,14 +121,10 @@ def printable(text: str) -> str:
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     # json takes the last of two: a file could then say one thing to us and another to a stricter reader.
     found = dict(pairs)
-    if len(found) == len(pairs):
-        return found
-    seen: set[str] = set()
-    for key, _ in pairs:
-        if key in seen:
-            raise ValueError(f"it names {shown(key)} twice in one object")
-        seen.add(key)
-    raise AssertionError("as many keys as pairs, and none of them twice")
+    if len(found) < len(pairs):
+        [(twice, _)] = Counter(key for key, _ in pairs).most_common(1)
+        raise ValueError(f"it names {shown(twice)} twice in one object")
+    return found
 
 
 def _refuse_constant(word: str) -> float:

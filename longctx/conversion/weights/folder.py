@@ -1,9 +1,8 @@
-"""Hugging Face folders of weights, read tensor by tensor; and folders that appear complete or not at all."""
+"""Hugging Face folders of weights, read tensor by tensor."""
 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -29,18 +28,6 @@ _NOT_WEIGHTS = ("training_args.bin", "optimizer.", "scheduler.", "rng_state")
 """Beginnings of file names that the Trainer of transformers leaves beside the weights."""
 
 
-class WeightsFile(Protocol):
-    """A file of tensors: names, shapes and dtypes are known, values are read on request."""
-
-    def names(self) -> list[str]: ...
-
-    def shape(self, name: str) -> tuple[int, ...]: ...
-
-    def dtype(self, name: str) -> torch.dtype: ...
-
-    def read(self, name: str) -> Tensor: ...
-
-
 class WeightsFolder:
     """The tensors of a Hugging Face folder by name; a tensor is read on request, and not kept.
 
@@ -51,7 +38,7 @@ class WeightsFolder:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self._files: dict[str, WeightsFile] = {}
+        self._files: dict[str, SafetensorsFile | PickledFile] = {}
         self._blocks = BlockReader(past_cache=False)
         self._found = found = _find_weights(folder)
         if found.endswith(_INDEX_END):
@@ -110,7 +97,7 @@ class WeightsFolder:
         """The tensors of one file."""
         return self._open(file).names()
 
-    def _open(self, file: str) -> WeightsFile:
+    def _open(self, file: str) -> SafetensorsFile | PickledFile:
         """The file, its header read once."""
         if file not in self._files:
             path = checked_path(self.folder, file, named_by=self.folder, kinds=(_SAFE, *_PICKLED))

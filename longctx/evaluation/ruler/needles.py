@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 from random import Random
 
 import numpy as np
@@ -32,97 +33,86 @@ class Needles:
 
     def texts(self, budget: Budget, seed: int, haystack: Haystack | None) -> Iterator[Text]:
         """Yield prompt after prompt. DataError once an essay would have to repeat the haystack."""
-        generator = _Generator(self, seed, haystack)
+        draw = partial(self._draw, Random(seed), seed, haystack)
         step = 25
         if self.haystack == "essay":
             step = 500
         elif budget.is_short:
             step = 5
-        units = units_by_estimate(generator.draw, budget, step=step)
+        units = units_by_estimate(draw, budget, step=step)
         # NVIDIA's script repeats its essays there, which makes another text of it without a word.
         if haystack is not None and self.haystack == "essay" and units > haystack.num_words:
-            filled = budget.tokens(generator.draw(haystack.num_words).prompt) + budget.answer_tokens + budget.reserved
+            filled = budget.tokens(draw(haystack.num_words).prompt) + budget.answer_tokens + budget.reserved
             raise haystack.too_short(budget.task, budget.length, filled=filled)
         while True:
-            yield draw_fitting(generator.draw, budget, units=units, step=step)
+            yield draw_fitting(draw, budget, units=units, step=step)
 
-
-class _Generator:
-    """The random numbers of one task and length, and what is drawn from them."""
-
-    def __init__(self, needles: Needles, seed: int, haystack: Haystack | None) -> None:
-        self._needles = needles
-        self._seed = seed
-        self._haystack = haystack
-        self._random = Random(seed)
-
-    def draw(self, units: int) -> Text:
-        """The next prompt, with ``units`` sentences or words of haystack."""
-        needles = self._needles
+    def _draw(self, random: Random, seed: int, haystack: Haystack | None, units: int) -> Text:
+        """Return the next prompt, with ``units`` sentences or words of haystack."""
         keys: list[str] = []
         values: list[list[str]] = []
-        for _ in range(max(needles.num_keys, needles.num_queries)):
-            keys.append(self._value(needles.keys))
-            values.append([self._value(needles.values) for _ in range(needles.num_values)])
+        for _ in range(max(self.num_keys, self.num_queries)):
+            keys.append(_value(random, self.keys))
+            values.append([_value(random, self.values) for _ in range(self.num_values)])
         sentences = [self._needle(key, value) for key, own in zip(keys, values, strict=True) for value in own]
         # The script shuffles by the seed anew each time: needles stand in the same order in all samples.
-        Random(self._seed).shuffle(sentences)
-        context = self._context(sentences, units)
-        asked = self._random.sample(range(len(keys)), needles.num_queries)
+        Random(seed).shuffle(sentences)
+        if self.haystack == "essay":
+            assert haystack is not None
+            context = _essay(random, haystack, sentences, units)
+        else:
+            context = self._lines(random, sentences, units)
+        asked = random.sample(range(len(keys)), self.num_queries)
         answers = [value for at in asked for value in values[at]]
         return Text(prompt=self._prompt(context, [keys[at] for at in asked]), answers=answers)
 
-    def _value(self, kind: str) -> str:
-        if kind == "numbers":
-            return number(self._random)
-        if kind == "uuids":
-            return uuid4(self._random)
-        return self._random.choice(adjective_nouns())
-
     def _needle(self, key: str, value: str) -> str:
-        return NEEDLE.format(type_needle_v=self._needles.values, key=key, value=value)
+        return NEEDLE.format(type_needle_v=self.values, key=key, value=value)
 
-    def _context(self, needles: list[str], units: int) -> str:
-        """The haystack with the needles in it."""
-        if self._needles.haystack == "essay":
-            return self._essay(needles, units)
+    def _lines(self, random: Random, needles: list[str], units: int) -> str:
+        """Return a haystack of lines with the needles between them."""
         lines = [NOISE] * units
-        if self._needles.haystack == "needle":
-            kinds = (self._needles.keys, self._needles.values)
-            lines = [self._needle(self._value(kinds[0]), self._value(kinds[1])) for _ in range(units)]
+        if self.haystack == "needle":
+            kinds = (self.keys, self.values)
+            lines = [self._needle(_value(random, kinds[0]), _value(random, kinds[1])) for _ in range(units)]
         if units < len(needles):
             raise RedrawError
         # From the last line on, so that earlier numbers of lines stay what they are.
-        for at, needle in zip(
-            sorted(self._random.sample(range(units), len(needles)), reverse=True), needles, strict=True
-        ):
+        for at, needle in zip(sorted(random.sample(range(units), len(needles)), reverse=True), needles, strict=True):
             lines.insert(at, needle)
         return "\n".join(lines)
-
-    def _essay(self, needles: list[str], units: int) -> str:
-        """The first ``units`` words of the haystack, with needles between its sentences."""
-        haystack = self._haystack
-        assert haystack is not None
-        # The search may try more words than there are. No sample has them.
-        words = haystack.words * -(-units // haystack.num_words)
-        sentences = haystack.split(" ".join(words[:units]))
-        points = sorted(int(len(sentences) * (depth / 100)) for depth in self._random.sample(DEPTHS, len(needles)))
-        parts: list[str] = []
-        done = 0
-        for point, needle in zip(points, needles, strict=True):
-            parts += [" ".join(sentences[done:point]), needle]
-            done = point
-        parts.append(" ".join(sentences[done:]))
-        return " ".join(parts)
 
     def _prompt(self, context: str, keys: list[str]) -> str:
         query = keys[0]
         if len(keys) > 1:
             query = f"{', '.join(keys[:-1])}, and {keys[-1]}"
-        template, kind = NIAH.text, self._needles.values
-        if self._needles.num_queries * self._needles.num_values == 1:
+        template, kind = NIAH.text, self.values
+        if self.num_queries * self.num_values == 1:
             # One after the other, as the script does: each replaces what the one before has left.
             for plural, singular in (("Some", "A"), ("are all", "is"), ("are", "is"), ("answers", "answer")):
                 template = template.replace(plural, singular)
             kind = kind.removesuffix("s")
         return template.format(type_needle_v=kind, context=context, query=query)
+
+
+def _value(random: Random, kind: str) -> str:
+    if kind == "numbers":
+        return number(random)
+    if kind == "uuids":
+        return uuid4(random)
+    return random.choice(adjective_nouns())
+
+
+def _essay(random: Random, haystack: Haystack, needles: list[str], units: int) -> str:
+    """Return the first ``units`` words of the haystack, with needles between its sentences."""
+    # The search may try more words than there are. No sample has them.
+    words = haystack.words * -(-units // haystack.num_words)
+    sentences = haystack.split(" ".join(words[:units]))
+    points = sorted(int(len(sentences) * (depth / 100)) for depth in random.sample(DEPTHS, len(needles)))
+    parts: list[str] = []
+    done = 0
+    for point, needle in zip(points, needles, strict=True):
+        parts += [" ".join(sentences[done:point]), needle]
+        done = point
+    parts.append(" ".join(sentences[done:]))
+    return " ".join(parts)

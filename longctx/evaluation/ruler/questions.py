@@ -9,7 +9,7 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
-from longctx.errors import DataError
+from longctx.errors import ConfigError, DataError
 from longctx.evaluation.ruler.search import Budget, RedrawError, Text, draw_fitting, units_by_estimate
 from longctx.evaluation.ruler.templates import DOCUMENT, QUESTION_ANSWERING
 from longctx.untrusted.reading import read_json
@@ -81,18 +81,25 @@ class QuestionFile:
         return own + related + random.sample(others, max(0, missing - len(related)))
 
 
-def read_squad(path: Path) -> QuestionFile:
-    """SQuAD 2.0's file; questions without an answer are left out."""
-    return _read(path, _parse_squad, "SQuAD 2.0's dev-v2.0.json")
+def read_squad(path: Path | None) -> QuestionFile:
+    """Return SQuAD 2.0's file; questions without an answer are left out."""
+    return _read("ruler_qa_1", path, _parse_squad, "SQuAD 2.0's dev-v2.0.json")
 
 
-def read_hotpotqa(path: Path) -> QuestionFile:
-    """HotpotQA's file with distractors: each question has ten documents of its own."""
-    return _read(path, _parse_hotpotqa, "HotpotQA's hotpot_dev_distractor_v1.json")
+def read_hotpotqa(path: Path | None) -> QuestionFile:
+    """Return HotpotQA's file with distractors: each question has ten documents of its own."""
+    return _read("ruler_qa_2", path, _parse_hotpotqa, "HotpotQA's hotpot_dev_distractor_v1.json")
 
 
-def _read(path: Path, parse: Callable[[Any], tuple[list[str], list[Question]]], wanted: str) -> QuestionFile:
-    """The file as ``parse`` understands it; DataError where it is another one."""
+def _read(
+    task: str, path: Path | None, parse: Callable[[Any], tuple[list[str], list[Question]]], wanted: str
+) -> QuestionFile:
+    """Return the file as ``parse`` understands it; ConfigError if none is named, DataError if it is another one."""
+    if path is None:
+        raise ConfigError(
+            f"task {task} asks questions about documents that come with no package. Give the file {wanted}, or leave "
+            "the task out."
+        )
     try:
         documents, questions = parse(read_json(path, most_bytes=_MOST_BYTES, most_values=_MOST_VALUES))
     except (OSError, ValueError, KeyError, TypeError, IndexError) as error:

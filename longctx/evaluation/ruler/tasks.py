@@ -4,42 +4,28 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from pathlib import Path
 
-from longctx.errors import ConfigError, DataError
-from longctx.evaluation.haystack import Haystack
+from longctx.errors import DataError
 from longctx.evaluation.ruler import templates
 from longctx.evaluation.ruler.needles import Needles
-from longctx.evaluation.ruler.questions import QuestionFile, read_hotpotqa, read_squad
+from longctx.evaluation.ruler.questions import read_hotpotqa, read_squad
 from longctx.evaluation.ruler.search import Budget, Text
-from longctx.evaluation.ruler.templates import Template
 from longctx.evaluation.ruler.variables import texts as variable_texts
 from longctx.evaluation.ruler.words import common_words, frequent_words, numbered
 from longctx.evaluation.scorers import clean_output, contains_all, contains_any
-from longctx.evaluation.task import Sample, Score, Setting, check_target, required_haystack, tokens_for_answer
+from longctx.evaluation.task import Sample, Score, Setting, Task, check_target, required_haystack, tokens_for_answer
 
 NOISE, KEYS, TEXT = "a repeated line", "other needles", "the haystack"
 
 
 @dataclass(frozen=True, kw_only=True)
-class RulerTask:
+class RulerTask(Task):
     """A task of NVIDIA's: samples are drawn one after the other from one seed, so each needs all before it."""
 
-    name: str
-    measures: str
-    prompt_budget: str
-    template: Template
     texts: Callable[[Budget, Setting], Iterator[Text]]
     rule: Score = contains_all
     join: Callable[[list[str]], str] = ", ".join
     """How a right answer names several things."""
-    needs_haystack: bool = False
-    has_depth: bool = False
-
-    @property
-    def answer_tokens(self) -> int:
-        """NVIDIA's ``tokens_to_generate``."""
-        return self.template.answer_tokens
 
     def samples(self, setting: Setting, length: int, count: int, *, start: int = 0) -> Iterator[Sample]:
         """Yield samples ``start`` to ``count``; those before ``start`` are drawn and dropped."""
@@ -59,7 +45,7 @@ class RulerTask:
 
     def score(self, output: str, sample: Sample) -> float:
         """NVIDIA's score of an output, of the text as its scripts clean it."""
-        return self.rule(clean_output(output), sample.answers)
+        return super().score(clean_output(output), sample)
 
     def _sample(self, budget: Budget, index: int, text: Text) -> Sample:
         answers = text.answers
@@ -86,42 +72,14 @@ class RulerTask:
 
 def _needle_task(name: str, measures: str, needles: Needles) -> RulerTask:
     """One of the eight needle tasks."""
-    is_essay = needles.haystack == "essay"
-
-    def texts(budget: Budget, setting: Setting) -> Iterator[Text]:
-        haystack: Haystack | None = None
-        if is_essay:
-            haystack = setting.haystack
-        return needles.texts(budget, setting.seed, haystack)
-
     return RulerTask(
         name=f"ruler_niah_{name}",
         measures=measures,
         prompt_budget={"noise": NOISE, "needle": KEYS, "essay": TEXT}[needles.haystack],
-        template=templates.NIAH,
-        texts=texts,
-        needs_haystack=is_essay,
+        answer_tokens=templates.NIAH.answer_tokens,
+        texts=lambda budget, setting: needles.texts(budget, setting.seed, setting.haystack),
+        needs_haystack=needles.haystack == "essay",
     )
-
-
-def _questions(path: Path | None, read: Callable[[Path], QuestionFile], wanted: str, budget: Budget) -> QuestionFile:
-    """The user's file; ConfigError where none was named."""
-    if path is None:
-        raise ConfigError(
-            f"task {budget.task} asks questions about documents that come with no package. Give the file {wanted}, "
-            "or leave the task out."
-        )
-    return read(path)
-
-
-def _squad(budget: Budget, setting: Setting) -> Iterator[Text]:
-    file = _questions(setting.ruler.squad, read_squad, "SQuAD 2.0's dev-v2.0.json", budget)
-    return file.texts(budget, setting.seed)
-
-
-def _hotpotqa(budget: Budget, setting: Setting) -> Iterator[Text]:
-    wanted = "HotpotQA's hotpot_dev_distractor_v1.json"
-    return _questions(setting.ruler.hotpotqa, read_hotpotqa, wanted, budget).texts(budget, setting.seed)
 
 
 RULER_TASKS = (
@@ -139,7 +97,7 @@ RULER_TASKS = (
         name="ruler_vt",
         measures="RULER: all variables of a chain of assignments",
         prompt_budget=NOISE,
-        template=templates.VARIABLE_TRACKING,
+        answer_tokens=templates.VARIABLE_TRACKING.answer_tokens,
         texts=lambda budget, setting: variable_texts(budget, setting.seed),
         join=" ".join,
     ),
@@ -147,7 +105,7 @@ RULER_TASKS = (
         name="ruler_cwe",
         measures="RULER: the ten most common words of a list",
         prompt_budget="words of a list",
-        template=templates.COMMON_WORDS,
+        answer_tokens=templates.COMMON_WORDS.answer_tokens,
         texts=lambda budget, setting: common_words(budget, setting.seed, setting.ruler.english_words),
         join=lambda words: " ".join(numbered(words)),
     ),
@@ -155,23 +113,23 @@ RULER_TASKS = (
         name="ruler_fwe",
         measures="RULER: the three most frequent coded words",
         prompt_budget="coded words",
-        template=templates.FREQUENT_WORDS,
+        answer_tokens=templates.FREQUENT_WORDS.answer_tokens,
         texts=lambda budget, setting: frequent_words(budget, setting.seed),
     ),
     RulerTask(
         name="ruler_qa_1",
         measures="RULER: a question about one of many paragraphs (SQuAD, your file)",
         prompt_budget="other documents",
-        template=templates.QUESTION_ANSWERING,
-        texts=_squad,
+        answer_tokens=templates.QUESTION_ANSWERING.answer_tokens,
+        texts=lambda budget, setting: read_squad(setting.ruler.squad).texts(budget, setting.seed),
         rule=contains_any,
     ),
     RulerTask(
         name="ruler_qa_2",
         measures="RULER: a question about two of many paragraphs (HotpotQA, your file)",
         prompt_budget="other documents",
-        template=templates.QUESTION_ANSWERING,
-        texts=_hotpotqa,
+        answer_tokens=templates.QUESTION_ANSWERING.answer_tokens,
+        texts=lambda budget, setting: read_hotpotqa(setting.ruler.hotpotqa).texts(budget, setting.seed),
         rule=contains_any,
     ),
 )

@@ -13,33 +13,25 @@ from dataclasses import dataclass
 class Template:
     """A prompt's text with fields in braces."""
 
-    body: str
-    answer_prefix: str
+    text: str
     answer_tokens: int
     """Tokens that are left for the answer."""
 
-    @property
-    def text(self) -> str:
-        """All of the prompt."""
-        return self.body + self.answer_prefix
-
 
 NIAH = Template(
-    body=(
+    text=(
         "Some special magic {type_needle_v} are hidden within the following text. Make sure to memorize it. "
         "I will quiz you about the {type_needle_v} afterwards.\n{context}\n"
         "What are all the special magic {type_needle_v} for {query} mentioned in the provided text?"
+        " The special magic {type_needle_v} for {query} mentioned in the provided text are"
     ),
-    answer_prefix=" The special magic {type_needle_v} for {query} mentioned in the provided text are",
     answer_tokens=128,
 )
 
 VARIABLE_TRACKING = Template(
-    body=(
+    text=(
         "Memorize and track the chain(s) of variable assignment hidden in the following text.\n\n{context}\n"
         "Question: Find all variables that are assigned the value {query} in the text above."
-    ),
-    answer_prefix=(
         " Answer: According to the chain(s) of variable assignment in the text above, {num_v} variables are assigned "
         "the value {query}, they are: "
     ),
@@ -47,35 +39,35 @@ VARIABLE_TRACKING = Template(
 )
 
 COMMON_WORDS = Template(
-    body=(
+    text=(
         "Below is a numbered list of words. In these words, some appear more often than others. "
         "Memorize the ones that appear most often.\n{context}\n"
         "Question: What are the 10 most common words in the above list?"
+        " Answer: The top 10 words that appear most often in the list are:"
     ),
-    answer_prefix=" Answer: The top 10 words that appear most often in the list are:",
     answer_tokens=120,
 )
 
 FREQUENT_WORDS = Template(
-    body=(
+    text=(
         "Read the following coded text and track the frequency of each coded word. "
         "Find the three most frequently appeared coded words. {context}\n"
         "Question: Do not provide any explanation. Please ignore the dots '....'. "
         "What are the three most frequently appeared words in the above coded text?"
+        " Answer: According to the coded text above, the three most frequently appeared words are:"
     ),
-    answer_prefix=" Answer: According to the coded text above, the three most frequently appeared words are:",
     answer_tokens=50,
 )
 
 QUESTION_ANSWERING = Template(
-    body=(
+    text=(
         "Answer the question based on the given documents. "
         "Only give me the answer and do not output any other words.\n\n"
         "The following are given documents.\n\n{context}\n\n"
         "Answer the question based on the given documents. "
         "Only give me the answer and do not output any other words.\n\nQuestion: {query}"
+        " Answer:"
     ),
-    answer_prefix=" Answer:",
     answer_tokens=32,
 )
 

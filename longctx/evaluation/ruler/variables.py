@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import string
 from collections.abc import Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from itertools import pairwise
 from random import Random
 
@@ -41,17 +41,12 @@ def texts(budget: Budget, seed: int) -> Iterator[Text]:
         yield draw_fitting(draw, budget, units=units, step=step)
 
 
-@dataclass(frozen=True)
 class _Numbers:
     """The two generators of the script: names are drawn from the one, values from the other."""
 
-    seed: int
-    names: Random = field(init=False)
-    values: np.random.RandomState = field(init=False)
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "names", Random(self.seed))
-        object.__setattr__(self, "values", np.random.RandomState(self.seed))
+    def __init__(self, seed: int) -> None:
+        self.names = Random(seed)
+        self.values = np.random.RandomState(seed)
 
     def name(self, letters: int) -> str:
         return "".join(self.names.choices(string.ascii_uppercase, k=letters))

@@ -8,7 +8,6 @@ from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from importlib.resources import files
 from itertools import accumulate
-from typing import overload
 
 from longctx.errors import ConfigError
 
@@ -44,7 +43,7 @@ def all_words() -> tuple[str, ...]:
     return tuple(sorted({*read_words("nounlist.txt"), *read_words("adjectivelist.txt"), *read_words("verblist.txt")}))
 
 
-class JoinedWords(Sequence[str]):
+class JoinedWords:
     """``sorted({f"{first}-{second}" …})`` without the list, which takes half a gigabyte and ten seconds.
 
     First words sort by themselves unless one, with its hyphen, begins another (``well`` and ``well-known``): the pairs
@@ -66,13 +65,7 @@ class JoinedWords(Sequence[str]):
     def __len__(self) -> int:
         return self._starts[-1]
 
-    @overload
-    def __getitem__(self, index: int) -> str: ...
-    @overload
-    def __getitem__(self, index: slice) -> list[str]: ...
-    def __getitem__(self, index: int | slice) -> str | list[str]:
-        if isinstance(index, slice):
-            return [self[at] for at in range(*index.indices(len(self)))]
+    def __getitem__(self, index: int) -> str:
         if not 0 <= index < len(self):
             raise IndexError(index)
         number = bisect_right(self._starts, index) - 1

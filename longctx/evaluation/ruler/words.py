@@ -5,8 +5,6 @@ from __future__ import annotations
 import math
 import string
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
-from functools import cached_property
 from pathlib import Path
 from random import Random
 
@@ -30,15 +28,26 @@ _NOISE = "..."
 
 def common_words(budget: Budget, seed: int, english_words: Path | None) -> Iterator[Text]:
     """Yield prompt after prompt: a worked example, then a list in which ten words stand more often than the others."""
-    lists = _WordLists(seed, english_words, budget)
+    words = list(all_words())
+    Random(seed).shuffle(words)
     random = Random(seed)
 
+    def draw_list(count: int, often: int, seldom: int) -> tuple[str, list[str]]:
+        """A list of so many words, the first ten so often and the others so often; and the ten."""
+        # The first ten of a random sample are as random as any ten.
+        chosen = random.sample(_enough_words(words, count, budget, english_words), count)
+        common, others = chosen[:NUM_COMMON], chosen[NUM_COMMON:]
+        listed = common * often + others * seldom
+        Random(seed).shuffle(listed)
+        return " ".join(numbered(listed)), common
+
     def draw(units: int) -> Text:
-        small, large = (40, 10, 3), (units, 30, 3)
         if budget.is_short:
-            small, large = (20, 3, 1), (units, 6, 1)
-        shown, shown_common = lists.numbered(random, small)
-        context, common = lists.numbered(random, large)
+            shown, shown_common = draw_list(20, 3, 1)
+            context, common = draw_list(units, 6, 1)
+        else:
+            shown, shown_common = draw_list(40, 10, 3)
+            context, common = draw_list(units, 30, 3)
         example = f"{_common_prompt(shown)} {' '.join(numbered(shown_common))}"
         return Text(prompt=f"{example}\n{_common_prompt(context)}", answers=common)
 
@@ -80,43 +89,17 @@ def _common_prompt(context: str) -> str:
     return COMMON_WORDS.text.format(context=context)
 
 
-@dataclass(frozen=True)
-class _WordLists:
-    """The words that lists are drawn from."""
-
-    seed: int
-    english_words: Path | None
-    budget: Budget
-
-    @cached_property
-    def _shuffled(self) -> list[str]:
-        """The words of wonderwords in the order that the seed gives them."""
-        words = list(all_words())
-        Random(self.seed).shuffle(words)
+def _enough_words(words: list[str], count: int, budget: Budget, english_words: Path | None) -> list[str]:
+    """Return the words of wonderwords, or NVIDIA's larger list where those are too few."""
+    if count <= len(words):
         return words
-
-    def numbered(self, random: Random, sizes: tuple[int, int, int]) -> tuple[str, list[str]]:
-        """A list of so many words, the first ten so often and the others so often; and the ten."""
-        count, often, seldom = sizes
-        # The first ten of a random sample are as random as any ten.
-        chosen = random.sample(self._source(count), count)
-        common, others = chosen[:NUM_COMMON], chosen[NUM_COMMON:]
-        listed = common * often + others * seldom
-        Random(self.seed).shuffle(listed)
-        return " ".join(numbered(listed)), common
-
-    def _source(self, count: int) -> Sequence[str]:
-        """The words of wonderwords, or NVIDIA's larger list where those are too few."""
-        words = self._shuffled
-        if count <= len(words):
-            return words
-        if self.english_words is None:
-            raise ConfigError(
-                f"task {self.budget.task} at length={self.budget.length} draws {count:,} different words, and "
-                f"wonderwords has {len(words):,}. Give english_words.json of NVIDIA's RULER (a file of 8 MB in its "
-                "scripts/data/synthetic/json), or ask for a shorter length."
-            )
-        return _read_english_words(self.english_words, count)
+    if english_words is None:
+        raise ConfigError(
+            f"task {budget.task} at length={budget.length} draws {count:,} different words, and "
+            f"wonderwords has {len(words):,}. Give english_words.json of NVIDIA's RULER (a file of 8 MB in its "
+            "scripts/data/synthetic/json), or ask for a shorter length."
+        )
+    return _read_english_words(english_words, count)
 
 
 def _read_english_words(path: Path, count: int) -> list[str]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from random import Random
+from functools import partial
 
 from longctx.evaluation.fitted import Draft, Request
 from longctx.evaluation.values import distinct, nonsense
@@ -17,7 +17,7 @@ SMALLEST = CUE + COPIED
 def build_copy(request: Request) -> Draft:
     """``units`` words; the part to copy begins at the asked depth. No word stands twice, so the cue is certain."""
     # Distinct words, or the cue would have two continuations.
-    words = distinct(request.random, _word, request.units)
+    words = distinct(request.random, partial(nonsense, syllables=4), request.units)
     # The cue and what follows it lie within the sequence at any depth.
     at = round(request.depth * (len(words) - CUE - COPIED))
     cue = " ".join(words[at : at + CUE])
@@ -29,7 +29,3 @@ def build_copy(request: Request) -> Draft:
         target=f" {copied}",
         spans=((begin, begin + len(copied)),),
     )
-
-
-def _word(random: Random) -> str:
-    return nonsense(random, 4)

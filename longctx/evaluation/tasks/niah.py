@@ -41,7 +41,7 @@ class Needles:
         keys = distinct(random, word, self.num_keys)
         # All that is drawn comes before the window: its length changes no needle.
         codes = distinct(random, KINDS[self.kind], self.num_keys * self.num_values)
-        pairs = [(key, codes[at * self.num_values + value]) for at, key in enumerate(keys) for value in self._values]
+        pairs = [(keys[at // self.num_values], code) for at, code in enumerate(codes)]
         depths = [random.random() for _ in pairs]
         if self.num_answers == 1:
             # Several answers cannot all stand at one depth, so those have none in a heat map.
@@ -56,7 +56,9 @@ class Needles:
             # From the right: a key of words may hold the code's letters.
             begin = len(INTRODUCTION) + start + needle.rindex(code)
             spans.append((begin, begin + len(code)))
-        question = self._question(keys[: self.num_queries])
+        question = question_of(keys[0])
+        if self.num_answers > 1:
+            question = _QUESTION_OF_SEVERAL.format(keys=", ".join(keys[: self.num_queries]))
         answers = tuple(code for _, code in asked)
         return Draft(
             prompt=f"{INTRODUCTION}{context}{question}",
@@ -64,16 +66,6 @@ class Needles:
             target=f" {', '.join(answers)}.",
             spans=tuple(spans),
         )
-
-    @property
-    def _values(self) -> range:
-        return range(self.num_values)
-
-    def _question(self, keys: list[str]) -> str:
-        """The question, and the beginning of its answer."""
-        if self.num_answers == 1:
-            return question_of(keys[0])
-        return _QUESTION_OF_SEVERAL.format(keys=", ".join(keys))
 
 
 def needle_sentence(key: str, code: str) -> str:

@@ -19,6 +19,11 @@ from tests.longctx.tokenizer.byte_level import SIZE, tokenizer_json, write_model
 
 POINTER = POINTER_LINE + b"\noid sha256:" + b"4d7a2146" * 8 + b"\nsize 123456\n"
 SIDE_FILES = {
+    "special_tokens_map.json": b"{}\n",
+    "added_tokens.json": b"{}",
+    "vocab.json": '{"Ġa": 0}'.encode(),
+    "merges.txt": b"#version: 0.2\r\n",
+    "tokenizer.model": b"not ours",
     "chat_template.jinja": b"{{ messages }}",
     "additional_chat_templates/rag.jinja": b"RAG {{ messages }}",
     "additional_chat_templates/tool_use.jinja": b"TOOLS {{ messages }}",
@@ -51,6 +56,7 @@ def test_side_files_come_back_byte_for_byte(model, tmp_path, caplog):
     assert "left behind" not in caplog.text
     export_checkpoint(tmp_path / "in", tmp_path / "out", verify="none")
     assert side_files(tmp_path / "out") == SIDE_FILES
+    assert all((tmp_path / "out" / path.name).read_bytes() == path.read_bytes() for path in model.glob("*token*.json"))
     before, after = (
         auto.from_pretrained(str(folder), local_files_only=True).chat_template for folder in (model, tmp_path / "out")
     )
@@ -75,13 +81,14 @@ def test_named_templates_travel_with_a_tokenizer(model, tmp_path):
 
 
 def test_what_nobody_carries_is_named(model, tmp_path, caplog):
-    for name in ("vocab.txt", "original/params.json", "additional_chat_templates/no jinja.txt", ".git/config"):
+    no_template = "additional_chat_templates/no jinja.txt"
+    for name in ("vocab.txt", "modeling.py", "original/params.json", no_template, ".git/config"):
         (model / name).parent.mkdir(exist_ok=True)
         (model / name).write_text("x")
     (model / "NOTICE").write_bytes(b"x" * (4 * 2**20 + 1))
     import_hf(model, tmp_path / "in", verify="none")
     (said,) = [record.getMessage() for record in caplog.records if "left behind" in record.getMessage()]
-    assert said.endswith(": NOTICE, additional_chat_templates/no jinja.txt, original/, vocab.txt.")
+    assert said.endswith(": NOTICE, additional_chat_templates/no jinja.txt, modeling.py, original/, vocab.txt.")
 
 
 def test_no_name_of_a_stranger_acts_on_a_terminal(model, tmp_path, caplog):
@@ -139,24 +146,18 @@ def test_a_folder_of_templates_is_bounded(model):
 @pytest.mark.parametrize(
     "name",
     [
-        "config.json", "model.safetensors", "tokenizer.json", "tokenizer.model", "tokenizer_config.json",
-        "generation_config.json", *SIDE_FILES,
+        "config.json", "model.safetensors", "model.safetensors.index.json", "pytorch_model.bin", "tokenizer.json",
+        "tokenizer_config.json", "generation_config.json", *SIDE_FILES,
     ],
 )  # fmt: skip
 def test_a_pointer_of_git_lfs_is_no_file(model, tmp_path, name):
+    if name in ("model.safetensors.index.json", "pytorch_model.bin"):
+        (model / "model.safetensors").unlink()
     (model / name).write_bytes(POINTER)
     with pytest.raises(CheckpointError, match=r"is a Git LFS pointer.*git lfs pull") as caught:
         import_hf(model, tmp_path / "in", verify="none")
     assert name in str(caught.value)
     assert not (tmp_path / "in").exists()
-
-
-@pytest.mark.parametrize("name", ["model.safetensors.index.json", "pytorch_model.bin"])
-def test_a_pointer_instead_of_weights_is_no_file(model, tmp_path, name):
-    (model / "model.safetensors").unlink()
-    (model / name).write_bytes(POINTER)
-    with pytest.raises(CheckpointError, match="git lfs pull"):
-        import_hf(model, tmp_path / "in", verify="none")
 
 
 @pytest.mark.parametrize("name", ["tokenizer.json", "tokenizer_config.json", "additional_chat_templates/rag.jinja"])

@@ -16,7 +16,7 @@ from longctx.conversion import import_hf
 from longctx.conversion.tensors import tensor_specs
 from longctx.conversion.weights.folder import INDEX
 from longctx.conversion.weights.json_files import write_json
-from longctx.storage.shards import ShardWriter
+from longctx.storage.safetensors import ShardWriter
 from tests.helpers import REPOSITORY
 from tests.longctx.samples import dense_config
 
@@ -92,18 +92,19 @@ def rise(*arguments: object) -> int:
     return int(result.stdout)
 
 
-@pytest.mark.slow
-@pytest.mark.timeout(400)
-@pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="measures with Linux's /proc")
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.timeout(400),
+    pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="measures with Linux's /proc"),
+]
+
+
 def test_resident_memory_rises_by_two_tensors_and_200_mb_at_most(small, large, tmp_path):
     assert rise("from", small / "hf", large, tmp_path / "ours") <= ALLOWED_BYTES
     assert rise("to", small / "ours", tmp_path / "ours", tmp_path / "hf") <= ALLOWED_BYTES
     assert len(json.loads((tmp_path / "hf" / INDEX).read_text())["weight_map"]) == len(tensor_specs(CONFIG))
 
 
-@pytest.mark.slow
-@pytest.mark.timeout(400)
-@pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="measures with Linux's /proc")
 def test_so_it_does_with_a_pickle(small, large, tmp_path):
     write_pickle(large, tmp_path / "pickled")
     assert rise("from", small / "pickled", tmp_path / "pickled", tmp_path / "ours") <= ALLOWED_BYTES

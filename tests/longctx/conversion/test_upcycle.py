@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 from typing import Any
 
 import pytest
 import torch
 
-from longctx.checkpoint_format import MANIFEST, CheckpointReader, model_config
+from longctx.checkpoint_format import CheckpointReader, model_config
 from longctx.config import ModelConfig
 from longctx.conversion.checkpoint_writer import save_masters
 from longctx.conversion.upcycle import Upcycling, upcycle_checkpoint, upcycle_config, upcycle_tensors
@@ -191,21 +190,13 @@ def test_a_checkpoint_is_upcycled_as_a_whole(tmp_path):
 
 
 def test_a_damaged_or_wrong_checkpoint_leaves_nothing(tmp_path):
-    config, state = dense_config(), Decoder(dense_config()).state_dict()
-    save = {"dtype": torch.float32, "training": {}}
-    for wrong, said in (
-        ({n: t for n, t in state.items() if n != "model.norm.weight"}, r"missing \(1\): model\.norm\.weight"),
-        ({**state, "model.nonsense": torch.zeros(2)}, "model.nonsense"),
-        ({**state, "model.norm.weight": torch.zeros(2)}, r"model\.norm\.weight \(2,\) instead of \(32,\)"),
-    ):
-        with pytest.raises(CheckpointError, match=said):
-            save_masters(config, wrong.items(), tmp_path / "wrong", **save)
-        assert not list(tmp_path.iterdir())
-    save_masters(config, state.items(), tmp_path / "dense", **save)
+    config = dense_config()
+    tensors, save = list(Decoder(config).state_dict().items()), {"dtype": torch.float32, "training": {}}
+    with pytest.raises(CheckpointError, match=r"missing \(1\)"):
+        save_masters(config, tensors[1:], tmp_path / "wrong", **save)
+    save_masters(config, tensors, tmp_path / "dense", **save)
     path = next((tmp_path / "dense").glob("*.safetensors"))
     path.write_bytes(path.read_bytes()[:-4])
     with pytest.raises(CheckpointError, match="is damaged"):
         upcycle_checkpoint(tmp_path / "dense", tmp_path / "out", Upcycling(num_experts=4))
-    manifest = json.loads((tmp_path / "dense" / MANIFEST).read_text())
-    assert manifest["step"] == 0
-    assert not (tmp_path / "out").exists()
+    assert [path.name for path in tmp_path.iterdir()] == ["dense"]

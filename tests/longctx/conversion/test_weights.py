@@ -19,8 +19,7 @@ from longctx.errors import CheckpointError
 from longctx.files import staged_folder
 from longctx.model.decoder import Decoder
 from longctx.storage import safetensors
-from longctx.storage.safetensors import SafetensorsFile
-from longctx.storage.shards import ShardWriter
+from longctx.storage.safetensors import SafetensorsFile, ShardWriter
 from tests.longctx.samples import tiny_config
 
 CONFIG = tiny_config(num_layers=1, tie_embeddings=False)
@@ -76,7 +75,6 @@ def test_the_layout_of_the_hugging_face_cache_is_fine(sharded, tmp_path):
         ({"model.ghost": "SAME"}, "only in the index model.ghost"),
         ({"model.norm.weight": "OTHER"}, "disagree"),
         ({"model.norm.weight": "absent.safetensors"}, r"absent\.safetensors is missing"),
-        ({"model.norm.weight": 3}, "no weight_map"),
     ],
 )
 def test_an_index_must_say_what_the_files_hold(sharded, change, said):
@@ -85,14 +83,6 @@ def test_an_index_must_say_what_the_files_hold(sharded, change, said):
     other = next(f for f in weight_map.values() if f != same)
     rewrite_index(sharded, **{k: {"SAME": same, "OTHER": other}.get(v, v) for k, v in change.items()})
     with pytest.raises(CheckpointError, match=said):
-        load_hf(sharded)
-
-
-def test_a_name_twice_in_the_index_is_refused(sharded):
-    text = (sharded / INDEX).read_text()
-    line = next(line for line in text.splitlines() if "norm.weight" in line)
-    (sharded / INDEX).write_text(text.replace(line, line + "\n" + line))
-    with pytest.raises(CheckpointError, match="twice"):
         load_hf(sharded)
 
 

@@ -7,6 +7,8 @@ import re
 from collections import Counter
 from collections.abc import Callable
 
+from longctx.evaluation import GROUPS
+
 
 def _needle(prompt: str) -> list[str]:
     """Codes of the keys that the question names."""
@@ -105,12 +107,7 @@ def _frequent(prompt: str) -> list[str]:
 
 
 SOLVERS: dict[str, Callable[[str], list[str]]] = {
-    "niah": _needle,
-    "niah_word": _needle,
-    "niah_uuid": _needle,
-    "niah_multikey": _needle,
-    "niah_multivalue": _needle,
-    "niah_multiquery": _needle,
+    **dict.fromkeys(GROUPS["niah_all"], _needle),
     "passkey": _passkey,
     "kv_retrieval": _kv,
     "phonebook": _phonebook,
@@ -119,14 +116,7 @@ SOLVERS: dict[str, Callable[[str], list[str]]] = {
     "numbered_requests": _numbered_request,
     "copy": _copy,
     "associative_recall": _recall,
-    "ruler_niah_single_1": _ruler_needle,
-    "ruler_niah_single_2": _ruler_needle,
-    "ruler_niah_single_3": _ruler_needle,
-    "ruler_niah_multikey_1": _ruler_needle,
-    "ruler_niah_multikey_2": _ruler_needle,
-    "ruler_niah_multikey_3": _ruler_needle,
-    "ruler_niah_multivalue": _ruler_needle,
-    "ruler_niah_multiquery": _ruler_needle,
+    **dict.fromkeys((name for name in GROUPS["ruler"] if "niah" in name), _ruler_needle),
     "ruler_vt": _variables,
     "ruler_cwe": _common,
     "ruler_fwe": _frequent,

@@ -26,13 +26,15 @@ def test_a_window_goes_around_the_end_and_cuts_its_last_sentence():
     assert " ".join(haystack.window(0, 12)).split() == haystack.words
 
 
-def test_reading_stops_when_there_is_enough():
+def test_reading_stops_when_there_is_enough(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("longctx.evaluation.haystack.MOST_CHARACTERS", 15)
+
     def texts():
         yield "One two."
         yield "Three four."
         raise AssertionError("read too much")
 
-    assert Haystack(texts(), source="test", most_characters=15).num_words == 4
+    assert Haystack(texts(), source="test").num_words == 4
 
 
 def test_a_haystack_without_text_is_refused():

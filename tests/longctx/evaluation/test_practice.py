@@ -1,16 +1,15 @@
-"""Documents to learn recall from: what they hold, that they read as the tasks' prompts, that they never change."""
+"""Documents to learn recall from: what they hold, and that they never change."""
 
 from __future__ import annotations
 
 import hashlib
 import re
+from dataclasses import replace
 
 import pytest
 
 from longctx.errors import ConfigError
-from longctx.evaluation import Haystack, Setting, find_tasks
 from longctx.evaluation.practice import Practice
-from tests.longctx.evaluation.pieces import PieceTokenizer
 
 USUAL = Practice(words=(20, 90), pairs=(2, 6), mentions=(1, 3), questions=(1, 4))
 NEEDLE = re.compile(r"The secret code of (\S+) is (\S+)\.")
@@ -19,7 +18,7 @@ QUESTION = re.compile(r"\n\nQuestion: What is the secret code of (\S+)\?\nAnswer
 
 @pytest.mark.parametrize("kind", ["number", "word", "uuid"])
 def test_every_question_has_its_answer_in_the_text(kind):
-    practice = Practice(words=(20, 90), pairs=(2, 6), mentions=(1, 3), questions=(1, 4), kind=kind)
+    practice = replace(USUAL, kind=kind)
     for index in range(50):
         document = practice.document(index)
         context, *_ = document.split("\n\nQuestion:")
@@ -37,22 +36,6 @@ def test_every_question_has_its_answer_in_the_text(kind):
         for key, again, code in asked:
             assert key == again
             assert hidden[key] == {code}
-
-
-def test_a_document_continues_a_prompt_of_the_task():
-    """The same introduction, needles and questions: what is learnt here is what niah_word asks."""
-    plain = Practice(words=(300, 300), pairs=(0, 0), mentions=(1, 1), questions=(0, 0)).document(0)
-    setting = Setting(tokenizer=PieceTokenizer(begin=1), haystack=Haystack([plain * 3], source="plain"))
-    (task,) = find_tasks(["niah_word"])
-    sample = next(task.samples(setting, 300, 1))
-    document = USUAL.document(3)
-    asked = QUESTION.search(document)
-    assert asked is not None
-    prompt = document[: asked.start(3) - 1]
-    for text in (sample.prompt, prompt):
-        assert text.startswith("Secret codes are hidden in the following text.")
-        assert NEEDLE.search(text)
-        assert re.search(r"\n\nQuestion: What is the secret code of (\S+)\?\nAnswer: The secret code of \1 is$", text)
 
 
 def test_codes_stand_at_both_ends_as_often_as_an_evaluation_asks_there():
@@ -77,9 +60,9 @@ def test_plain_documents_hold_no_code_and_no_number():
 
 
 def test_documents_depend_on_seed_and_index_alone():
-    again = Practice(words=(20, 90), pairs=(2, 6), mentions=(1, 3), questions=(1, 4))
+    again = replace(USUAL)
     assert [USUAL.document(n) for n in (5, 0)] == [again.document(n) for n in (5, 0)]
-    other = Practice(words=(20, 90), pairs=(2, 6), mentions=(1, 3), questions=(1, 4), seed=1)
+    other = replace(USUAL, seed=1)
     assert len({USUAL.document(0), USUAL.document(1), other.document(0)}) == 3
     together = "\0".join(USUAL.document(n) for n in range(20))
     # A later release that writes other documents trains another model: that is worth a line in the changelog.

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 
-from longctx.errors import DataError
 from longctx.evaluation.scorers import (
     begins_with,
     clean_output,
@@ -12,8 +11,6 @@ from longctx.evaluation.scorers import (
     contains_any,
     repeated_after_code,
     set_f1,
-    string_match_all,
-    string_match_part,
 )
 
 
@@ -51,16 +48,6 @@ def test_begins_with_takes_whole_words_and_numbers(output: str, score: float):
 def test_nvidia_rules(output: str, references: list[str], all_of_them: float, any_of_them: float):
     assert contains_all(output, references) == pytest.approx(all_of_them)
     assert contains_any(output, references) == any_of_them
-
-
-def test_percentages_are_rounded_to_two_digits():
-    outputs, references = ["a", "b", "c d"], [["a"], ["x"], ["c", "d", "e"]]
-    assert string_match_all(outputs, references) == 55.56
-    assert string_match_part(outputs, references) == 66.67
-    with pytest.raises(DataError, match="0 outputs and 0 lists"):
-        string_match_all([], [])
-    with pytest.raises(DataError, match="at least one reference"):
-        string_match_part(["a"], [[]])
 
 
 def test_control_characters_become_new_lines():

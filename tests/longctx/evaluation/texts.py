@@ -8,26 +8,7 @@ from random import Random
 
 from longctx.evaluation import Haystack
 
-_SYLLABLES = (
-    "an",
-    "be",
-    "co",
-    "du",
-    "el",
-    "fi",
-    "go",
-    "ha",
-    "in",
-    "ka",
-    "lo",
-    "mu",
-    "ne",
-    "or",
-    "pe",
-    "qui",
-    "so",
-    "ti",
-)
+_SOUNDS = ["an", "be", "co", "du", "el", "fi", "go", "ha", "in", "ka", "lo", "mu", "ne", "or", "pe", "qui", "so", "ti"]
 
 
 def haystack(words: int = 20_000, seed: int = 7) -> Haystack:
@@ -75,4 +56,4 @@ def write_hotpotqa(path: Path, questions: int = 40) -> Path:
 
 
 def _word(random: Random) -> str:
-    return "".join(random.choice(_SYLLABLES) for _ in range(random.randint(1, 3)))
+    return "".join(random.choice(_SOUNDS) for _ in range(random.randint(1, 3)))

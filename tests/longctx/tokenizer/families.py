@@ -282,18 +282,8 @@ def own(folder: Path) -> None:
 
 
 FAMILIES: dict[str, Callable[[Path], None]] = {
-    "llama2": llama2,
-    "llama3": llama3,
-    "mistral": mistral,
-    "tekken": tekken,
-    "qwen3": qwen3,
-    "gpt2": gpt2,
-    "deepseek": deepseek,
-    "olmoe": olmoe,
-    "gpt_oss": gpt_oss,
-    "gemma": gemma,
-    "t5": t5,
-    "own": own,
+    write.__name__: write
+    for write in (llama2, llama3, mistral, tekken, qwen3, gpt2, deepseek, olmoe, gpt_oss, gemma, t5, own)
 }
 
 

@@ -1,4 +1,4 @@
-"""Our own models are given a long text in pieces, which changes no id."""
+"""Our own models: pieces of a long text change no id, and the table of spellings says what decoding says."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from longctx.tokenizer import load_tokenizer
 from longctx.tokenizer.chunks import SPACE_MARK
 from longctx.tokenizer.hard_texts import HARD_TEXTS
 from longctx.tokenizer.sentencepiece_model import SentencePieceTokenizer
+from longctx.tokenizer.spelling import Spelling
 from tests.longctx.conversion.tiny_tokenizer import corpus, train_tokenizer
 
 
@@ -45,3 +46,32 @@ def test_pieces_of_real_texts_change_no_id(own: SentencePieceTokenizer, monkeypa
         found = own.encode(whole_text)
         assert np.array_equal(found, own.processor.encode(whole_text, return_type="numpy"))
         assert own.decode(found) == whole_text
+
+
+def spelling_of(tokenizer: SentencePieceTokenizer) -> Spelling:
+    assert tokenizer.spelling is not None
+    return tokenizer.spelling
+
+
+@given(text=st.text(st.characters(exclude_categories=["Cs"]), max_size=200))
+def test_every_text_of_our_own_models_is_proved(own: SentencePieceTokenizer, text: str):
+    ids = own.encode(text)
+    assert spelling_of(own).spells(ids, text)
+    assert own.decode(ids) == text
+
+
+@pytest.mark.parametrize("text", HARD_TEXTS)
+def test_hard_texts_are_proved(own: SentencePieceTokenizer, text: str):
+    assert spelling_of(own).spells(own.encode(text), text)
+
+
+@given(data=st.data())
+def test_the_table_says_of_any_ids_what_decoding_says(own: SentencePieceTokenizer, data: st.DataObject):
+    ids = np.array(data.draw(st.lists(st.integers(0, own.vocab_size - 1), max_size=30)), dtype=np.int32)
+    text = own.decode(ids)
+    texts = [text, text + "a", text[1:], "a" + text[1:], "", text.replace(" ", "\u2581")]
+    for other in texts:
+        if spelling_of(own).spells(ids, other):
+            assert other == text
+    # Control ids, the unknown id and broken UTF-8 stand for no bytes of a text: those are decoded.
+    assert spelling_of(own).spells(ids, text) or (ids < 4).any() or "\ufffd" in text
