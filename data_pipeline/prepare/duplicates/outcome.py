@@ -6,7 +6,6 @@ folder; ``decided.json`` is written last and vouches for them.
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import json
 import shutil
@@ -22,9 +21,9 @@ from data_pipeline.prepare.documents import Document
 from data_pipeline.prepare.duplicates.corpus import SignedCorpus
 from data_pipeline.prepare.duplicates.decide import Decision
 from data_pipeline.prepare.duplicates.report import DUPLICATES_FILE, DuplicateCounts
-from data_pipeline.shards.manifest import hash_json
+from data_pipeline.prepare.sealed import are_whole, load_record, save_record, sync_files
 from longctx.errors import DataError
-from longctx.files import hash_file, sync_path, write_atomically
+from longctx.files import sync_path
 
 FORMAT = "longctx-decided-1"
 _RECORD_FILE = "decided.json"
@@ -42,23 +41,13 @@ class Outcome:
     files: dict[str, str]
     """xxh3_128 of each file."""
 
-    def save(self, folder: Path) -> None:
-        """Write the record in one stroke."""
-        body = {"format": FORMAT, **dataclasses.asdict(self)}
-        write_atomically(folder / _RECORD_FILE, json.dumps(body | {"hash": hash_json(body)}).encode())
-
     @classmethod
     def load(cls, folder: Path) -> Outcome | None:
-        """The decision in a folder, whose files are all whole; None where there is none, or none that is whole."""
-        with contextlib.suppress(OSError, ValueError, KeyError, TypeError, AttributeError):
-            body = json.loads((folder / _RECORD_FILE).read_bytes())
-            recorded = body.pop("hash")
-            if hash_json(body) != recorded or body.pop("format") != FORMAT:
-                return None
-            outcome = cls(counts=DuplicateCounts(**body.pop("counts")), **body)
-            if all(hash_file(folder / name) == wanted for name, wanted in outcome.files.items()):
-                return outcome
-        return None
+        """Return the decision in a folder whose files are all whole; None if there is none, or none that is whole."""
+        body = load_record(folder / _RECORD_FILE, FORMAT)
+        if body is None or not are_whole(folder, body["files"]):
+            return None
+        return cls(counts=DuplicateCounts(**body.pop("counts")), **body)
 
 
 def save_outcome(folder: Path, corpus: SignedCorpus, decision: Decision) -> Outcome:
@@ -82,15 +71,12 @@ def save_outcome(folder: Path, corpus: SignedCorpus, decision: Decision) -> Outc
         rows["action"] = actions[here]
         rows.tofile(folder / part_file(number))
     _write_list(folder, corpus, decision)
-    paths = sorted(folder.iterdir())
-    for path in paths:
-        sync_path(path)
     outcome = Outcome(
         counts=_counts(corpus, decision),
         documents=[part.documents for part in corpus.parts],
-        files={path.name: hash_file(path) for path in paths},
+        files=sync_files(folder),
     )
-    outcome.save(folder)
+    save_record(folder / _RECORD_FILE, FORMAT, dataclasses.asdict(outcome))
     sync_path(folder)
     return outcome
 

@@ -7,8 +7,7 @@ values and ``bands.bin`` the keys of its bands, one band after the other, so tha
 
 from __future__ import annotations
 
-import contextlib
-import json
+import dataclasses
 import shutil
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -20,8 +19,8 @@ import xxhash
 
 from data_pipeline.prepare.duplicates.rule import DuplicateRule
 from data_pipeline.prepare.duplicates.signatures import Signer, band_keys
-from data_pipeline.shards.manifest import hash_json
-from longctx.files import hash_file, sync_path, write_atomically
+from data_pipeline.prepare.sealed import are_whole, load_record, save_record, sync_files
+from longctx.files import sync_path
 
 FORMAT = "longctx-signed-1"
 RECORD_FILE = "signed.json"
@@ -40,22 +39,13 @@ class SignedRecord:
     files: dict[str, str]
     """xxh3_128 of each file."""
 
-    def save(self, folder: Path) -> None:
-        """Write the record in one stroke."""
-        body = {"format": FORMAT, "documents": self.documents, "text_bytes": self.text_bytes, "files": self.files}
-        write_atomically(folder / RECORD_FILE, json.dumps(body | {"hash": hash_json(body)}).encode())
-
     @classmethod
     def load(cls, folder: Path) -> SignedRecord | None:
-        """The record of a part whose files are all whole; None where one is missing or damaged."""
-        with contextlib.suppress(OSError, ValueError, KeyError, TypeError, AttributeError):
-            body = json.loads((folder / RECORD_FILE).read_bytes())
-            recorded = body.pop("hash")
-            if hash_json(body) == recorded and body.pop("format") == FORMAT:
-                record = cls(**body)
-                if all(hash_file(folder / name) == wanted for name, wanted in record.files.items()):
-                    return record
-        return None
+        """Return the record of a part whose files are all whole; None if one is missing or damaged."""
+        body = load_record(folder / RECORD_FILE, FORMAT)
+        if body is None or not are_whole(folder, body["files"]):
+            return None
+        return cls(**body)
 
 
 class SignedWriter:
@@ -96,12 +86,8 @@ class SignedWriter:
         self._close()
         (self._folder / _KEYS).unlink(missing_ok=True)
         # The record vouches for every file: they are on the disk before it.
-        paths = sorted(path for path in self._folder.iterdir())
-        for path in paths:
-            sync_path(path)
-        hashes = {path.name: hash_file(path) for path in paths}
-        record = SignedRecord(documents=self.documents, text_bytes=self.text_bytes, files=hashes)
-        record.save(self._folder)
+        record = SignedRecord(documents=self.documents, text_bytes=self.text_bytes, files=sync_files(self._folder))
+        save_record(self._folder / RECORD_FILE, FORMAT, dataclasses.asdict(record))
         sync_path(self._folder)
         return record
 

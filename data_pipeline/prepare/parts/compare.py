@@ -12,6 +12,7 @@ from data_pipeline.prepare.duplicates.outcome import Outcome, save_outcome
 from data_pipeline.prepare.duplicates.signed import SignedPart, SignedRecord
 from data_pipeline.prepare.parts.deal import Part
 from data_pipeline.prepare.parts.engine import Crew
+from data_pipeline.prepare.parts.order import Order
 from data_pipeline.prepare.parts.work import Advance
 
 logger = logging.getLogger(__name__)
@@ -29,48 +30,18 @@ def find_duplicates(parts: Sequence[Part], crew: Crew, *, advance: Advance, say:
         # Left by a build that was killed while it removed them.
         shutil.rmtree(staging.signatures, ignore_errors=True)
         return outcome
-    records: dict[int, SignedRecord] = {}
+    folders = {part.number: staging.signatures_folder(part.number) for part in parts}
     # Each is checked to the byte: a damaged one is hashed again.
-    for part in parts:
-        record = SignedRecord.load(staging.signatures_folder(part.number))
-        if record is not None:
-            records[part.number] = record
+    found = {number: SignedRecord.load(folder) for number, folder in folders.items()}
+    records = {number: record for number, record in found.items() if record is not None}
     if records:
         say(f"going on: the texts of {len(records)} of {len(parts)} parts are hashed")
-    signing = _Signing(parts, records, advance)
-    crew.sign(
-        [part for part in parts if part.number not in records],
-        advance=signing.in_work,
-        finished=signing.finished,
-    )
-    signed = [
-        SignedPart(staging.signatures_folder(part.number), records[part.number].documents, job.duplicates)
-        for part in parts
-    ]
+    orders = [Order(part=part, folder=folders[part.number], signs=True) for part in parts]
+    crew.carry_out(orders, records, advance=advance)
+    signed = [SignedPart(folders[part.number], records[part.number].documents, job.duplicates) for part in parts]
     corpus = SignedCorpus(signed)
     logger.info("comparing %s documents", f"{len(corpus):,}")
     outcome = save_outcome(staging.decisions, corpus, decide(corpus, job.duplicates, job.validation_fraction))
     # Some four hundred bytes a document, which nobody reads any more.
     shutil.rmtree(staging.signatures)
     return outcome
-
-
-class _Signing:
-    """Adds up what was done of a pass over all parts."""
-
-    def __init__(self, parts: Sequence[Part], records: dict[int, SignedRecord], advance: Advance) -> None:
-        self._records, self._advance = records, advance
-        self._documents = sum(record.documents for record in records.values())
-        self._text_bytes = sum(record.text_bytes for record in records.values())
-        self._passed = sum(part.size for part in parts if part.number in records)
-
-    def in_work(self, documents: int, text_bytes: int, bytes_read: int) -> None:
-        """Pass on how far the parts in work are, on top of those that are done."""
-        self._advance(self._documents + documents, self._text_bytes + text_bytes, self._passed + bytes_read)
-
-    def finished(self, part: Part, record: SignedRecord) -> None:
-        """Take a part that is done."""
-        self._records[part.number] = record
-        self._documents += record.documents
-        self._text_bytes += record.text_bytes
-        self._passed += part.size

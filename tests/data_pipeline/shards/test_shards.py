@@ -112,7 +112,7 @@ DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
     "other format": (lambda f: edit(f / "manifest.json", lambda m: m.update(format="x")), "not a shard manifest"),
     "sealed with a field too few": (
         lambda f: edit(f / "manifest.json", lambda m: m.pop("padding"), seal=True),
-        "lacks a field",
+        "it lacks padding",
     ),
     "sealed with wrong counts": (
         lambda f: edit(
