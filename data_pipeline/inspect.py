@@ -15,7 +15,7 @@ import xxhash
 from data_pipeline.loader import documents_in, open_order
 from data_pipeline.marked import marked_text, mask_of
 from data_pipeline.mixture.file import Mixture, Stage, is_mixture
-from data_pipeline.prepare.duplicates.report import DUPLICATES_FILE
+from data_pipeline.prepare.duplicates.outcome import DUPLICATES_FILE
 from data_pipeline.prepare.left_out import LEFT_OUT_FILE
 from data_pipeline.rows.batches import Documents
 from data_pipeline.rows.blocks import BlockPlanner, PackReport

@@ -12,14 +12,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from data_pipeline.mixture.choose import Chooser
+from data_pipeline.mixture.choose import Chooser, MixedPosition, SourcePosition, read_source, source_state
 from data_pipeline.mixture.file import Mixture
 from data_pipeline.mixture.forecast import Forecast, forecast
-from data_pipeline.mixture.position import MixedPosition, SourcePosition, read_source, source_state
 from data_pipeline.mixture.streams import SourceStreams
 from data_pipeline.rows.blocks import PLAN_VERSION, PackReport
+from data_pipeline.rows.order import STATE_FORMAT, check_counters
 from data_pipeline.rows.pack import BEST_FIT, Packing
-from data_pipeline.rows.position import STATE_FORMAT, check_counters
 from data_pipeline.rows.row import Row
 from data_pipeline.shards.corpus import Corpus
 from longctx.errors import DataError

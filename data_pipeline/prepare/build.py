@@ -11,8 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from data_pipeline.prepare.documents import Progress
-from data_pipeline.prepare.duplicates.outcome import Outcome, PartDecision, part_file
-from data_pipeline.prepare.duplicates.report import DuplicateReport, read_report
+from data_pipeline.prepare.duplicates.outcome import DuplicateReport, Outcome, PartDecision, part_file, read_report
 from data_pipeline.prepare.duplicates.rule import DuplicateRule
 from data_pipeline.prepare.encode import Difference
 from data_pipeline.prepare.left_out import LEFT_OUT_FILE, LeftOut, read_left_out

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from data_pipeline.stores.urls import Location
@@ -18,19 +18,19 @@ _DESCRIPTIONS = (_STATE, "dataset_info.json", "dataset_dict.json")
 class Dataset:
     """What a folder of ``save_to_disk`` or of the cache of ``datasets`` says about itself."""
 
-    not_data: dict[str, str]
+    not_data: dict[str, str] = field(default_factory=dict)
     """Names of files that hold no documents, with the reason."""
-    missing: list[str]
+    missing: list[str] = field(default_factory=list)
     """Data files that are listed and not there."""
 
 
-def find_dataset(folder: Location, names: Sequence[str]) -> Dataset | None:
-    """The data set in a folder that holds files of these ``names``; None if it holds none."""
+def find_dataset(folder: Location, names: Sequence[str]) -> Dataset:
+    """What a folder with files of these ``names`` says of them; nothing if it holds no data set."""
     # A Git LFS pointer describes nothing: it is listed as a file, and left out by that name.
     described = [name for name in _DESCRIPTIONS if name in names and not is_pointer(_content(folder / name))]
     tables = [name for name in names if name.endswith(".arrow")]
     if not described or not (tables or _lists_splits(folder, described)):
-        return None
+        return Dataset()
     not_data = dict.fromkeys(described, "description of a data set")
     data_files = _data_files(folder, described)
     # The cache of `datasets` has no state.json: each of its tables is data.

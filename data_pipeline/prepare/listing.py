@@ -1,4 +1,4 @@
-"""The files of a folder, in an order of their own: links followed once, what is left out listed with its reason."""
+"""The files of a folder, or the objects below a URL: links followed once, what is left out listed with its reason."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from data_pipeline.prepare.documents import File, Skip
+from data_pipeline.prepare.documents import File, Skip, find_format
 from data_pipeline.prepare.hf_dataset import find_dataset
-from data_pipeline.prepare.readers.formats import find_format
 from data_pipeline.prepare.selection import Selection
-from data_pipeline.stores.urls import Location
+from data_pipeline.stores.client import list_objects, size_of
+from data_pipeline.stores.urls import Location, ObjectPath
 
 _NEVER = {"site-packages", "dist-packages", "__pycache__"}
 
@@ -100,31 +100,50 @@ class Walk:
         folders: list[tuple[Path, str]] = []
         with os.scandir(folder) as entries:
             listed = list(entries)
-        dataset = None
+        not_data = {}
         if not self._python_only:
-            dataset = find_dataset(folder, [entry.name for entry in listed])
+            not_data = self._not_data(folder, prefix, [entry.name for entry in listed])
         for entry in listed:
             path, name = Path(entry.path), prefix + _shown(entry.name)
-            if dataset is not None and entry.name in dataset.not_data:
-                self.leave_out(name, dataset.not_data[entry.name])
+            if entry.name in not_data:
+                self.leave_out(name, not_data[entry.name])
             elif _holds(entry.is_dir):
-                if self._takes_folder(entry, name):
+                if self._python_only and (entry.name in _NEVER or entry.is_symlink()):
+                    continue
+                if self._takes_folder(entry.name, name):
                     if entry.is_symlink():
                         heapq.heappush(self._links, (f"{name}/", path))
                     else:
                         folders.append((path, f"{name}/"))
             else:
                 self._list_file(entry, path, name)
-        if dataset is not None:
-            for missing in dataset.missing:
-                self.leave_out(prefix + missing, "missing", "state.json lists it", is_fault=True)
         return folders
 
-    def _takes_folder(self, entry: os.DirEntry[str], name: str) -> bool:
+    def enter_objects(self, path: ObjectPath, prefix: str, folder: _Folder) -> None:
+        """Take what a folder of a store holds, or say why it is left out. A store has no links and no devices."""
+        # Its descriptions are small objects, read here as from a folder.
+        not_data = self._not_data(path, prefix, list(folder.sizes))
+        for name, size in folder.sizes.items():
+            if name in not_data:
+                self.leave_out(prefix + name, not_data[name])
+            elif name.startswith("."):
+                self.leave_out(prefix + name, "hidden")
+            else:
+                self.add_file(path / name, prefix + name, size)
+        for name, below in folder.folders.items():
+            if self._takes_folder(name, prefix + name):
+                self.enter_objects(path / name, f"{prefix}{name}/", below)
+
+    def _not_data(self, folder: Location, prefix: str, names: list[str]) -> dict[str, str]:
+        """Return the files that hold no documents by what ``datasets`` has written there, with the reason of each."""
+        dataset = find_dataset(folder, names)
+        for missing in dataset.missing:
+            self.leave_out(prefix + missing, "missing", "state.json lists it", is_fault=True)
+        return dataset.not_data
+
+    def _takes_folder(self, own_name: str, name: str) -> bool:
         """Whether the patterns and its name let us into a folder."""
-        if self._python_only and (entry.name in _NEVER or entry.is_symlink()):
-            return False
-        if not self._python_only and entry.name.startswith("."):
+        if own_name.startswith(".") and not self._python_only:
             self.leave_out(f"{name}/", "hidden")
             return False
         # Before walking into it: what is excluded may be huge, or refuse to be read.
@@ -169,3 +188,34 @@ def _identity(folder: Path) -> Identity:
 def _shown(name: str) -> str:
     """A file's name as text: its bytes are most often UTF-8, but need not be."""
     return os.fsencode(name).decode("utf-8", "backslashreplace")
+
+
+@dataclass
+class _Folder:
+    """What lies in one folder of a store."""
+
+    sizes: dict[str, int] = field(default_factory=dict)
+    folders: dict[str, _Folder] = field(default_factory=dict)
+
+
+def list_source(root: ObjectPath, selection: Selection) -> Listing:
+    """The objects below ``root`` by relative path; an object given itself is the whole list."""
+    walk = Walk(selection, python_only=False)
+    size = size_of(root)
+    if size is not None:
+        walk.add_file(root, root.name, size)
+    else:
+        walk.enter_objects(root, "", _tree(list_objects(root)))
+    return walk.found.in_order()
+
+
+def _tree(sizes: dict[str, int]) -> _Folder:
+    """Folders, which a store knows as beginnings of names alone."""
+    top = _Folder()
+    for path, size in sizes.items():
+        folder = top
+        above, _, name = path.rpartition("/")
+        for part in above.split("/") if above else ():
+            folder = folder.folders.setdefault(part, _Folder())
+        folder.sizes[name] = size
+    return top

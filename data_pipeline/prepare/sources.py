@@ -17,18 +17,15 @@ from typing import Any
 
 import xxhash
 
-from data_pipeline.prepare.documents import Document, Fields, File, Piece, Skip, whole
+from data_pipeline.prepare.documents import READABLE, Document, Fields, File, Piece, Skip, whole
 from data_pipeline.prepare.joining import Join, cut_directories, join_pieces
 from data_pipeline.prepare.left_out import LeftOut
-from data_pipeline.prepare.lengths import ANY_LENGTH, Lengths
-from data_pipeline.prepare.listing import list_files
-from data_pipeline.prepare.object_listing import list_source
+from data_pipeline.prepare.listing import list_files, list_source
 from data_pipeline.prepare.readers.cut import CUT_BYTES, hash_and_cut
-from data_pipeline.prepare.readers.formats import READABLE
 from data_pipeline.prepare.readers.read import UNREADABLE, check
 from data_pipeline.prepare.readers.records import NO_CONVERSATION, no_field_reason
-from data_pipeline.prepare.readers.unnamed_json import REASON as UNNAMED_JSON
-from data_pipeline.prepare.reading import ReadAs, Reading, fault
+from data_pipeline.prepare.readers.text import UNNAMED_JSON
+from data_pipeline.prepare.reading import ANY_LENGTH, Lengths, ReadAs, Reading, fault
 from data_pipeline.prepare.recognise import AUTO, FORMATS, described, find_fields
 from data_pipeline.prepare.selection import Selection
 from data_pipeline.stores.client import list_names

@@ -62,7 +62,7 @@ class Corpus:
 
         What is not read as text is said: nobody has to have named it.
         """
-        from data_pipeline.prepare.lengths import Lengths
+        from data_pipeline.prepare.reading import Lengths
         from data_pipeline.prepare.recognise import described
         from data_pipeline.prepare.sources import open_source
 

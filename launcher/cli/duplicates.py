@@ -9,7 +9,7 @@ from launcher.cli.console import human_bytes
 from launcher.wording import plural
 
 if TYPE_CHECKING:
-    from data_pipeline.prepare.duplicates.report import DuplicateReport
+    from data_pipeline.prepare.duplicates.outcome import DuplicateReport
     from data_pipeline.prepare.duplicates.rule import DuplicateRule
 
 

@@ -9,8 +9,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from data_pipeline.prepare.documents import Skip
-from data_pipeline.prepare.duplicates.outcome import Outcome
-from data_pipeline.prepare.duplicates.report import DUPLICATES_FILE
+from data_pipeline.prepare.duplicates.outcome import DUPLICATES_FILE, Outcome
 from data_pipeline.prepare.left_out import LEFT_OUT_FILE, LeftOutFile
 from data_pipeline.prepare.parts.record import SPLITS, PartRecord
 from data_pipeline.prepare.parts.staging import Staging, move_shard

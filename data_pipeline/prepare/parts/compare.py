@@ -6,10 +6,9 @@ import logging
 import shutil
 from collections.abc import Callable, Sequence
 
-from data_pipeline.prepare.duplicates.corpus import SignedCorpus
 from data_pipeline.prepare.duplicates.decide import decide
 from data_pipeline.prepare.duplicates.outcome import Outcome, save_outcome
-from data_pipeline.prepare.duplicates.signed import SignedPart, SignedRecord
+from data_pipeline.prepare.duplicates.signed import SignedCorpus, SignedPart, SignedRecord
 from data_pipeline.prepare.parts.deal import Part
 from data_pipeline.prepare.parts.engine import Crew
 from data_pipeline.prepare.parts.order import Order

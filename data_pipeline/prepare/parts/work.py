@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from data_pipeline.prepare.documents import Document
+from data_pipeline.prepare.duplicates.decide import is_held_out
 from data_pipeline.prepare.duplicates.outcome import PartDecision
 from data_pipeline.prepare.duplicates.rule import DuplicateRule
 from data_pipeline.prepare.duplicates.signed import SignedRecord, SignedWriter
@@ -19,7 +20,6 @@ from data_pipeline.prepare.parts.deal import Part
 from data_pipeline.prepare.parts.record import SPLITS, PartRecord, SplitRecord
 from data_pipeline.prepare.parts.staging import KEPT
 from data_pipeline.prepare.reading import ReadAs, Reading
-from data_pipeline.prepare.split import is_held_out
 from data_pipeline.shards.writer import ShardWriter
 from longctx.chat.encode import ChatEncoder
 from longctx.chat.rule import ChatRule

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from data_pipeline.prepare.documents import Document
 from data_pipeline.prepare.joining import Join
-from data_pipeline.prepare.lengths import Lengths
+from data_pipeline.prepare.reading import Lengths
 from data_pipeline.prepare.sources import open_source
 from longctx.errors import DataError
 

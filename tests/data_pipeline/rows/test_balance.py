@@ -9,8 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from data_pipeline.rows.balance import balanced
-from data_pipeline.rows.micro_batches import MicroBatches
+from data_pipeline.rows.micro_batches import MicroBatches, balanced
 
 
 def loads_of(costs: list[int], dealt: MicroBatches, *, lockstep: bool = False) -> np.ndarray:

@@ -14,11 +14,11 @@ from hypothesis import strategies as st
 
 from data_pipeline.rows import blocks
 from data_pipeline.rows.blocks import BlockPlanner, Deal, PackReport
-from data_pipeline.rows.pack import RowPlan, plan_parts, plan_rows
+from data_pipeline.rows.pack import RowPlan, plan_parts
 from data_pipeline.shards.reader import ShardSet
 from longctx.errors import DataError
 from longctx.tokenizer import Tokenizer
-from tests.data_pipeline.lengths import lengths_of, write_lengths
+from tests.data_pipeline.lengths import lengths_of, plan_rows, write_lengths
 
 DEALS = st.builds(Deal, st.integers(1, 9), st.sampled_from([1, 1, 2, 5]))
 

@@ -6,8 +6,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from data_pipeline.rows.blocks import PackReport
-from data_pipeline.rows.pack import Packing, Parts, RowPlan, plan_parts, plan_rows
+from data_pipeline.rows.pack import Packing, Parts, RowPlan, plan_parts
 from longctx.errors import ConfigError
+from tests.data_pipeline.lengths import plan_rows
 
 LENGTHS = st.lists(st.integers(1, 70), max_size=60)
 SEQ_LENS = st.integers(1, 40)

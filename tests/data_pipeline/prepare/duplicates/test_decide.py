@@ -16,14 +16,12 @@ from hypothesis import strategies as st
 
 from data_pipeline.prepare.duplicates import corpus as corpus_module
 from data_pipeline.prepare.duplicates import groups as groups_module
-from data_pipeline.prepare.duplicates.corpus import SignedCorpus
-from data_pipeline.prepare.duplicates.decide import Decision, decide
+from data_pipeline.prepare.duplicates.decide import Decision, are_held_out, decide, is_held_out
 from data_pipeline.prepare.duplicates.groups import find_copies, find_groups
 from data_pipeline.prepare.duplicates.outcome import save_outcome
 from data_pipeline.prepare.duplicates.rule import DuplicateRule
 from data_pipeline.prepare.duplicates.signatures import band_keys, similarity
-from data_pipeline.prepare.duplicates.signed import SignedPart, SignedRecord, SignedWriter
-from data_pipeline.prepare.split import are_held_out, is_held_out
+from data_pipeline.prepare.duplicates.signed import SignedCorpus, SignedPart, SignedRecord, SignedWriter
 from tests.data_pipeline.prepare.duplicates.oracle import edited, sign
 
 NEAR = DuplicateRule(kind="near")

@@ -14,7 +14,7 @@ import pytest
 
 from data_pipeline.inspect import describe, verify
 from data_pipeline.prepare.build import BuildReport, build_shards
-from data_pipeline.prepare.duplicates.report import DUPLICATES_FILE
+from data_pipeline.prepare.duplicates.outcome import DUPLICATES_FILE
 from data_pipeline.prepare.duplicates.rule import DuplicateRule
 from data_pipeline.prepare.duplicates.signatures import similarity
 from data_pipeline.prepare.parts import compare, order

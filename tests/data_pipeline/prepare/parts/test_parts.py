@@ -9,13 +9,13 @@ import pytest
 
 from data_pipeline.inspect import verify
 from data_pipeline.prepare.build import build_shards
+from data_pipeline.prepare.duplicates.decide import SPLIT_SALT
 from data_pipeline.prepare.encode import encode_documents
 from data_pipeline.prepare.left_out import LEFT_OUT_FILE, LeftOutFile, read_left_out
 from data_pipeline.prepare.parts import order, staging
 from data_pipeline.prepare.parts.record import RECORD_FILE, PartRecord
 from data_pipeline.prepare.parts.staging import Staging, open_staging, staging_folder
 from data_pipeline.prepare.sources import open_source
-from data_pipeline.prepare.split import SPLIT_SALT
 from data_pipeline.shards.manifest import VALIDATION_FOLDER
 from data_pipeline.shards.reader import ShardSet
 from data_pipeline.shards.writer import ShardWriter
