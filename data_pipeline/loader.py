@@ -16,18 +16,15 @@ from pathlib import Path
 from typing import Any
 
 from data_pipeline.mixture.file import Mixture, is_mixture
-from data_pipeline.mixture.forecast import Forecast
-from data_pipeline.mixture.order import MixedOrder
-from data_pipeline.rows.batches import Documents, Place, build_batch, build_share, documents_of, lengths_of
+from data_pipeline.mixture.order import Forecast, MixedOrder
+from data_pipeline.rows.batches import Place, build_batch, build_share, documents_of, lengths_of
 from data_pipeline.rows.blocks import FirstRows, PackReport
-from data_pipeline.rows.filled import FimDocuments
+from data_pipeline.rows.filled import Documents, FimDocuments
 from data_pipeline.rows.fim import Fim
 from data_pipeline.rows.micro_batches import MicroBatches, balanced
 from data_pipeline.rows.order import FolderOrder, Order
-from data_pipeline.rows.pack import BEST_FIT, Packing
-from data_pipeline.rows.row import Row
-from data_pipeline.shards.corpus import Corpus
-from data_pipeline.shards.reader import ShardSet
+from data_pipeline.rows.pack import BEST_FIT, Packing, Row
+from data_pipeline.shards.reader import Corpus, ShardSet
 from data_pipeline.shards.verify import open_verified
 from data_pipeline.stores.urls import Location
 from longctx.batch import Batch, PackedDocuments
@@ -397,7 +394,7 @@ def documents_in(folders: Sequence[ShardSet], fims: Sequence[Fim | None] = ()) -
 
     DataError for folders of different tokenizers.
     """
-    documents: Documents = folders[0]
+    documents: ShardSet | Corpus = folders[0]
     if len(folders) > 1:
         documents = Corpus(folders)
     for shards, fim in zip(folders, fims, strict=False):

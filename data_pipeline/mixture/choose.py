@@ -14,9 +14,9 @@ from typing import Any
 from data_pipeline.mixture.file import Mixture
 from data_pipeline.rows.blocks import Stretch
 from data_pipeline.rows.order import check_counters, refuse_exclusions
-from data_pipeline.rows.row import Piece, Row
+from data_pipeline.rows.pack import Piece, Row
 from data_pipeline.rows.stream import BEGINNING, Stream, StreamPosition
-from data_pipeline.shards.corpus import Corpus
+from data_pipeline.shards.reader import Corpus
 from longctx.errors import DataError
 from longctx.untrusted.reading import shown
 

@@ -15,14 +15,12 @@ from data_pipeline.prepare.duplicates.outcome import DuplicateReport, Outcome, P
 from data_pipeline.prepare.duplicates.rule import DuplicateRule
 from data_pipeline.prepare.encode import Difference
 from data_pipeline.prepare.left_out import LEFT_OUT_FILE, LeftOut, read_left_out
-from data_pipeline.prepare.parts.assemble import assemble
-from data_pipeline.prepare.parts.compare import find_duplicates
 from data_pipeline.prepare.parts.deal import Part, deal_parts, hash_parts, part_bytes
-from data_pipeline.prepare.parts.engine import Crew, Engine
+from data_pipeline.prepare.parts.engine import Crew, Engine, find_duplicates
 from data_pipeline.prepare.parts.order import Order
 from data_pipeline.prepare.parts.pool import LocalEngine, usable_cores
 from data_pipeline.prepare.parts.record import SPLITS, PartRecord
-from data_pipeline.prepare.parts.staging import Staging, open_staging, remove_leftovers
+from data_pipeline.prepare.parts.staging import Staging, assemble, open_staging, remove_leftovers
 from data_pipeline.prepare.parts.work import SHOWN_DIFFERENCES, Advance, Advanced, Job, explain_inexact
 from data_pipeline.prepare.publish import check_free, outgoing_folder, send
 from data_pipeline.prepare.sources import Source, no_text

@@ -2,17 +2,77 @@
 
 from __future__ import annotations
 
+import fnmatch
 import heapq
+import json
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from data_pipeline.prepare.documents import File, Skip, find_format
-from data_pipeline.prepare.hf_dataset import find_dataset
-from data_pipeline.prepare.selection import Selection
 from data_pipeline.stores.client import list_objects, size_of
 from data_pipeline.stores.urls import Location, ObjectPath
+from longctx.untrusted.git_lfs import is_pointer
+
+
+@dataclass(frozen=True, kw_only=True)
+class Selection:
+    """Glob patterns, where ``*`` also crosses folders and a folder's own path stands for all below it."""
+
+    include: Sequence[str] = ()
+    """Only what matches one of these is read; empty: everything."""
+    exclude: Sequence[str] = ()
+    as_text: Sequence[str] = ()
+    """Files that are read as plain text, whatever their ending says."""
+    as_json: Sequence[str] = ()
+    """Files that are read as JSON: lines, an array or values, unless they are read as text."""
+    _used: set[str] = field(default_factory=set, init=False, compare=False)
+    _excluded_folders: list[str] = field(default_factory=list, init=False, compare=False)
+
+    def includes(self, name: str) -> bool:
+        """Whether the file is one of those that are asked for."""
+        return not self.include or self._matches(name, self.include)
+
+    def excludes(self, name: str) -> bool:
+        """Whether the file is left out."""
+        return self._matches(name, self.exclude)
+
+    def excludes_folder(self, name: str) -> bool:
+        """Whether the folder is left out with all below it."""
+        is_excluded = self._matches(name, self.exclude)
+        if is_excluded:
+            self._excluded_folders.append(name)
+        return is_excluded
+
+    def read_as(self, name: str) -> str:
+        """How the file is read, ``text`` or ``json``; empty if its ending says it."""
+        if self._matches(name, self.as_text):
+            return "text"
+        if self._matches(name, self.as_json):
+            return "json"
+        return ""
+
+    def unused(self) -> list[str]:
+        """Patterns that matched nothing so far: most often a typing error."""
+        patterns = (*self.include, *self.exclude, *self.as_text, *self.as_json)
+        return [pattern for pattern in patterns if pattern not in self._used and not self._lies_below(pattern)]
+
+    def _matches(self, name: str, patterns: Sequence[str]) -> bool:
+        """Whether a pattern names a file, or a folder above it."""
+        found = [pattern for pattern in patterns if _match(name, pattern)]
+        self._used.update(found)
+        return bool(found)
+
+    def _lies_below(self, pattern: str) -> bool:
+        """Whether the pattern may mean something in a folder that was left out, and so never looked into."""
+        return any(pattern.startswith(("*", f"{folder}/")) for folder in self._excluded_folders)
+
+
+def _match(name: str, pattern: str) -> bool:
+    return fnmatch.fnmatchcase(name, pattern) or fnmatch.fnmatchcase(name, pattern.rstrip("/") + "/*")
+
 
 _NEVER = {"site-packages", "dist-packages", "__pycache__"}
 
@@ -219,3 +279,71 @@ def _tree(sizes: dict[str, int]) -> _Folder:
             folder = folder.folders.setdefault(part, _Folder())
         folder.sizes[name] = size
     return top
+
+
+_STATE = "state.json"
+_DESCRIPTIONS = (_STATE, "dataset_info.json", "dataset_dict.json")
+
+
+@dataclass(frozen=True)
+class Dataset:
+    """What a folder of ``save_to_disk`` or of the cache of ``datasets`` says about itself."""
+
+    not_data: dict[str, str] = field(default_factory=dict)
+    """Names of files that hold no documents, with the reason."""
+    missing: list[str] = field(default_factory=list)
+    """Data files that are listed and not there."""
+
+
+def find_dataset(folder: Location, names: Sequence[str]) -> Dataset:
+    """What a folder with files of these ``names`` says of them; nothing if it holds no data set."""
+    # A Git LFS pointer describes nothing: it is listed as a file, and left out by that name.
+    described = [name for name in _DESCRIPTIONS if name in names and not is_pointer(_content(folder / name))]
+    tables = [name for name in names if name.endswith(".arrow")]
+    if not described or not (tables or _lists_splits(folder, described)):
+        return Dataset()
+    not_data = dict.fromkeys(described, "description of a data set")
+    data_files = _data_files(folder, described)
+    # The cache of `datasets` has no state.json: each of its tables is data.
+    if data_files is None:
+        return Dataset(not_data, [])
+    # What `map` and `filter` have cached beside the data would give its documents once more.
+    not_data.update((name, "not listed in state.json") for name in tables if name not in data_files)
+    return Dataset(not_data, sorted(data_files - set(names)))
+
+
+def _data_files(folder: Location, described: Sequence[str]) -> set[str] | None:
+    """The data files that ``state.json`` lists; None where it lists none."""
+    if _STATE not in described:
+        return None
+    state = _read_object(folder / _STATE)
+    entries = state.get("_data_files")
+    if not isinstance(entries, list):
+        return None
+    return {
+        entry["filename"] for entry in entries if isinstance(entry, dict) and isinstance(entry.get("filename"), str)
+    }
+
+
+def _lists_splits(folder: Location, described: Sequence[str]) -> bool:
+    """Whether the folder is one of several splits, which lie in folders of their own."""
+    return "dataset_dict.json" in described and "splits" in _read_object(folder / "dataset_dict.json")
+
+
+def _read_object(path: Location) -> dict[str, Any]:
+    """The JSON object in a file, empty if there is none."""
+    try:
+        value = json.loads(_content(path))
+    except ValueError:
+        return {}
+    if isinstance(value, dict):
+        return value
+    return {}
+
+
+def _content(path: Location) -> bytes:
+    """Return a file's bytes, none if it cannot be read."""
+    try:
+        return path.read_bytes()
+    except OSError:
+        return b""

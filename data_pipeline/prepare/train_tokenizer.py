@@ -172,8 +172,18 @@ def train_tokenizer(
         )
     output = Path(output)
     kept = sample_file(output)
-    drawing = {"max_text_bytes": max_text_bytes, "seed": seed, "progress": progress}
-    sample = _find_sample(documents, kept, drawing, stamp=stamp, on_sample=on_sample)
+    sample, recipe = None, None
+    if stamp is not None:
+        # Neither kind nor size: who tries another one after a kill need not read the corpus again.
+        recipe = {"source": stamp, "max_text_bytes": max_text_bytes, "seed": seed}
+        sample = load_sample(kept, recipe)
+    was_kept = sample is not None
+    if sample is None:
+        sample = draw_sample(documents, max_text_bytes=max_text_bytes, seed=seed, progress=progress)
+        if recipe is not None:
+            save_sample(kept, sample, recipe)
+    if on_sample is not None:
+        on_sample(sample, was_kept)
     try:
         model = _learn(sample, vocab_size, kind, marks)
         write_atomically(output, model)
@@ -184,30 +194,6 @@ def train_tokenizer(
         raise
     kept.unlink(missing_ok=True)
     return SentencePieceTokenizer(model, path=output)
-
-
-def _find_sample(
-    documents: Iterable[Document],
-    kept: Path,
-    drawing: dict[str, Any],
-    *,
-    stamp: dict[str, Any] | None,
-    on_sample: Callable[[Sample, bool], None] | None,
-) -> Sample:
-    """The sample that a killed training has left, else a new one."""
-    # Neither kind nor size: who tries another one after a kill need not read the corpus again.
-    sample, recipe = None, None
-    if stamp is not None:
-        recipe = {"source": stamp, "max_text_bytes": drawing["max_text_bytes"], "seed": drawing["seed"]}
-        sample = load_sample(kept, recipe)
-    was_kept = sample is not None
-    if sample is None:
-        sample = draw_sample(documents, **drawing)
-        if recipe is not None:
-            save_sample(kept, sample, recipe)
-    if on_sample is not None:
-        on_sample(sample, was_kept)
-    return sample
 
 
 def _learn(sample: Sample, vocab_size: int, kind: str, marks: tuple[str, ...]) -> bytes:

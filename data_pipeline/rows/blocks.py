@@ -20,8 +20,7 @@ from itertools import accumulate
 import numpy as np
 
 from data_pipeline.rows.fim import Fim
-from data_pipeline.rows.pack import BEST_FIT, Packing, Parts, RowPlan, Upsampling, copies_of, plan_parts
-from data_pipeline.rows.row import Row
+from data_pipeline.rows.pack import BEST_FIT, Packing, Parts, Row, RowPlan, Upsampling, copies_of, plan_parts
 from data_pipeline.shards.reader import ShardSet
 from data_pipeline.shuffle import Permutation
 

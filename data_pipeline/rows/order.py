@@ -13,8 +13,7 @@ from typing import Any, Protocol
 
 from data_pipeline.rows.blocks import PLAN_VERSION, BlockPlanner, Deal, PackReport
 from data_pipeline.rows.fim import Fim, fim_of
-from data_pipeline.rows.pack import BEST_FIT, Packing
-from data_pipeline.rows.row import Row
+from data_pipeline.rows.pack import BEST_FIT, Packing, Row
 from data_pipeline.rows.stream import BEGINNING, Stream, StreamPosition
 from data_pipeline.shards.reader import ShardSet
 from longctx.errors import DataError

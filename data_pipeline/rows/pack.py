@@ -8,7 +8,7 @@ otherwise. Nothing is dropped unless it does. The plan is a pure function of len
 from __future__ import annotations
 
 import bisect
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import pairwise
@@ -17,16 +17,59 @@ from typing import Literal, get_args
 import numpy as np
 
 from data_pipeline.rows.fim import FimRule
-from data_pipeline.rows.row import Row
 from data_pipeline.shuffle import key64, shuffled
 from longctx.errors import ConfigError
 from longctx.mixing import mix64_array
 
+Piece = tuple[int, int, int]
+"""Document, first token, and the one behind the last."""
+
+
+class Row:
+    """Pieces of documents, laid end to end; what is missing to a row's length is padding.
+
+    Columns rather than a list of pieces: of a row of a million tokens a rank needs the lengths of all its pieces, and
+    documents and first tokens of a few.
+    """
+
+    __slots__ = ("documents", "lengths", "starts")
+
+    def __init__(self, documents: Sequence[int] = (), starts: Sequence[int] = (), lengths: Sequence[int] = ()) -> None:
+        """The pieces' documents, first tokens and numbers of tokens, all as many."""
+        self.documents, self.starts, self.lengths = documents, starts, lengths
+
+    @classmethod
+    def of(cls, pieces: Iterable[Piece]) -> Row:
+        """The row of these pieces."""
+        columns = [*zip(*pieces, strict=True)] or [(), (), ()]
+        documents, starts, stops = columns
+        return cls(documents, starts, [stop - start for start, stop in zip(starts, stops, strict=True)])
+
+    def __len__(self) -> int:
+        """Pieces."""
+        return len(self.lengths)
+
+    def __iter__(self) -> Iterator[Piece]:
+        """Yield each piece."""
+        for document, start, length in zip(self.documents, self.starts, self.lengths, strict=True):
+            yield document, start, start + length
+
+    def __eq__(self, other: object) -> bool:
+        """Whether both have the same pieces."""
+        return isinstance(other, Row) and list(self) == list(other)
+
+    __hash__ = None  # pyright: ignore[reportAssignmentType], columns may change
+
+    def __repr__(self) -> str:
+        """As it is made."""
+        return f"Row.of({list(self)})"
+
+
 OPEN_ROWS = 128
 """Rows kept open for best fit. 64 were as tight as sorting the whole corpus (padding at most 0.4 % at 1M tokens)."""
 
-# Salts that keep the shuffles of an epoch apart: of documents, of the rows of each block (one for each), and of the draw
-# of copies. Part of the plan's version, as the 0 of the permutation that deals documents out to blocks is.
+# Salts that keep the shuffles of an epoch apart: of documents, of the rows of each block (one for each), of the draw of
+# copies. Part of the plan's version, as the 0 of the permutation that deals documents out to blocks is.
 _DOCUMENTS, _FIRST_ROWS, _COPIES = 1, 2, 3
 
 

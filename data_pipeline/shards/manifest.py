@@ -51,12 +51,7 @@ class ShardEntry:
 
     def to_json(self) -> dict[str, Any]:
         """The object that is written."""
-        values = dataclasses.asdict(self)
-        # Older folders have none, and their hash must stay what it was.
-        for name in ("sums", "num_ids", "counted"):
-            if not values[name]:
-                del values[name]
-        return values
+        return _without_empty(dataclasses.asdict(self), "sums", "num_ids", "counted")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -124,14 +119,7 @@ class Manifest:
         """The object that is written, with format, version and its own hash."""
         body = {"format": FORMAT, "version": self.version, **dataclasses.asdict(self)}
         body["shards"] = [entry.to_json() for entry in self.shards]
-        # Written where there are some only: most folders have none, and older ones have no such entry.
-        if not self.inexact_documents:
-            del body["inexact_documents"]
-        # Older folders have no such list, and their hash must stay what it was.
-        if not self.left_out:
-            del body["left_out"]
-        if not self.duplicates:
-            del body["duplicates"]
+        body = _without_empty(body, "inexact_documents", "left_out", "duplicates")
         return {**body, "hash": hash_json(body)}
 
     @cached_property
@@ -175,6 +163,12 @@ class Manifest:
             return _checked(body)
         except ValueError as error:
             raise DataError(f"{path}: {error}. Take a folder that `longctx data build` wrote.") from error
+
+
+def _without_empty(values: dict[str, Any], *names: str) -> dict[str, Any]:
+    """Return values without those of these names that say nothing."""
+    # Older folders have none, and their hash must stay what it was.
+    return {name: value for name, value in values.items() if value or name not in names}
 
 
 def _checked(body: dict[str, Any]) -> Manifest:

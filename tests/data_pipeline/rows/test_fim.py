@@ -21,8 +21,7 @@ from data_pipeline.rows.batches import Share
 from data_pipeline.rows.filled import FimDocuments
 from data_pipeline.rows.fim import MIN_BODY, Fim, FimRule
 from data_pipeline.rows.pack import Packing
-from data_pipeline.shards.corpus import Corpus
-from data_pipeline.shards.reader import ShardSet
+from data_pipeline.shards.reader import Corpus, ShardSet
 from longctx.errors import ConfigError, DataError
 from longctx.tokenizer import Tokenizer, load_tokenizer
 from longctx.tokenizer.special import FIM_TOKENS

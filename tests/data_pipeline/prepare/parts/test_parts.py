@@ -183,7 +183,7 @@ class TestGoingOn:
             elif moment == "move":
                 patch.setattr(Path, "rename", stop_at(Path.rename, call=7))
             elif moment == "manifest":
-                patch.setattr("data_pipeline.prepare.parts.assemble.Manifest.save", stop_at(None, call=1))
+                patch.setattr("data_pipeline.prepare.parts.staging.Manifest.save", stop_at(None, call=1))
             elif moment == "rename":
                 patch.setattr(Staging, "publish", stop_at(None, call=1))
             else:
