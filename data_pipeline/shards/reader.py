@@ -315,11 +315,6 @@ class Corpus:
                 found[place] = tokens
         return found
 
-    def document(self, document: int) -> np.ndarray:
-        """``ShardSet.document`` of a document of any folder."""
-        number = self.folder_of(document)
-        return self.folders[number].document(document - self.first_document[number])
-
     @property
     def is_masked(self) -> bool:
         """Whether one of the folders says which tokens count."""

@@ -45,17 +45,6 @@ def test_the_fraction_is_about_right():
     assert not any(falls_below(value, 0.0, 7) for value in values)
 
 
-def test_the_report_counts(built: Path, source: Source, tokenizer: Tokenizer, tmp_path: Path):
-    calls: list[tuple[int, int]] = []
-    report = build_shards(source, tokenizer, tmp_path / "out", progress=lambda *numbers: calls.append(numbers))
-    assert not report.up_to_date
-    splits = [split for split in (report.training, report.validation) if split]
-    assert sum(split.documents for split in splits) == 41 == len(calls)
-    assert sum(split.text_bytes for split in splits) == source.num_bytes == calls[-1][1]
-    assert report.training.tokens == ShardSet.open(tmp_path / "out").num_tokens
-    assert 1 < report.training.bytes_per_token < 5
-
-
 class TestExistingOutput:
     def test_the_same_recipe_is_up_to_date(self, built: Path, source: Source, tokenizer: Tokenizer):
         before = (built / "manifest.json").stat().st_mtime_ns

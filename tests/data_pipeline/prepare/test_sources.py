@@ -61,13 +61,6 @@ class TestFolders:
         assert [name for name, _ in read(source)] == ["lib/z.py", "test_keep.py"]
         assert source.skipped == {"excluded": 2}
 
-    def test_mixes_kinds(self, tmp_path: Path):
-        (tmp_path / "a.txt").write_text("plain")
-        (tmp_path / "b.jsonl").write_bytes(jsonl())
-        write_parquet(tmp_path / "c.parquet", text=TEXTS)
-        names = [name for name, _ in read(open_source(tmp_path))]
-        assert names == ["a.txt", *(f"b.jsonl:{n}" for n in (1, 2, 3, 4)), *(f"c.parquet:{n}" for n in range(4))]
-
     @pytest.mark.parametrize("content", [None, b"", b"\x00binary"])
     def test_a_folder_without_text_is_an_error(self, tmp_path: Path, content: bytes | None):
         if content is not None:
@@ -92,12 +85,6 @@ class TestStructuredFiles:
         (tmp_path / "a.jsonl").write_bytes(jsonl("body"))
         write_parquet(tmp_path / "b.parquet", body=TEXTS)
         assert [text for _, text in read(open_source(tmp_path, text_field="body"))] == TEXTS * 2
-
-    def test_lone_surrogates_are_left_out(self, tmp_path: Path):
-        (tmp_path / "a.jsonl").write_text('{"text": "half \\ud800"}\n{"text": "whole"}\n')
-        source = open_source(tmp_path / "a.jsonl")
-        assert read(source) == [("a.jsonl:2", "whole")]
-        assert source.skipped == {"lone surrogate": 1}
 
 
 class TestStdlib:

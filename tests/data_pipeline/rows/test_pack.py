@@ -54,20 +54,6 @@ def test_only_documents_longer_than_a_row_are_cut_and_only_at_its_multiples(leng
     assert report.tokens + report.padding_tokens == report.rows * seq_len
 
 
-def test_seed_and_epoch_change_the_order():
-    lengths = np.full(200, 10)
-    plans = [rows(plan_rows(lengths, 30, seed=seed, epoch=epoch)) for seed, epoch in ((0, 0), (0, 1), (1, 0))]
-    assert plans[0] != plans[1]
-    assert plans[0] != plans[2]
-    assert plans[1] != plans[2]
-
-
-def test_the_pieces_of_one_long_document_come_in_a_new_order_each_epoch():
-    first, second = (rows(plan_rows(np.array([900]), 10, epoch=epoch)) for epoch in (0, 1))
-    assert first != second
-    assert sorted(first) == sorted(second)
-
-
 def test_without_shuffle_rows_follow_the_documents():
     plan = plan_rows(np.array([25, 4, 7, 3]), 10, shuffle=False)
     assert rows(plan) == [[(0, 0, 10)], [(0, 10, 20)], [(0, 20, 25), (1, 0, 4)], [(2, 0, 7), (3, 0, 3)]]

@@ -14,8 +14,8 @@ import xxhash
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from data_pipeline.prepare.duplicates import corpus as corpus_module
 from data_pipeline.prepare.duplicates import groups as groups_module
+from data_pipeline.prepare.duplicates import signed as corpus_module
 from data_pipeline.prepare.duplicates.decide import Decision, are_held_out, decide, is_held_out
 from data_pipeline.prepare.duplicates.groups import find_copies, find_groups
 from data_pipeline.prepare.duplicates.outcome import save_outcome

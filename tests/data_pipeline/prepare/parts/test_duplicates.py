@@ -62,19 +62,6 @@ def build(repeated: Path, tokenizer: Tokenizer, small_parts: None) -> Build:
     return run
 
 
-@pytest.fixture(scope="module")
-def expected_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("expected") / "out"
-
-
-@pytest.fixture
-def expected(build: Build, expected_folder: Path) -> dict[str, bytes]:
-    """Every file of an undisturbed build in one process."""
-    if not expected_folder.exists():
-        build(expected_folder)
-    return content(expected_folder)
-
-
 def listed(folder: Path) -> list[dict]:
     return [json.loads(line) for line in (folder / DUPLICATES_FILE).read_text().splitlines()]
 

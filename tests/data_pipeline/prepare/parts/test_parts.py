@@ -26,19 +26,6 @@ from tests.data_pipeline.prepare.parts.conftest import OPTIONS, Build, Stop, con
 from tests.launcher.cli.calls import flip_a_byte
 
 
-@pytest.fixture(scope="session")
-def expected_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("expected") / "out"
-
-
-@pytest.fixture
-def expected(build: Build, expected_folder: Path) -> dict[str, bytes]:
-    """Every file of an undisturbed build."""
-    if not expected_folder.exists():
-        build(expected_folder)
-    return content(expected_folder)
-
-
 def interrupt_after(monkeypatch: pytest.MonkeyPatch, parts: int) -> None:
     """Ctrl-C before the part of this number."""
     encode = order.encode_part
