@@ -15,18 +15,16 @@ import xxhash
 from data_pipeline.loader import documents_in, open_order
 from data_pipeline.marked import marked_text, mask_of
 from data_pipeline.mixture.file import Mixture, Stage, is_mixture
-from data_pipeline.prepare.duplicates.report import DUPLICATES_FILE
+from data_pipeline.prepare.duplicates.outcome import DUPLICATES_FILE
 from data_pipeline.prepare.left_out import LEFT_OUT_FILE
-from data_pipeline.rows.batches import Documents
 from data_pipeline.rows.blocks import BlockPlanner, PackReport
-from data_pipeline.rows.pack import BEST_FIT, Packing
-from data_pipeline.rows.row import Piece
+from data_pipeline.rows.filled import Documents
+from data_pipeline.rows.pack import BEST_FIT, Packing, Piece
 from data_pipeline.shards.copies import LocalCopy, copies_folder, open_folder
-from data_pipeline.shards.corpus import Corpus
 from data_pipeline.shards.manifest import MANIFEST_FILE, VALIDATION_FOLDER, Manifest
 from data_pipeline.shards.packing import PACKED_FILE
 from data_pipeline.shards.problems import shard_problems
-from data_pipeline.shards.reader import ShardSet, manifest_tokenizer
+from data_pipeline.shards.reader import Corpus, ShardSet, manifest_tokenizer
 from data_pipeline.stores.urls import Location, locate
 from longctx.errors import ConfigError, DataError
 from longctx.files import explained_writes

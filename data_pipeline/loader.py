@@ -2,9 +2,9 @@
 
 Step s takes the global rows [s·R, (s+1)·R), R = ``rows_per_step``. ``rows.micro_batches`` deals them out, in their
 order: with B rows in each, micro-batch a of data rank d takes those from s·R + a·(D·B) + d·B. With ``cost`` they are
-put into another order first, in which ranks have as much work (``rows.balance``). Rows of an epoch are planned block by
-block (``rows.blocks``), and only the block that is read and the next one are in memory. Rows of epoch e + 1 follow
-those of epoch e directly.
+put into another order first, in which ranks have as much work. Rows of an epoch are planned block by block
+(``rows.blocks``), and only the block that is read and the next one are in memory. Rows of epoch e + 1 follow those of
+epoch e directly.
 """
 
 from __future__ import annotations
@@ -13,23 +13,18 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from data_pipeline.mixture.file import Mixture, is_mixture
-from data_pipeline.mixture.forecast import Forecast
-from data_pipeline.mixture.order import MixedOrder
-from data_pipeline.rows.balance import balanced
-from data_pipeline.rows.batches import Documents, Place, build_batch, build_share, documents_of, lengths_of
-from data_pipeline.rows.blocks import PackReport
-from data_pipeline.rows.filled import FimDocuments
+from data_pipeline.mixture.order import Forecast, MixedOrder
+from data_pipeline.rows.batches import Place, build_batch, build_share, documents_of, lengths_of
+from data_pipeline.rows.blocks import FirstRows, PackReport
+from data_pipeline.rows.filled import Documents, FimDocuments
 from data_pipeline.rows.fim import Fim
-from data_pipeline.rows.first_rows import FirstRows
-from data_pipeline.rows.micro_batches import MicroBatches
+from data_pipeline.rows.micro_batches import MicroBatches, balanced
 from data_pipeline.rows.order import FolderOrder, Order
-from data_pipeline.rows.pack import BEST_FIT, Packing
-from data_pipeline.rows.row import Row
-from data_pipeline.shards.corpus import Corpus
-from data_pipeline.shards.reader import ShardSet
+from data_pipeline.rows.pack import BEST_FIT, Packing, Row
+from data_pipeline.shards.reader import Corpus, ShardSet
 from data_pipeline.shards.verify import open_verified
 from data_pipeline.stores.urls import Location
 from longctx.batch import Batch, PackedDocuments
@@ -63,8 +58,8 @@ def build_loader(
 
     ``rows_per_step`` counts rows of all ranks and micro-batches together. A micro-batch is [rows, seq_len], of at most
     ``micro_batch_rows`` rows: where these do not divide a rank's rows of a step, some have one less than others.
-    With ``cost``, the work of a row, the rows of a step are dealt out so that ranks have as much (``rows.balance``),
-    with ``lockstep`` in each micro-batch.
+    With ``cost``, the work of a row, the rows of a step are dealt out so that ranks have as much, with ``lockstep`` in
+    each micro-batch.
     With ``verify`` nothing damaged is ever read (``open_verified``); a folder that is open already is taken as it is.
     ``open_folder`` opens folders in another way.
     Raises ``ConfigError`` for sizes that do not fit, ``DataError`` for a folder that cannot be read.
@@ -310,16 +305,8 @@ class Loader:
             self._micro_batch = 0
 
 
-class Rows(Protocol):
-    """Rows by their numbers."""
-
-    def __len__(self) -> int:
-        """How many there are."""
-        ...
-
-    def __getitem__(self, row: int, /) -> Row:
-        """A row by its number."""
-        ...
+Rows = FirstRows | list[Row]
+"""Rows by their numbers."""
 
 
 class ValidationLoader:
@@ -407,7 +394,7 @@ def documents_in(folders: Sequence[ShardSet], fims: Sequence[Fim | None] = ()) -
 
     DataError for folders of different tokenizers.
     """
-    documents: Documents = folders[0]
+    documents: ShardSet | Corpus = folders[0]
     if len(folders) > 1:
         documents = Corpus(folders)
     for shards, fim in zip(folders, fims, strict=False):

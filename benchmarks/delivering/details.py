@@ -17,9 +17,8 @@ import xxhash
 
 from benchmarks.delivering.contenders import SHARDS, whole
 from data_pipeline.loader import Loader, build_loader, open_order
-from data_pipeline.rows.balance import balanced
 from data_pipeline.rows.batches import Place, Share, lengths_of
-from data_pipeline.rows.micro_batches import MicroBatches
+from data_pipeline.rows.micro_batches import MicroBatches, balanced
 from data_pipeline.shards.reader import ShardSet
 from launcher.training.feed import StepFeed
 from longctx.batch import PackedDocuments

@@ -15,7 +15,7 @@ import torch
 
 from benchmarks.scaling.figures import Figures, timed
 from data_pipeline.rows.blocks import Deal
-from data_pipeline.rows.pack import plan_rows
+from data_pipeline.rows.pack import Parts, plan_parts
 from data_pipeline.shards.verify import deal
 from launcher.metrics.expert_load import max_violation, mean_violation, shortened
 from launcher.metrics.record import encode
@@ -180,7 +180,7 @@ def measure_plan(figures: Figures, ranks: int, *, documents: int = DOCUMENTS) ->
     deal = Deal.of(documents, 800 * documents, SHARDS, 131_072)
     own = documents // deal.num_blocks
     lengths = 1 + np.random.default_rng(0).geometric(1 / 800, own)
-    plan, seconds = timed(lambda: plan_rows(lengths, 131_072))
+    plan, seconds = timed(lambda: plan_parts(Parts.whole(np.arange(own), lengths), 131_072))
     kept = sum(part.nbytes for part in vars(plan).values() if isinstance(part, np.ndarray))
     case = f"{own:,} of {documents:,} documents"
     words: dict[str, Any] = {"needed": "nothing", "power": 0.0}

@@ -24,22 +24,25 @@ from __future__ import annotations
 
 import difflib
 import json
-import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
-from typing import Any
+from typing import Annotated
 
-from pydantic import ConfigDict, TypeAdapter, ValidationError
+from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 
 from data_pipeline.rows.fim import FimRule
-from data_pipeline.rows.upsample import MAX_FACTOR, Upsampling
+from data_pipeline.rows.pack import MAX_FACTOR, Upsampling
 from data_pipeline.shards.manifest import VALIDATION_FOLDER
 from data_pipeline.stores.urls import Location, below, is_url, locate
 from longctx.errors import ConfigError
 from longctx.files import read_toml
 
 MIXTURE_SUFFIX = ".toml"
+
+_Weight = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+_Temperature = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+_AtLeastOne = Annotated[int, Field(ge=1)]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,12 +54,12 @@ class Source:
     name: str
     path: str
     """Its folder, or the URL of one (s3://, gs://)."""
-    weight: float | None = None
+    weight: _Weight | None = None
     """Its share of the tokens, beside those of the others; None: as many as it has."""
-    epochs: int | None = None
+    epochs: _AtLeastOne | None = None
     """Epochs at most; after them the others go on without it. None: no end."""
     upsample: tuple[Upsampling, ...] = ()
-    fim_rate: float | None = None
+    fim_rate: Annotated[float, Field(ge=0, le=1)] | None = None
     """Share of its documents whose middle is to be filled in; None: the run's (``data.fim_rate``)."""
 
     def fim_rule(self, of_run: FimRule | None) -> FimRule | None:
@@ -74,11 +77,11 @@ class Stage:
 
     from_tokens: int = 0
     """Tokens of the run, padding included; the stage begins with the first row behind them."""
-    row_tokens: int | None = None
+    row_tokens: _AtLeastOne | None = None
     """Documents are cut and packed at this length, several such rows to one of the run's; None: the run's."""
-    weights: dict[str, float] = field(default_factory=dict)
+    weights: dict[str, _Weight] = field(default_factory=dict)
     """By name, in place of the sources' own; a source that is not named keeps its own."""
-    temperature: float | None = None
+    temperature: _Temperature | None = None
     """In place of the mixture's."""
 
 
@@ -90,7 +93,7 @@ class Mixture:
 
     sources: tuple[Source, ...]
     stages: tuple[Stage, ...] = ()
-    temperature: float = 1.0
+    temperature: _Temperature = 1.0
     """Shares are weights to the power of 1/temperature: above 1 they are more even, 1 leaves them alone."""
 
     @classmethod
@@ -98,24 +101,14 @@ class Mixture:
         """Read a file; ConfigError names what is wrong in it."""
         path = Path(path)
         values = read_toml(path, str(path))
-        problem = next(_unknown_keys(values), None)
-        if problem is not None:
-            raise ConfigError(f"{path}: {problem}\n{_KEYS}")
         try:
             # Strict JSON takes tables for dataclasses and whole numbers for floats, and nothing else for another.
             mixture = TypeAdapter(cls).validate_json(json.dumps(values, default=str), strict=True)
         except ValidationError as error:
-            first = error.errors()[0]
-            where = ".".join(str(part) for part in first["loc"])
-            raise ConfigError(f"{path}: {where}={first['input']!r}: {first['msg']}.\n{_KEYS}") from error
-        mixture.check(path)
-        return mixture
-
-    def check(self, path: Path) -> None:
-        """ConfigError for the first value that means nothing."""
-        problem = next(_problems(self), None)
-        if problem is not None:
+            raise ConfigError(f"{path}: {_first_problem(error)}\n{_KEYS}") from error
+        for problem in _problems(mixture):
             raise ConfigError(f"{path}: {problem}")
+        return mixture
 
     def folders(self, beside: Path) -> list[Location]:
         """The sources' shard folders. ``beside`` is the folder that relative paths count from."""
@@ -200,29 +193,15 @@ _KEYS = (
 )
 
 
-def _unknown_keys(values: dict[str, Any]) -> Iterator[str]:
-    """Yield the keys that a mixture does not have, each with the nearest that it has."""
-    yield from _unknown(values, Mixture, "")
-    for name, kind in (("sources", Source), ("stages", Stage)):
-        for number, table in enumerate(_tables(values.get(name))):
-            yield from _unknown(table, kind, f"{name}.{number}.")
-            for rule, upsampling in enumerate(_tables(table.get("upsample"))):
-                yield from _unknown(upsampling, Upsampling, f"{name}.{number}.upsample.{rule}.")
-
-
-def _unknown(table: dict[str, Any], kind: type, where: str) -> Iterator[str]:
-    known = [field.name for field in fields(kind)]
-    for key in table:
-        if key not in known:
-            nearest = difflib.get_close_matches(key, known, n=1, cutoff=0)
-            yield f"{where}{key} is no key. Did you mean {nearest[0]}?"
-
-
-def _tables(value: Any) -> list[dict[str, Any]]:
-    """The tables of a list; what is none of these is refused by its type."""
-    if not isinstance(value, list):
-        return []
-    return [table for table in value if isinstance(table, dict)]
+def _first_problem(error: ValidationError) -> str:
+    """Return the first thing that is wrong: a key that is not known, with the nearest that is, before all others."""
+    first = min(error.errors(), key=lambda found: found["type"] != "unexpected_keyword_argument")
+    where = ".".join(str(part) for part in first["loc"])
+    if first["type"] == "unexpected_keyword_argument":
+        known = [field.name for kind in (Mixture, Source, Stage, Upsampling) for field in fields(kind)]
+        nearest = difflib.get_close_matches(str(first["loc"][-1]), known, n=1, cutoff=0)
+        return f"{where} is no key. Did you mean {nearest[0]}?"
+    return f"{where}={first['input']!r}: {first['msg']}."
 
 
 def is_mixture(path: str | Path) -> bool:
@@ -231,58 +210,28 @@ def is_mixture(path: str | Path) -> bool:
 
 
 def _problems(mixture: Mixture) -> Iterator[str]:
-    """Yield what is wrong, a sentence each with what to do."""
+    """Yield what is wrong between values, a sentence each with what to do."""
     if not mixture.sources:
         yield "there is no [[sources]]. Name at least one shard folder."
     names = [source.name for source in mixture.sources]
     for number, source in enumerate(mixture.sources):
         if not source.name or names.index(source.name) != number:
             yield f"sources.{number}.name={source.name!r} is empty or taken. Give each source a name of its own."
-        yield from _source_problems(f"sources.{number} ({source.name})", source)
-    if not _is_positive(mixture.temperature):
-        yield f"temperature={mixture.temperature} must be above 0; 1 leaves weights as they are."
+        for rule in source.upsample:
+            if rule.min_tokens < 0 or not 0 <= rule.factor <= MAX_FACTOR:
+                yield (
+                    f"sources.{number} ({source.name}): upsample = [{{ min_tokens = {rule.min_tokens}, factor = "
+                    f"{rule.factor} }}] needs min_tokens of at least 0 and a factor from 0 to {MAX_FACTOR:g}."
+                )
     last = -1
     for number, stage in enumerate(mixture.stages):
         if stage.from_tokens <= last:
             yield f"stages.{number}.from_tokens={stage.from_tokens} must be at least {last + 1}: stages ascend."
         last = stage.from_tokens
-        yield from _stage_problems(f"stages.{number}", stage, names)
+        for name in stage.weights:
+            if name not in names:
+                nearest = difflib.get_close_matches(name, names, n=1, cutoff=0)
+                yield f"stages.{number}.weights names {name!r}, which is no source. Did you mean {nearest[0]}?"
     for weights in ({}, *(stage.weights for stage in mixture.stages)):
         if not any(weights.get(source.name, source.weight) != 0 for source in mixture.sources):
             yield "every weight is 0. Give at least one source a share."
-
-
-def _source_problems(where: str, source: Source) -> Iterator[str]:
-    if source.weight is not None and not _is_weight(source.weight):
-        yield f"{where}: weight={source.weight} must be a number of at least 0."
-    if source.epochs is not None and source.epochs < 1:
-        yield f"{where}: epochs={source.epochs} must be at least 1; weight = 0 leaves a source out."
-    if source.fim_rate is not None and not 0 <= source.fim_rate <= 1:
-        yield f"{where}: fim_rate={source.fim_rate} must be a share from 0 to 1."
-    for rule in source.upsample:
-        if rule.min_tokens < 0 or not 0 <= rule.factor <= MAX_FACTOR:
-            yield (
-                f"{where}: upsample = [{{ min_tokens = {rule.min_tokens}, factor = {rule.factor} }}] needs min_tokens "
-                f"of at least 0 and a factor from 0 to {MAX_FACTOR:g}."
-            )
-
-
-def _stage_problems(where: str, stage: Stage, names: Sequence[str]) -> Iterator[str]:
-    if stage.row_tokens is not None and stage.row_tokens < 1:
-        yield f"{where}.row_tokens={stage.row_tokens} must be at least 1."
-    if stage.temperature is not None and not _is_positive(stage.temperature):
-        yield f"{where}.temperature={stage.temperature} must be above 0; 1 leaves weights as they are."
-    for name, weight in stage.weights.items():
-        if name not in names:
-            nearest = difflib.get_close_matches(name, names, n=1, cutoff=0)
-            yield f"{where}.weights names {name!r}, which is no source. Did you mean {nearest[0]}?"
-        if not _is_weight(weight):
-            yield f"{where}.weights.{name}={weight} must be a number of at least 0."
-
-
-def _is_weight(value: float) -> bool:
-    return 0 <= value < math.inf
-
-
-def _is_positive(value: float) -> bool:
-    return 0 < value < math.inf

@@ -17,7 +17,7 @@ from data_pipeline.rows.blocks import BlockPlanner
 from data_pipeline.rows.fim import FimRule, fim_of, rule_of
 from data_pipeline.rows.pack import Packing
 from data_pipeline.rows.stream import Stream
-from data_pipeline.shards.corpus import Corpus
+from data_pipeline.shards.reader import Corpus
 from data_pipeline.shuffle import key64
 from longctx.errors import ConfigError, DataError
 

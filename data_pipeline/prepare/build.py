@@ -11,19 +11,17 @@ from pathlib import Path
 from typing import Any
 
 from data_pipeline.prepare.documents import Progress
-from data_pipeline.prepare.duplicates.outcome import Outcome, PartDecision, part_file
-from data_pipeline.prepare.duplicates.report import DuplicateReport, read_report
+from data_pipeline.prepare.duplicates.outcome import DuplicateReport, Outcome, PartDecision, part_file, read_report
 from data_pipeline.prepare.duplicates.rule import DuplicateRule
 from data_pipeline.prepare.encode import Difference
 from data_pipeline.prepare.left_out import LEFT_OUT_FILE, LeftOut, read_left_out
-from data_pipeline.prepare.parts.assemble import assemble
-from data_pipeline.prepare.parts.compare import find_duplicates
 from data_pipeline.prepare.parts.deal import Part, deal_parts, hash_parts, part_bytes
-from data_pipeline.prepare.parts.engine import Crew, Engine
+from data_pipeline.prepare.parts.engine import Crew, Engine, find_duplicates
+from data_pipeline.prepare.parts.order import Order
 from data_pipeline.prepare.parts.pool import LocalEngine, usable_cores
 from data_pipeline.prepare.parts.record import SPLITS, PartRecord
-from data_pipeline.prepare.parts.staging import open_staging, remove_leftovers
-from data_pipeline.prepare.parts.work import SHOWN_DIFFERENCES, Job, explain_inexact
+from data_pipeline.prepare.parts.staging import Staging, assemble, open_staging, remove_leftovers
+from data_pipeline.prepare.parts.work import SHOWN_DIFFERENCES, Advance, Advanced, Job, explain_inexact
 from data_pipeline.prepare.publish import check_free, outgoing_folder, send
 from data_pipeline.prepare.sources import Source, no_text
 from data_pipeline.shards.manifest import MANIFEST_FILE, VALIDATION_FOLDER, Manifest, hash_json
@@ -128,12 +126,12 @@ def build_shards(
 
     ``chat`` says how conversations become ids, of a source that has these. The folder then says which tokens count.
     """
-    output = locate(output)
+    place = locate(output)
     _check_numbers(validation_fraction, shard_tokens, workers)
     started = time.monotonic()
     _say_cut(source, say)
     rule = duplicates or DuplicateRule()
-    chat = _chat_rule(source, chat, tokenizer, output)
+    chat = _chat_rule(source, chat, tokenizer, place)
     options: dict[str, Any] = {
         "validation_fraction": validation_fraction,
         "shard_tokens": shard_tokens,
@@ -142,17 +140,6 @@ def build_shards(
     if chat is not None:
         tokenizer = with_chat(tokenizer, chat)
         options["chat"] = chat_options(tokenizer, chat)
-    sources = [source.fingerprint()]
-    if isinstance(output, ObjectPath):
-        settings = {"exact": exact, "workers": workers, "duplicates": duplicates, "comparing": comparing, "chat": chat}
-        settings |= {"validation_fraction": validation_fraction, "shard_tokens": shard_tokens}
-        settings |= {"engine": engine, "progress": progress, "say": say}
-        recipe = {"sources": sources, "tokenizer": tokenizer, "options": options}
-        return _build_for_store(source, tokenizer, output, overwrite=overwrite, recipe=recipe, settings=settings)
-    if _is_occupied(output, overwrite=overwrite):
-        _check_same_recipe(output, sources=sources, tokenizer=tokenizer, options=options)
-        remove_leftovers(output)
-        return _report(output, source, up_to_date=True, exact=exact, started=started)
     job = Job(
         read_as=source.read_as,
         validation_fraction=validation_fraction,
@@ -161,20 +148,33 @@ def build_shards(
         duplicates=rule,
         chat=chat,
     )
-    parts = deal_parts(source.pieces(), part_bytes(shard_tokens))
-    made_from = {"source": sources, "tokenizer": tokenizer.fingerprint, "options": options}
-    recipe = made_from | {"parts": hash_parts(parts)}
-    with open_staging(output, recipe, count=len(parts), overwrite=overwrite, say=say) as staging:
-        crew = Crew(engine=engine or LocalEngine(), staging=staging, job=job, tokenizer=tokenizer, workers=workers)
-        build = _Build(source=source, parts=parts, crew=crew, progress=progress)
-        build.compare(comparing, say)
-        found = build.find_finished(say)
-        build.encode_rest()
-        differences = build.put_together(sources, options, exact=exact)
-        staging.publish()
-    return _report(
-        output, source, up_to_date=False, differences=differences, started=started, parts=len(parts), parts_found=found
+    build = _Build(
+        source=source,
+        tokenizer=tokenizer,
+        sources=[source.fingerprint()],
+        options=options,
+        job=job,
+        engine=engine or LocalEngine(),
+        workers=workers,
+        comparing=_advance(source, comparing),
+        encoding=_advance(source, progress),
+        say=say,
+        started=started,
     )
+    if isinstance(place, ObjectPath):
+        return build.send_into(place, overwrite=overwrite)
+    return build.make(place, overwrite=overwrite)
+
+
+def _advance(source: Source, progress: Progress | None) -> Advance:
+    """Return a function that tells the source how far its reading is, and ``progress`` what is done."""
+
+    def advance(done: Advanced) -> None:
+        source.bytes_read = done.bytes_read
+        if progress is not None:
+            progress(done.documents, done.text_bytes)
+
+    return advance
 
 
 def _chat_rule(source: Source, chat: ChatRule | None, tokenizer: Tokenizer, output: Location) -> ChatRule | None:
@@ -203,131 +203,113 @@ def _is_occupied(output: Path, *, overwrite: bool) -> bool:
     return occupied and not overwrite
 
 
-def _build_for_store(
-    source: Source,
-    tokenizer: Tokenizer,
-    output: ObjectPath,
-    *,
-    overwrite: bool,
-    recipe: dict[str, Any],
-    settings: dict[str, Any],
-) -> BuildReport:
-    """Build in the cache folder and send it to a store, unless that has it already."""
-    started = time.monotonic()
-    if (output / MANIFEST_FILE).is_file() and not overwrite:
-        _check_same_recipe(output, **recipe)
-        return _report(output, source, up_to_date=True, exact=settings["exact"], started=started)
-    check_free(output, overwrite=overwrite)
-    # One folder for each recipe: that of another build is of no use, and no hindrance.
-    name = hash_json([recipe["sources"], tokenizer.fingerprint, recipe["options"]])
-    local = outgoing_folder(output) / name
-    report = build_shards(source, tokenizer, local, **settings)
-    send(local, output, overwrite=overwrite, say=settings["say"])
-    sent = _report(output, source, up_to_date=False, differences=report.differences, started=started)
-    shutil.rmtree(outgoing_folder(output), ignore_errors=True)
-    return replace(sent, parts=report.parts, parts_found=report.parts_found)
-
-
-@dataclass(kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class _Build:
-    """One build in its staging folder."""
+    """What is built, of what, and by whom."""
 
     source: Source
-    parts: list[Part]
-    crew: Crew
-    progress: Progress | None
-    outcome: Outcome | None = None
-    """What was found of duplicates; None where nobody looks for them."""
-    records: dict[int, PartRecord] = field(default_factory=dict)
-    """Finished parts by number."""
+    tokenizer: Tokenizer
+    sources: list[dict[str, Any]]
+    """Fingerprints."""
+    options: dict[str, Any]
+    """Those of the manifest."""
+    job: Job
+    engine: Engine
+    workers: int | None
+    comparing: Advance
+    encoding: Advance
+    say: Callable[[str], None]
+    started: float
 
-    def compare(self, progress: Progress | None, say: Callable[[str], None]) -> None:
-        """Find duplicates, if anybody wants to know."""
-        if not self.crew.job.duplicates.finds:
-            return
+    def send_into(self, output: ObjectPath, *, overwrite: bool) -> BuildReport:
+        """Build in the cache folder and send it to a store, unless that has it already."""
+        if (output / MANIFEST_FILE).is_file() and not overwrite:
+            return self._keep(output)
+        check_free(output, overwrite=overwrite)
+        # One folder for each recipe: that of another build is of no use, and no hindrance.
+        name = hash_json([self.sources, self.tokenizer.fingerprint, self.options])
+        local = outgoing_folder(output) / name
+        made = self.make(local, overwrite=False)
+        send(local, output, overwrite=overwrite, say=self.say)
+        report = _report(output, self.source, differences=made.differences, started=self.started)
+        shutil.rmtree(outgoing_folder(output), ignore_errors=True)
+        return replace(report, parts=made.parts, parts_found=made.parts_found)
 
-        def advance(documents: int, text_bytes: int, bytes_read: int) -> None:
-            self.source.bytes_read = bytes_read
-            if progress is not None:
-                progress(documents, text_bytes)
+    def make(self, output: Path, *, overwrite: bool) -> BuildReport:
+        """Build in a staging folder beside the output, or go on there, unless the output is up to date."""
+        if _is_occupied(output, overwrite=overwrite):
+            report = self._keep(output)
+            remove_leftovers(output)
+            return report
+        source, say = self.source, self.say
+        parts = deal_parts(source.pieces(), part_bytes(self.job.shard_tokens))
+        made_from = {"source": self.sources, "tokenizer": self.tokenizer.fingerprint, "options": self.options}
+        recipe = made_from | {"parts": hash_parts(parts)}
+        with open_staging(output, recipe, count=len(parts), overwrite=overwrite, say=say) as staging:
+            crew = Crew(
+                engine=self.engine, staging=staging, job=self.job, tokenizer=self.tokenizer, workers=self.workers
+            )
+            outcome = None
+            if self.job.duplicates.finds:
+                outcome = find_duplicates(parts, crew, advance=self.comparing, say=say)
+                source.bytes_read = 0
+            records = _find_finished(staging, parts, say)
+            found = len(records)
+            orders = [_order(part, staging, outcome) for part in parts]
+            crew.carry_out(orders, records, advance=self.encoding)
+            source.bytes_read = source.num_bytes
+            differences = self._put_together(staging, [records[part.number] for part in parts], outcome)
+            staging.publish()
+        report = _report(output, source, differences=differences, started=self.started)
+        return replace(report, parts=len(parts), parts_found=found)
 
-        self.outcome = find_duplicates(
-            self.parts,
-            self.crew,
-            advance=advance,
-            say=say,
-        )
-        self.source.bytes_read = 0
+    def _keep(self, output: Location) -> BuildReport:
+        """Return the report of a folder that is there; DataError unless it is what this build would make."""
+        _check_same_recipe(output, sources=self.sources, tokenizer=self.tokenizer, options=self.options)
+        return _report(output, self.source, up_to_date=True, exact=self.job.exact, started=self.started)
 
-    def find_finished(self, say: Callable[[str], None]) -> int:
-        """Take the parts that an earlier build has finished, once every byte of them is checked; how many."""
-        self.records, damaged = self.crew.staging.finished(len(self.parts))
-        if self.records:
-            say(f"going on: {len(self.records)} of {len(self.parts)} parts are there")
-        for path in damaged:
-            logger.warning("%s is damaged: its part is encoded again", path)
-        return len(self.records)
-
-    def encode_rest(self) -> None:
-        """Encode the parts that are not finished."""
-        documents = sum(record.documents for record in self.records.values())
-        text_bytes = sum(record.text_bytes for record in self.records.values())
-        passed = sum(self.parts[number].size for number in self.records)
-
-        def advance(more_documents: int, more_text: int, more_bytes: int) -> None:
-            self.source.bytes_read = passed + more_bytes
-            if self.progress is not None:
-                self.progress(documents + more_documents, text_bytes + more_text)
-
-        def finished(part: Part, record: PartRecord) -> None:
-            nonlocal documents, text_bytes, passed
-            self.records[part.number] = record
-            documents += record.documents
-            text_bytes += record.text_bytes
-            passed += part.size
-
-        # Where the display begins: the rate is that of this build alone.
-        if self.records:
-            advance(0, 0, 0)
-        self.crew.encode(
-            [part for part in self.parts if part.number not in self.records],
-            advance=advance,
-            finished=finished,
-            decisions=self._decisions(),
-        )
-        self.source.bytes_read = passed
-
-    def _decisions(self) -> dict[int, PartDecision]:
-        """For each part which of its documents stay; empty where all do."""
-        if self.outcome is None:
-            return {}
-        counts = self.outcome.documents
-        paths = [self.crew.staging.decisions / part_file(part.number) for part in self.parts]
-        return {number: PartDecision(path, counts[number]) for number, path in enumerate(paths)}
-
-    def put_together(self, sources: list[dict[str, Any]], options: dict[str, Any], *, exact: bool) -> list[Difference]:
+    def _put_together(
+        self, staging: Staging, records: list[PartRecord], outcome: Outcome | None
+    ) -> Sequence[Difference]:
         """Make the whole folder of all parts, and return the first differences."""
-        records = [self.records[part.number] for part in self.parts]
         differences = [difference for record in records for difference in record.differences]
         # Parts that a build without --exact has finished.
-        if exact and differences:
-            raise DataError(explain_inexact(differences[0], self.crew.tokenizer))
-        left_out = LeftOut(self.source.not_listed)
+        if self.job.exact and differences:
+            raise DataError(explain_inexact(differences[0], self.tokenizer))
+        source = self.source
+        source.left_out = LeftOut(source.not_listed)
         for record in records:
-            left_out.merge(record.skipped, record.examples)
-        self.source.left_out = left_out
-        _check_splits(records, self.source, options)
+            source.left_out.merge(record.skipped, record.examples)
+        _check_splits(records, source, self.options)
         assemble(
-            self.crew.staging,
+            staging,
             records,
-            not_listed=self.source.not_listed,
-            skipped=self.source.skipped,
-            tokenizer=self.crew.tokenizer,
-            sources=sources,
-            options=options,
-            outcome=self.outcome,
+            not_listed=source.not_listed,
+            skipped=source.skipped,
+            tokenizer=self.tokenizer,
+            sources=self.sources,
+            options=self.options,
+            outcome=outcome,
         )
         return differences[:SHOWN_DIFFERENCES]
+
+
+def _find_finished(staging: Staging, parts: Sequence[Part], say: Callable[[str], None]) -> dict[int, PartRecord]:
+    """Return the parts that an earlier build has finished, once every byte of them is checked."""
+    records, damaged = staging.finished(len(parts))
+    if records:
+        say(f"going on: {len(records)} of {len(parts)} parts are there")
+    for path in damaged:
+        logger.warning("%s is damaged: its part is encoded again", path)
+    return records
+
+
+def _order(part: Part, staging: Staging, outcome: Outcome | None) -> Order:
+    """Return the order to encode a part, without the documents that ``outcome`` removes."""
+    decision = None
+    if outcome is not None:
+        decision = PartDecision(staging.decisions / part_file(part.number), outcome.documents[part.number])
+    return Order(part=part, folder=staging.part_folder(part.number), decision=decision)
 
 
 def _check_numbers(validation_fraction: float, shard_tokens: int, workers: int | None) -> None:
@@ -410,12 +392,10 @@ def _report(
     output: Location,
     source: Source,
     *,
-    up_to_date: bool,
     started: float,
+    up_to_date: bool = False,
     exact: bool = False,
     differences: Sequence[Difference] = (),
-    parts: int = 0,
-    parts_found: int = 0,
 ) -> BuildReport:
     """What lies in ``output`` now, read from its manifests; DataError for inexact documents where ``exact``."""
     training = Manifest.load(output)
@@ -448,8 +428,6 @@ def _report(
         left_out_file=left_out_file,
         duplicates=read_report(output, training),
         seconds=time.monotonic() - started,
-        parts=parts,
-        parts_found=parts_found,
         cut_directories=source.cut_directories(),
     )
 

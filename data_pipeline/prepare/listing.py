@@ -1,18 +1,78 @@
-"""The files of a folder, in an order of their own: links followed once, what is left out listed with its reason."""
+"""The files of a folder, or the objects below a URL: links followed once, what is left out listed with its reason."""
 
 from __future__ import annotations
 
+import fnmatch
 import heapq
+import json
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
-from data_pipeline.prepare.documents import File, Skip
-from data_pipeline.prepare.hf_dataset import find_dataset
-from data_pipeline.prepare.readers.formats import find_format
-from data_pipeline.prepare.selection import Selection
-from data_pipeline.stores.urls import Location
+from data_pipeline.prepare.documents import File, Skip, find_format
+from data_pipeline.stores.client import list_objects, size_of
+from data_pipeline.stores.urls import Location, ObjectPath
+from longctx.untrusted.git_lfs import is_pointer
+
+
+@dataclass(frozen=True, kw_only=True)
+class Selection:
+    """Glob patterns, where ``*`` also crosses folders and a folder's own path stands for all below it."""
+
+    include: Sequence[str] = ()
+    """Only what matches one of these is read; empty: everything."""
+    exclude: Sequence[str] = ()
+    as_text: Sequence[str] = ()
+    """Files that are read as plain text, whatever their ending says."""
+    as_json: Sequence[str] = ()
+    """Files that are read as JSON: lines, an array or values, unless they are read as text."""
+    _used: set[str] = field(default_factory=set, init=False, compare=False)
+    _excluded_folders: list[str] = field(default_factory=list, init=False, compare=False)
+
+    def includes(self, name: str) -> bool:
+        """Whether the file is one of those that are asked for."""
+        return not self.include or self._matches(name, self.include)
+
+    def excludes(self, name: str) -> bool:
+        """Whether the file is left out."""
+        return self._matches(name, self.exclude)
+
+    def excludes_folder(self, name: str) -> bool:
+        """Whether the folder is left out with all below it."""
+        is_excluded = self._matches(name, self.exclude)
+        if is_excluded:
+            self._excluded_folders.append(name)
+        return is_excluded
+
+    def read_as(self, name: str) -> str:
+        """How the file is read, ``text`` or ``json``; empty if its ending says it."""
+        if self._matches(name, self.as_text):
+            return "text"
+        if self._matches(name, self.as_json):
+            return "json"
+        return ""
+
+    def unused(self) -> list[str]:
+        """Patterns that matched nothing so far: most often a typing error."""
+        patterns = (*self.include, *self.exclude, *self.as_text, *self.as_json)
+        return [pattern for pattern in patterns if pattern not in self._used and not self._lies_below(pattern)]
+
+    def _matches(self, name: str, patterns: Sequence[str]) -> bool:
+        """Whether a pattern names a file, or a folder above it."""
+        found = [pattern for pattern in patterns if _match(name, pattern)]
+        self._used.update(found)
+        return bool(found)
+
+    def _lies_below(self, pattern: str) -> bool:
+        """Whether the pattern may mean something in a folder that was left out, and so never looked into."""
+        return any(pattern.startswith(("*", f"{folder}/")) for folder in self._excluded_folders)
+
+
+def _match(name: str, pattern: str) -> bool:
+    return fnmatch.fnmatchcase(name, pattern) or fnmatch.fnmatchcase(name, pattern.rstrip("/") + "/*")
+
 
 _NEVER = {"site-packages", "dist-packages", "__pycache__"}
 
@@ -100,31 +160,50 @@ class Walk:
         folders: list[tuple[Path, str]] = []
         with os.scandir(folder) as entries:
             listed = list(entries)
-        dataset = None
+        not_data = {}
         if not self._python_only:
-            dataset = find_dataset(folder, [entry.name for entry in listed])
+            not_data = self._not_data(folder, prefix, [entry.name for entry in listed])
         for entry in listed:
             path, name = Path(entry.path), prefix + _shown(entry.name)
-            if dataset is not None and entry.name in dataset.not_data:
-                self.leave_out(name, dataset.not_data[entry.name])
+            if entry.name in not_data:
+                self.leave_out(name, not_data[entry.name])
             elif _holds(entry.is_dir):
-                if self._takes_folder(entry, name):
+                if self._python_only and (entry.name in _NEVER or entry.is_symlink()):
+                    continue
+                if self._takes_folder(entry.name, name):
                     if entry.is_symlink():
                         heapq.heappush(self._links, (f"{name}/", path))
                     else:
                         folders.append((path, f"{name}/"))
             else:
                 self._list_file(entry, path, name)
-        if dataset is not None:
-            for missing in dataset.missing:
-                self.leave_out(prefix + missing, "missing", "state.json lists it", is_fault=True)
         return folders
 
-    def _takes_folder(self, entry: os.DirEntry[str], name: str) -> bool:
+    def enter_objects(self, path: ObjectPath, prefix: str, folder: _Folder) -> None:
+        """Take what a folder of a store holds, or say why it is left out. A store has no links and no devices."""
+        # Its descriptions are small objects, read here as from a folder.
+        not_data = self._not_data(path, prefix, list(folder.sizes))
+        for name, size in folder.sizes.items():
+            if name in not_data:
+                self.leave_out(prefix + name, not_data[name])
+            elif name.startswith("."):
+                self.leave_out(prefix + name, "hidden")
+            else:
+                self.add_file(path / name, prefix + name, size)
+        for name, below in folder.folders.items():
+            if self._takes_folder(name, prefix + name):
+                self.enter_objects(path / name, f"{prefix}{name}/", below)
+
+    def _not_data(self, folder: Location, prefix: str, names: list[str]) -> dict[str, str]:
+        """Return the files that hold no documents by what ``datasets`` has written there, with the reason of each."""
+        dataset = find_dataset(folder, names)
+        for missing in dataset.missing:
+            self.leave_out(prefix + missing, "missing", "state.json lists it", is_fault=True)
+        return dataset.not_data
+
+    def _takes_folder(self, own_name: str, name: str) -> bool:
         """Whether the patterns and its name let us into a folder."""
-        if self._python_only and (entry.name in _NEVER or entry.is_symlink()):
-            return False
-        if not self._python_only and entry.name.startswith("."):
+        if own_name.startswith(".") and not self._python_only:
             self.leave_out(f"{name}/", "hidden")
             return False
         # Before walking into it: what is excluded may be huge, or refuse to be read.
@@ -169,3 +248,102 @@ def _identity(folder: Path) -> Identity:
 def _shown(name: str) -> str:
     """A file's name as text: its bytes are most often UTF-8, but need not be."""
     return os.fsencode(name).decode("utf-8", "backslashreplace")
+
+
+@dataclass
+class _Folder:
+    """What lies in one folder of a store."""
+
+    sizes: dict[str, int] = field(default_factory=dict)
+    folders: dict[str, _Folder] = field(default_factory=dict)
+
+
+def list_source(root: ObjectPath, selection: Selection) -> Listing:
+    """The objects below ``root`` by relative path; an object given itself is the whole list."""
+    walk = Walk(selection, python_only=False)
+    size = size_of(root)
+    if size is not None:
+        walk.add_file(root, root.name, size)
+    else:
+        walk.enter_objects(root, "", _tree(list_objects(root)))
+    return walk.found.in_order()
+
+
+def _tree(sizes: dict[str, int]) -> _Folder:
+    """Folders, which a store knows as beginnings of names alone."""
+    top = _Folder()
+    for path, size in sizes.items():
+        folder = top
+        above, _, name = path.rpartition("/")
+        for part in above.split("/") if above else ():
+            folder = folder.folders.setdefault(part, _Folder())
+        folder.sizes[name] = size
+    return top
+
+
+_STATE = "state.json"
+_DESCRIPTIONS = (_STATE, "dataset_info.json", "dataset_dict.json")
+
+
+@dataclass(frozen=True)
+class Dataset:
+    """What a folder of ``save_to_disk`` or of the cache of ``datasets`` says about itself."""
+
+    not_data: dict[str, str] = field(default_factory=dict)
+    """Names of files that hold no documents, with the reason."""
+    missing: list[str] = field(default_factory=list)
+    """Data files that are listed and not there."""
+
+
+def find_dataset(folder: Location, names: Sequence[str]) -> Dataset:
+    """What a folder with files of these ``names`` says of them; nothing if it holds no data set."""
+    # A Git LFS pointer describes nothing: it is listed as a file, and left out by that name.
+    described = [name for name in _DESCRIPTIONS if name in names and not is_pointer(_content(folder / name))]
+    tables = [name for name in names if name.endswith(".arrow")]
+    if not described or not (tables or _lists_splits(folder, described)):
+        return Dataset()
+    not_data = dict.fromkeys(described, "description of a data set")
+    data_files = _data_files(folder, described)
+    # The cache of `datasets` has no state.json: each of its tables is data.
+    if data_files is None:
+        return Dataset(not_data, [])
+    # What `map` and `filter` have cached beside the data would give its documents once more.
+    not_data.update((name, "not listed in state.json") for name in tables if name not in data_files)
+    return Dataset(not_data, sorted(data_files - set(names)))
+
+
+def _data_files(folder: Location, described: Sequence[str]) -> set[str] | None:
+    """The data files that ``state.json`` lists; None where it lists none."""
+    if _STATE not in described:
+        return None
+    state = _read_object(folder / _STATE)
+    entries = state.get("_data_files")
+    if not isinstance(entries, list):
+        return None
+    return {
+        entry["filename"] for entry in entries if isinstance(entry, dict) and isinstance(entry.get("filename"), str)
+    }
+
+
+def _lists_splits(folder: Location, described: Sequence[str]) -> bool:
+    """Whether the folder is one of several splits, which lie in folders of their own."""
+    return "dataset_dict.json" in described and "splits" in _read_object(folder / "dataset_dict.json")
+
+
+def _read_object(path: Location) -> dict[str, Any]:
+    """The JSON object in a file, empty if there is none."""
+    try:
+        value = json.loads(_content(path))
+    except ValueError:
+        return {}
+    if isinstance(value, dict):
+        return value
+    return {}
+
+
+def _content(path: Location) -> bytes:
+    """Return a file's bytes, none if it cannot be read."""
+    try:
+        return path.read_bytes()
+    except OSError:
+        return b""

@@ -17,20 +17,16 @@ from typing import Any
 
 import xxhash
 
-from data_pipeline.prepare.documents import Document, Fields, File, Piece, Skip, whole
+from data_pipeline.prepare.documents import READABLE, Document, Fields, File, Piece, Skip, whole
 from data_pipeline.prepare.joining import Join, cut_directories, join_pieces
 from data_pipeline.prepare.left_out import LeftOut
-from data_pipeline.prepare.lengths import ANY_LENGTH, Lengths
-from data_pipeline.prepare.listing import list_files
-from data_pipeline.prepare.object_listing import list_source
+from data_pipeline.prepare.listing import Selection, list_files, list_source
 from data_pipeline.prepare.readers.cut import CUT_BYTES, hash_and_cut
-from data_pipeline.prepare.readers.formats import READABLE
 from data_pipeline.prepare.readers.read import UNREADABLE, check
 from data_pipeline.prepare.readers.records import NO_CONVERSATION, no_field_reason
-from data_pipeline.prepare.readers.unnamed_json import REASON as UNNAMED_JSON
-from data_pipeline.prepare.reading import ReadAs, Reading, fault
+from data_pipeline.prepare.readers.text import UNNAMED_JSON
+from data_pipeline.prepare.reading import ANY_LENGTH, Lengths, ReadAs, Reading, fault
 from data_pipeline.prepare.recognise import AUTO, FORMATS, described, find_fields
-from data_pipeline.prepare.selection import Selection
 from data_pipeline.stores.client import list_names
 from data_pipeline.stores.urls import Location, ObjectPath, locate
 from longctx.errors import DataError
@@ -339,35 +335,29 @@ def _locate(spec: str | Path) -> tuple[str, Location]:
     if spec == "stdlib":
         return "stdlib", Path(sysconfig.get_path("stdlib"))
     path = locate(spec)
-    if isinstance(path, ObjectPath):
-        # Of the two a store knows objects alone.
-        if path.is_file():
-            return "file", path
-        if not path.is_dir():
-            raise DataError(f"source={spec} does not exist. {_held(path.parent)}")
-        return "folder", path
-    if not path.exists():
-        raise DataError(f"source={spec} does not exist.\n{_nearest(path)}")
+    # Each question to a store is a request: that of a folder comes last.
+    if path.is_file():
+        return "file", path
     if path.is_dir():
         return "folder", path
+    if isinstance(path, ObjectPath) or not path.exists():
+        raise DataError(f"source={spec} does not exist.\n{_nearest(path)}")
     return "file", path
 
 
-def _nearest(path: Path) -> str:
-    """Advice for a path that is not there: the deepest parent that is, and what it holds."""
-    parent = next((p for p in path.absolute().parents if p.is_dir()), Path("/"))
-    try:
-        names = sorted(p.name for p in parent.iterdir() if not p.name.startswith("."))[:8]
-    except OSError:
-        names = []
-    held = ", ".join(names) or "nothing"
+def _nearest(path: Location) -> str:
+    """Advice for a place that is not there: what the deepest folder holds that is."""
+    if isinstance(path, ObjectPath):
+        parent: Location = path.parent
+        names = list_names(parent)
+    else:
+        parent = next((p for p in path.absolute().parents if p.is_dir()), Path("/"))
+        try:
+            names = sorted(p.name for p in parent.iterdir() if not p.name.startswith("."))
+        except OSError:
+            names = []
+    held = ", ".join(names[:8]) or "nothing"
     return f'{parent} holds {held}. Name a file or folder with text, or "stdlib" for Python\'s standard library.'
-
-
-def _held(folder: ObjectPath) -> str:
-    """What a folder of a store holds, for a message."""
-    names = list_names(folder)[:8]
-    return f"{folder} holds {', '.join(names) or 'nothing'}. Name a folder or an object with text."
 
 
 # ---------------------------------------------------------------------------------------------------------- messages

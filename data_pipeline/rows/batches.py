@@ -6,56 +6,18 @@ import bisect
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
 
-from data_pipeline.rows.row import Piece, Row
+from data_pipeline.rows.filled import Documents
+from data_pipeline.rows.pack import Piece, Row
 from longctx.batch import PackedDocuments
 from longctx.compact_batch import CompactBatch, DocumentEnd, Span
 
 Runs = Sequence[tuple[int, int, int]]
 """Tokens start, start + step, … (count of them), each as start, count, step; ascending and disjoint."""
-
-
-class Documents(Protocol):
-    """What is read: ``shards.reader.ShardSet``, or several of them (``shards.corpus.Corpus``)."""
-
-    @property
-    def padding(self) -> int:
-        """The token id that fills rows."""
-        ...
-
-    def check_files(self, documents: Iterable[int]) -> None:
-        """DataError where a file of these documents is no longer the one that was mapped."""
-        ...
-
-    @property
-    def first_documents(self) -> Sequence[int]:
-        """The number of each folder's first document; a folder is a source."""
-        ...
-
-    def lengths_of(self, documents: np.ndarray) -> np.ndarray:
-        """Tokens of each of these documents [n], int64."""
-        ...
-
-    def slice(self, index: int, start: int, stop: int) -> np.ndarray:
-        """Tokens ``start`` to ``stop`` of a document; beyond its end there are none."""
-        ...
-
-    def slices(self, pieces: Sequence[Piece]) -> list[np.ndarray]:
-        """``slice`` of each piece, behind ``check_files``: what a batch reads."""
-        ...
-
-    @property
-    def is_masked(self) -> bool:
-        """Whether documents say which of their tokens count in the loss."""
-        ...
-
-    def counted(self, index: int) -> np.ndarray | None:
-        """Return the runs of a document's tokens that count, as pairs of bounds, int64 [2 · runs]; None for all."""
-        ...
 
 
 @dataclass(frozen=True)

@@ -8,18 +8,19 @@ an estimate.
 
 from __future__ import annotations
 
+import bisect
 import math
 import threading
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
+from itertools import accumulate
 
 import numpy as np
 
 from data_pipeline.rows.fim import Fim
-from data_pipeline.rows.pack import BEST_FIT, Packing, Parts, RowPlan, plan_parts
-from data_pipeline.rows.upsample import Upsampling, copies_of
+from data_pipeline.rows.pack import BEST_FIT, Packing, Parts, Row, RowPlan, Upsampling, copies_of, plan_parts
 from data_pipeline.shards.reader import ShardSet
 from data_pipeline.shuffle import Permutation
 
@@ -268,3 +269,31 @@ class BlockPlanner:
         for stretch in before:
             left = plan_parts(left, stretch.row_tokens, packing=self._packing, **order).parts_from(stretch.rows)
         return plan_parts(left, row_tokens, packing=self._packing, **order)
+
+
+class FirstRows:
+    """At most ``max_rows`` rows of epoch 0; all, if None. Two blocks of them are in memory at a time."""
+
+    def __init__(
+        self, shards: ShardSet, seq_len: int, *, max_rows: int | None = None, deal: Deal | None = None
+    ) -> None:
+        """``deal`` is that of the folder unless it is given."""
+        # No shuffle and no seed: losses of different runs are over the same rows.
+        self._planner = BlockPlanner(shards, seq_len, shuffle=False, deal=deal)
+        # Blocks are planned until there are rows enough: of a large folder the first, or the first few.
+        counts: list[int] = []
+        while len(counts) < self._planner.num_blocks and (max_rows is None or sum(counts) < max_rows):
+            counts.append(self._planner.plan(0, len(counts)).num_rows)
+        self._first_rows = list(accumulate(counts, initial=0))
+        self._num_rows = self._first_rows[-1]
+        if max_rows is not None:
+            self._num_rows = min(max_rows, self._num_rows)
+
+    def __len__(self) -> int:
+        """Rows."""
+        return self._num_rows
+
+    def __getitem__(self, row: int) -> Row:
+        """A row by its number."""
+        block = bisect.bisect_right(self._first_rows, row) - 1
+        return self._planner.plan(0, block).row(row - self._first_rows[block])

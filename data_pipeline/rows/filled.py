@@ -7,15 +7,15 @@ from collections.abc import Iterable, Sequence
 
 import numpy as np
 
-from data_pipeline.rows.batches import Documents
 from data_pipeline.rows.fim import Fim
-from data_pipeline.rows.row import Piece
+from data_pipeline.rows.pack import Piece
+from data_pipeline.shards.reader import Corpus, ShardSet
 
 
 class FimDocuments:
-    """``Documents`` of which some are filled in: each folder's by its own ``Fim``."""
+    """Documents of which some are filled in: each folder's by its own ``Fim``."""
 
-    def __init__(self, documents: Documents, fims: Sequence[Fim | None]) -> None:
+    def __init__(self, documents: ShardSet | Corpus, fims: Sequence[Fim | None]) -> None:
         assert len(fims) == len(documents.first_documents), "one for each folder"
         self._documents, self._fims = documents, tuple(fims)
         self.padding, self.first_documents = documents.padding, documents.first_documents
@@ -72,3 +72,7 @@ class FimDocuments:
                 else:
                     found.append(self._documents.slice(index, part[0] + first, part[0] + last))
         return np.concatenate(found)
+
+
+Documents = ShardSet | Corpus | FimDocuments
+"""What rows are read of."""

@@ -30,7 +30,7 @@ from longctx.tokenizer.special import FimIds
 MIN_BODY = 16
 """Tokens between begin and end of a document, at least: what is shorter has no middle worth the name."""
 
-# Salts; ``rows.pack``, ``rows.blocks`` and ``rows.upsample`` have the others.
+# Salts; ``rows.pack`` and ``rows.blocks`` have the others.
 _DOCUMENTS, _CUTS, _SPM = 101, 102, 103
 
 

@@ -8,7 +8,7 @@ otherwise. Nothing is dropped unless it does. The plan is a pure function of len
 from __future__ import annotations
 
 import bisect
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import pairwise
@@ -17,16 +17,60 @@ from typing import Literal, get_args
 import numpy as np
 
 from data_pipeline.rows.fim import FimRule
-from data_pipeline.rows.row import Row
-from data_pipeline.shuffle import shuffled
+from data_pipeline.shuffle import key64, shuffled
 from longctx.errors import ConfigError
+from longctx.mixing import mix64_array
+
+Piece = tuple[int, int, int]
+"""Document, first token, and the one behind the last."""
+
+
+class Row:
+    """Pieces of documents, laid end to end; what is missing to a row's length is padding.
+
+    Columns rather than a list of pieces: of a row of a million tokens a rank needs the lengths of all its pieces, and
+    documents and first tokens of a few.
+    """
+
+    __slots__ = ("documents", "lengths", "starts")
+
+    def __init__(self, documents: Sequence[int] = (), starts: Sequence[int] = (), lengths: Sequence[int] = ()) -> None:
+        """The pieces' documents, first tokens and numbers of tokens, all as many."""
+        self.documents, self.starts, self.lengths = documents, starts, lengths
+
+    @classmethod
+    def of(cls, pieces: Iterable[Piece]) -> Row:
+        """The row of these pieces."""
+        columns = [*zip(*pieces, strict=True)] or [(), (), ()]
+        documents, starts, stops = columns
+        return cls(documents, starts, [stop - start for start, stop in zip(starts, stops, strict=True)])
+
+    def __len__(self) -> int:
+        """Pieces."""
+        return len(self.lengths)
+
+    def __iter__(self) -> Iterator[Piece]:
+        """Yield each piece."""
+        for document, start, length in zip(self.documents, self.starts, self.lengths, strict=True):
+            yield document, start, start + length
+
+    def __eq__(self, other: object) -> bool:
+        """Whether both have the same pieces."""
+        return isinstance(other, Row) and list(self) == list(other)
+
+    __hash__ = None  # pyright: ignore[reportAssignmentType], columns may change
+
+    def __repr__(self) -> str:
+        """As it is made."""
+        return f"Row.of({list(self)})"
+
 
 OPEN_ROWS = 128
 """Rows kept open for best fit. 64 were as tight as sorting the whole corpus (padding at most 0.4 % at 1M tokens)."""
 
-# Salts that keep the shuffles of an epoch apart: that of documents, and one for the rows of each block. Part of the
-# plan's version, as the 0 of the permutation that deals documents out to blocks is.
-_DOCUMENTS, _FIRST_ROWS = 1, 2
+# Salts that keep the shuffles of an epoch apart: of documents, of the rows of each block (one for each), of the draw of
+# copies. Part of the plan's version, as the 0 of the permutation that deals documents out to blocks is.
+_DOCUMENTS, _FIRST_ROWS, _COPIES = 1, 2, 3
 
 
 _COPY_BIT = 48
@@ -39,7 +83,7 @@ class Parts:
 
     documents: np.ndarray
     copies: np.ndarray
-    """0 of a document's first copy, 1 of its second …: an epoch may have some more than once (``rows.upsample``)."""
+    """0 of a document's first copy, 1 of its second …: an epoch may have some more than once (``copies_of``)."""
     starts: np.ndarray
     stops: np.ndarray
 
@@ -180,28 +224,6 @@ class RowPlan:
         return self.pieces.at(np.arange(int(self.row_offsets[row]), len(self.pieces.starts))).joined()
 
 
-def plan_rows(
-    lengths: np.ndarray,
-    seq_len: int,
-    *,
-    documents: np.ndarray | None = None,
-    seed: int = 0,
-    epoch: int = 0,
-    block: int = 0,
-    shuffle: bool = True,
-    open_rows: int = OPEN_ROWS,
-) -> RowPlan:
-    """Pack documents of ``lengths`` (all at least 1), each once, into rows of at most ``seq_len`` tokens.
-
-    ``documents`` are their numbers, ascending; 0, 1, 2 … unless given.
-    """
-    lengths = np.asarray(lengths, dtype=np.int64)
-    if documents is None:
-        documents = np.arange(len(lengths))
-    parts = Parts.whole(documents, lengths)
-    return plan_parts(parts, seq_len, seed=seed, epoch=epoch, block=block, shuffle=shuffle, open_rows=open_rows)
-
-
 def plan_parts(
     parts: Parts,
     seq_len: int,
@@ -312,3 +334,35 @@ def _best_fit(sizes: Sequence[int], seq_len: int, open_rows: int) -> list[int]:
         if len(free) > open_rows:
             del free[0], rows[0]
     return openers
+
+
+MAX_FACTOR = 1000.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Upsampling:
+    """Documents of at least so many tokens stand in an epoch so many times, on average."""
+
+    __pydantic_config__ = {"extra": "forbid"}  # noqa: RUF012, a mixture's file has nothing else
+
+    min_tokens: int
+    factor: float
+    """2.5: two or three times, by a draw for each document and epoch. Below 1, some are left out of an epoch."""
+
+
+def copies_of(parts: Parts, rules: tuple[Upsampling, ...], *, seed: int, epoch: int) -> Parts:
+    """Whole documents as often as the rules say, copies of one side by side; the last rule that fits is a document's.
+
+    A function of document, length, seed and epoch, as everything of a plan is.
+    """
+    factors = np.ones(len(parts.documents))
+    for rule in rules:
+        factors[parts.lengths >= rule.min_tokens] = rule.factor
+    # The top 53 bits, which a float holds exactly: the same draw on every machine.
+    draws = mix64_array(parts.documents.astype(np.uint64) ^ np.uint64(key64(seed, epoch, _COPIES))) >> np.uint64(11)
+    counts = np.floor(factors).astype(np.int64)
+    counts += draws < (factors - counts) * 2.0**53
+    numbers = np.repeat(np.arange(len(counts)), counts)
+    first = np.repeat(np.cumsum(counts) - counts, counts)
+    found = parts.at(numbers)
+    return Parts(found.documents, np.arange(len(numbers)) - first, found.starts, found.stops)

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from data_pipeline.rows.blocks import BlockPlanner, Stretch
-from data_pipeline.rows.row import Row
+from data_pipeline.rows.pack import Row
 from longctx.errors import DataError
 
 

@@ -7,10 +7,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from data_pipeline.rows.balance import balanced
 from data_pipeline.rows.batches import lengths_of
 from data_pipeline.rows.blocks import PackReport
-from data_pipeline.rows.micro_batches import MicroBatches
+from data_pipeline.rows.micro_batches import MicroBatches, balanced
 from data_pipeline.rows.order import Order
 
 STEPS = 64

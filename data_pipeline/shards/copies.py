@@ -85,14 +85,7 @@ class LocalCopy:
 
     def unlisted(self) -> list[str]:
         """Shards and sums in the origin that nobody lists."""
-        listed = {entry.file for entry in self._manifest.shards}
-        if self._packing is not None:
-            listed = {entry.file for entry in self._packing.shards}
-        listed |= {sums_file(entry.file) for entry in self._manifest.shards if entry.sums}
-        listed |= self._manifest.files_left_out
-        return [
-            name for name in _names(self.origin) if name.endswith((".arrow", ".zst", ".sums")) and name not in listed
-        ]
+        return unlisted(self.origin, self._manifest, self._packing)
 
     def _is_here(self, entry: ShardEntry) -> bool:
         try:
@@ -192,6 +185,14 @@ def copies_folder() -> Path:
 def has_folder(folder: str | Path | ObjectPath) -> bool:
     """Whether there is such a shard folder, here or in a store."""
     return (locate(folder) / MANIFEST_FILE).is_file()
+
+
+def unlisted(folder: Location, manifest: Manifest, packing: PackedFolder | None = None) -> list[str]:
+    """Shards and sums in a folder that nobody lists, and nobody reads: a sign of a copy that mixed two folders."""
+    listed = {entry.file for entry in (manifest if packing is None else packing).shards}
+    listed |= {sums_file(entry.file) for entry in manifest.shards if entry.sums}
+    listed |= manifest.files_left_out
+    return [name for name in _names(folder) if name.endswith((".arrow", ".zst", ".sums")) and name not in listed]
 
 
 def _begin(origin: Location, copy: Path, manifest: Manifest) -> None:

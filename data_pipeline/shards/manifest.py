@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import re
-import reprlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -20,7 +18,7 @@ from longctx.errors import DataError
 from longctx.files import check_link, write_synced
 from longctx.untrusted import git_lfs
 from longctx.untrusted.reading import MOST_JSON_BYTES, NotFetchedError, parse_json, read_bounded
-from longctx.untrusted.schema import NAME, Check, anything, listing, mapping, one_of, text, whole
+from longctx.untrusted.schema import HASH, NAME, anything, listing, mapping, one_of, record, text, whole
 
 FORMAT = "longctx-shards"
 VERSION, MASKED_VERSION = 1, 2
@@ -32,8 +30,6 @@ VALIDATION_FOLDER = "validation"
 """Within a shard folder, that of the documents it holds out."""
 WITHOUT = "without"
 """The option of a build that lists the shards which were left out of the folder afterwards."""
-DUPLICATE_COUNTS = ("exact_documents", "exact_bytes", "near_documents", "near_bytes", "groups", "largest_group")
-"""What ``Manifest.duplicates`` counts."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,12 +51,7 @@ class ShardEntry:
 
     def to_json(self) -> dict[str, Any]:
         """The object that is written."""
-        values = dataclasses.asdict(self)
-        # Older folders have none, and their hash must stay what it was.
-        for name in ("sums", "num_ids", "counted"):
-            if not values[name]:
-                del values[name]
-        return values
+        return _without_empty(dataclasses.asdict(self), "sums", "num_ids", "counted")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -128,14 +119,7 @@ class Manifest:
         """The object that is written, with format, version and its own hash."""
         body = {"format": FORMAT, "version": self.version, **dataclasses.asdict(self)}
         body["shards"] = [entry.to_json() for entry in self.shards]
-        # Written where there are some only: most folders have none, and older ones have no such entry.
-        if not self.inexact_documents:
-            del body["inexact_documents"]
-        # Older folders have no such list, and their hash must stay what it was.
-        if not self.left_out:
-            del body["left_out"]
-        if not self.duplicates:
-            del body["duplicates"]
+        body = _without_empty(body, "inexact_documents", "left_out", "duplicates")
         return {**body, "hash": hash_json(body)}
 
     @cached_property
@@ -171,124 +155,102 @@ class Manifest:
                 f"{MASKED_VERSION}.\n"
                 "Build the shards again with this release, or use the release that wrote them."
             )
-        recorded = body.pop("hash", None)
         # The manifest holds the shards' checksums, so its own hash vouches for every byte of the folder.
-        try:
-            is_whole = hash_json(body) == recorded
-        except UnicodeEncodeError:
-            # Half of a surrogate pair, which JSON can spell and nobody wrote.
-            is_whole = False
-        if not is_whole:
+        if not take_hash(body):
             raise DataError(f"{path} was changed after it was written (its hash does not fit). Build the shards again.")
-        try:
-            listed = body.pop("shards")
-            if not isinstance(listed, list):
-                raise TypeError("shards is no list")
-            shards = [ShardEntry(**entry) for entry in listed]
-            fields = {name: value for name, value in body.items() if name not in ("format", "version")}
-            manifest = cls(shards=shards, **fields)
-            if manifest.version != body["version"]:
-                raise TypeError(f"version {body['version']} with {manifest.counted} counted tokens")
-        except (TypeError, KeyError) as error:
-            raise DataError(f"{path} lacks a field or has one too many ({error}). Build the shards again.") from error
         # Anybody can seal a manifest, and a folder may come from a stranger.
-        for problem in manifest_problems(manifest):
-            raise DataError(f"{path}: {problem}. Take a folder that `longctx data build` wrote.")
-        return manifest
-
-
-def manifest_problems(manifest: Manifest) -> Iterator[str]:
-    """Yield what cannot be right whatever the files hold: types, file names, sizes; the first may hide others."""
-    yield from _wrong_types("", manifest)
-    for name, check in _CHECKS.items():
         try:
-            check(getattr(manifest, name), name)
+            return _checked(body)
         except ValueError as error:
-            yield str(error)
+            raise DataError(f"{path}: {error}. Take a folder that `longctx data build` wrote.") from error
+
+
+def _without_empty(values: dict[str, Any], *names: str) -> dict[str, Any]:
+    """Return values without those of these names that say nothing."""
+    # Older folders have none, and their hash must stay what it was.
+    return {name: value for name, value in values.items() if value or name not in names}
+
+
+def _checked(body: dict[str, Any]) -> Manifest:
+    """Return the manifest that was read; ValueError for what cannot be right, whatever the files hold."""
+    _CHECK(body, "")
+    version = body.pop("version")
+    del body["format"]
+    shards = [ShardEntry(**entry) for entry in body.pop("shards")]
+    manifest = Manifest(shards=shards, **body)
+    listing(SHARD_NAME)(manifest.options.get(WITHOUT, []), f"options.{WITHOUT}")
+    for problem in _contradictions(manifest, version):
+        raise ValueError(problem)
+    return manifest
+
+
+def take_hash(body: dict[str, Any]) -> bool:
+    """Take the hash out of what was read from a file; return whether it is that of everything else."""
+    recorded = body.pop("hash", None)
+    try:
+        return hash_json(body) == recorded
+    except UnicodeEncodeError:
+        # Half of a surrogate pair, which JSON can spell and nobody wrote.
+        return False
+
+
+def _contradictions(manifest: Manifest, version: int) -> Iterator[str]:
+    """Yield what cannot be right together, of values that are each what they may be."""
+    if manifest.version != version:
+        yield f"version={version} with {manifest.counted} counted tokens cannot be right"
     seen: set[str] = set()
     for number, entry in enumerate(manifest.shards):
         where = f"shards[{number}]"
-        yield from _wrong_types(f"{where}.", entry)
-        # A name that leads elsewhere would have us read, and name in messages, files of others.
-        if not _SHARD_NAME.fullmatch(entry.file):
-            yield f"{where}.file={_shown(entry.file)} is no name of a shard in this folder, such as 00000.arrow"
         if entry.counted > entry.tokens:
-            yield f"{where}.counted={_shown(entry.counted)} cannot be of {_shown(entry.tokens)} tokens"
+            yield f"{where}.counted={entry.counted} cannot be of {entry.tokens} tokens"
         if entry.num_ids > manifest.vocab_size:
-            yield f"{where}.num_ids={_shown(entry.num_ids)} is above vocab_size={_shown(manifest.vocab_size)}"
+            yield f"{where}.num_ids={entry.num_ids} is above vocab_size={manifest.vocab_size}"
         if entry.file in seen:
             yield f"{entry.file} is listed twice"
         seen.add(entry.file)
-        for name in ("xxh3_128", "sums"):
-            value = getattr(entry, name)
-            if not _HASH.fullmatch(value) and (value or name != "sums"):
-                yield f"{where}.{name}={_shown(value)} is no checksum of 32 hex digits"
         # Bounds everything that is reserved or counted by these numbers: the size is compared with the file's.
         if not 1 <= entry.documents <= entry.tokens or 8 * entry.documents + 2 * entry.tokens > entry.bytes:
             yield (
-                f"{entry.file} cannot hold {_shown(entry.documents)} documents and {_shown(entry.tokens)} tokens in "
-                f"{_shown(entry.bytes)} bytes"
+                f"{entry.file} cannot hold {entry.documents} documents and {entry.tokens} tokens in {entry.bytes} bytes"
             )
     sums = [entry.file for entry in manifest.shards if entry.sums]
     if sums and not manifest.has_sums:
         yield f"{sums[0]} has sums of its blocks and other shards have none"
-    yield from _wrong_duplicates(manifest.duplicates)
-    left_out = manifest.options.get(WITHOUT, [])
-    if not isinstance(left_out, list) or not all(
-        type(name) is str and _SHARD_NAME.fullmatch(name) for name in left_out
-    ):
-        yield f"options.{WITHOUT}={_shown(left_out)} is no list of names of shards"
-    if not 0 <= manifest.padding < manifest.vocab_size <= _MOST_IDS:
-        yield f"padding={_shown(manifest.padding)} and vocab_size={_shown(manifest.vocab_size)} cannot be right"
+    if manifest.padding >= manifest.vocab_size:
+        yield f"padding={manifest.padding} and vocab_size={manifest.vocab_size} cannot be right"
 
 
-def _wrong_duplicates(found: dict[str, Any]) -> Iterator[str]:
-    """Yield what cannot be right in the counts of duplicates, which commands print."""
-    if not found:
-        return
-    counts = {name: value for name, value in found.items() if name != "list"}
-    if set(counts) != set(DUPLICATE_COUNTS):
-        yield f"duplicates has not the counts {', '.join(DUPLICATE_COUNTS)}"
-    for name, value in counts.items():
-        if type(value) is not int or value < 0:
-            yield f"duplicates.{_shown(name)}={_shown(value)} is no count"
-    if "list" in found and not (isinstance(found["list"], str) and _HASH.fullmatch(found["list"])):
-        yield f"duplicates.list={_shown(found['list'])} is no checksum of 32 hex digits"
-
-
-_SHARD_NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,120}\.arrow")
-_HASH = re.compile(r"[0-9a-f]{32}")
+SHARD_NAME = text(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,120}\.arrow", "name of a shard in this folder, such as 00000.arrow")
+"""Another name would have us read the files of others, and name them in messages."""
 _MOST_IDS = 1 << 32
-_COUNTS = mapping(NAME, whole())
-_CHECKS: dict[str, Check] = {
-    "split": one_of(("training", "validation")),
-    "tokenizer": NAME,
-    "sources": listing(mapping(NAME, anything)),
-    "options": mapping(NAME, anything),
-    "length_histogram": mapping(text(r"2\^[0-9]|2\^[1-5][0-9]", "power of two, such as 2^10"), whole()),
-    "skipped": _COUNTS,
-    "left_out": text(r"([0-9a-f]{32})?", "checksum of 32 hex digits"),
-    "documents": whole(),
-    "tokens": whole(),
-    "text_bytes": whole(),
-}
-_TYPES = {"str": str, "int": int, "list": list, "dict": dict}
-
-
-def _wrong_types(prefix: str, values: ShardEntry | Manifest) -> Iterator[str]:
-    """Yield the fields of another type than the class says, and counts below zero."""
-    for field in dataclasses.fields(values):
-        value, wanted = getattr(values, field.name), _TYPES[str(field.type).partition("[")[0]]
-        # Not isinstance: true is no number.
-        if type(value) is not wanted:
-            yield f"{prefix}{field.name}={_shown(value)} is no {wanted.__name__}"
-        elif isinstance(value, int) and value < 0:
-            yield f"{prefix}{field.name}={_shown(value)} is below 0"
-
-
-def _shown(value: Any) -> str:
-    """A value for a message, whatever a stranger made of it."""
-    return reprlib.repr(value)
+_SHARD = record(
+    {"file": SHARD_NAME, "bytes": whole(), "xxh3_128": HASH, "documents": whole(), "tokens": whole()},
+    {"sums": HASH, "num_ids": whole(), "counted": whole()},
+)
+_DUPLICATE_COUNTS = ("exact_documents", "exact_bytes", "near_documents", "near_bytes", "groups", "largest_group")
+_CHECK = record(
+    {
+        "format": one_of((FORMAT,)),
+        "version": whole(),
+        "split": one_of(("training", "validation")),
+        "vocab_size": whole(1, _MOST_IDS),
+        "padding": whole(),
+        "tokenizer": NAME,
+        "sources": listing(mapping(NAME, anything)),
+        "options": mapping(NAME, anything),
+        "shards": listing(_SHARD),
+        "documents": whole(),
+        "tokens": whole(),
+        "text_bytes": whole(),
+        "length_histogram": mapping(text(r"2\^[0-9]|2\^[1-5][0-9]", "power of two, such as 2^10"), whole()),
+        "skipped": mapping(NAME, whole()),
+    },
+    {
+        "inexact_documents": whole(),
+        "left_out": text(r"([0-9a-f]{32})?", "checksum of 32 hex digits"),
+        "duplicates": record(dict.fromkeys(_DUPLICATE_COUNTS, whole()), {"list": HASH}),
+    },
+)
 
 
 def hash_json(value: Any) -> str:

@@ -7,7 +7,6 @@ a packed folder and its unpacked copy are the same data to a checkpoint.
 from __future__ import annotations
 
 import dataclasses
-import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,16 +14,24 @@ from typing import Any
 import xxhash
 import zstandard
 
-from data_pipeline.shards.manifest import Manifest, hash_json, read_object
+from data_pipeline.shards.manifest import SHARD_NAME, Manifest, hash_json, read_object, take_hash
 from data_pipeline.stores.urls import Location
 from longctx.errors import DataError
+from longctx.untrusted.schema import HASH, listing, record, text, whole
 
 PACKED_FILE = "packed.json"
 FORMAT = "longctx-packed-1"
 DEFAULT_LEVEL = 3
 LEVELS = range(1, 23)
-_NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,120}\.arrow\.zst")
-_HASH = re.compile(r"[0-9a-f]{32}")
+_SHARD = record(
+    {
+        "shard": SHARD_NAME,
+        "file": text(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,120}\.arrow\.zst", "name of a packed shard in this folder"),
+        "bytes": whole(),
+        "xxh3_128": HASH,
+    }
+)
+_CHECK = record({"manifest": HASH, "shards": listing(_SHARD)})
 _READ_BYTES = 1 << 22
 
 
@@ -57,27 +64,18 @@ class PackedFolder:
         """Read and check ``packed.json``; DataError where it is damaged, edited, or of another manifest."""
         path = folder / PACKED_FILE
         body = read_object(path)
-        recorded = body.pop("hash", None)
-        try:
-            is_whole = hash_json(body) == recorded
-        except UnicodeEncodeError:
-            is_whole = False
-        if not is_whole or body.pop("format", None) != FORMAT or body.pop("compression", None) != "zstd":
+        if not take_hash(body) or body.pop("format", None) != FORMAT or body.pop("compression", None) != "zstd":
             raise DataError(f"{path} was changed, or is of another release. {_ADVICE}")
+        # Anybody can seal such a file: a name that leads elsewhere would read the files of others.
         try:
-            shards = [PackedShard(**entry) for entry in body.pop("shards")]
-            packing = cls(shards=shards, **body)
-        except TypeError as error:
-            raise DataError(f"{path} lacks a field or has one too many ({error}). {_ADVICE}") from error
+            _CHECK(body, "")
+        except ValueError as error:
+            raise DataError(f"{path}: {error}. {_ADVICE}") from error
+        shards = [PackedShard(**entry) for entry in body.pop("shards")]
+        packing = cls(shards=shards, **body)
         # Each is whole by itself where a copy has mixed two folders.
         if packing.manifest != manifest.hash:
             raise DataError(f"{path} belongs to another manifest than the one beside it. {_ADVICE}")
-        # Anybody can seal such a file: a name that leads elsewhere would read the files of others.
-        for entry in shards:
-            values = (entry.shard, entry.file, entry.xxh3_128)
-            is_named = all(isinstance(value, str) for value in values) and _NAME.fullmatch(entry.file)
-            if not is_named or not _HASH.fullmatch(entry.xxh3_128) or type(entry.bytes) is not int:
-                raise DataError(f"{path} has an entry that cannot be right: {entry.file!r:.100}. {_ADVICE}")
         if [entry.shard for entry in shards] != [entry.file for entry in manifest.shards]:
             raise DataError(f"{path} does not list the shards of the manifest. {_ADVICE}")
         return packing

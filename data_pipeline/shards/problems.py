@@ -7,10 +7,10 @@ from pathlib import Path
 
 import numpy as np
 
-from data_pipeline.shards.copies import LocalCopy
+from data_pipeline.shards.copies import LocalCopy, unlisted
 from data_pipeline.shards.manifest import MANIFEST_FILE, Manifest, ShardEntry, length_histogram
 from data_pipeline.shards.mapped import MappedShard, check_size
-from data_pipeline.shards.sums import ADVICE, damaged_blocks, damaged_ranges, read_sums, sum_blocks, sums_file
+from data_pipeline.shards.sums import ADVICE, damaged_blocks, damaged_ranges, read_sums, sum_blocks
 from data_pipeline.shards.writer import token_dtype
 from longctx.errors import DataError
 
@@ -33,10 +33,11 @@ def shard_problems(
     ``copy``, each shard is fetched for this, and removed again: one alone takes room.
     """
     if copy is None:
-        yield from _unlisted(folder, manifest)
+        strange = [folder / name for name in unlisted(folder, manifest)]
     else:
-        for name in copy.unlisted():
-            yield f"{copy.origin / name} is not listed in the manifest."
+        strange = [copy.origin / name for name in copy.unlisted()]
+    for path in strange:
+        yield f"{path} is not listed in the manifest."
     documents = tokens = 0
     lengths: list[np.ndarray] = []
     for entry in manifest.shards:
@@ -57,16 +58,6 @@ def shard_problems(
         counted = length_histogram(np.concatenate([np.empty(0, np.int64), *lengths]))
         if counted != manifest.length_histogram:
             yield f"{folder}: the documents do not have the lengths that {MANIFEST_FILE} counts."
-
-
-def _unlisted(folder: Path, manifest: Manifest) -> Iterator[str]:
-    """Yield the files that nobody reads: a sign of a copy that mixed two folders."""
-    listed = {entry.file for entry in manifest.shards}
-    listed |= {sums_file(entry.file) for entry in manifest.shards if entry.sums}
-    listed |= manifest.files_left_out
-    for path in sorted([*folder.glob("*.arrow"), *folder.glob("*.sums")]):
-        if path.name not in listed:
-            yield f"{path} is not listed in the manifest."
 
 
 def _damage(folder: Path, entry: ShardEntry, copy: LocalCopy | None) -> Iterator[str]:

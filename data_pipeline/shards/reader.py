@@ -5,7 +5,7 @@ from __future__ import annotations
 import bisect
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,6 @@ import numpy as np
 from data_pipeline.shards.copies import LocalCopy, open_folder
 from data_pipeline.shards.manifest import Manifest, ShardEntry
 from data_pipeline.shards.mapped import MappedShard, check_size, unreadable
-from data_pipeline.shards.stamps import FileState
 from data_pipeline.shards.sums import ADVICE
 from data_pipeline.stores.urls import ObjectPath
 from longctx.errors import DataError
@@ -52,7 +51,9 @@ class ShardSet:
         self._max_mapped = max_mapped
         self._mapped, self._lock = OrderedDict[int, MappedShard](), threading.Lock()
         if copy is None:
-            _check_sizes(folder, manifest.shards)
+            for entry in manifest.shards:
+                # Cheap, and enough for a copy that was cut short.
+                check_size(folder, entry)
         self._first_document = list(accumulate((entry.documents for entry in manifest.shards), initial=0))
         self.num_documents = self._first_document[-1]
         self.num_tokens = sum(entry.tokens for entry in manifest.shards)
@@ -201,13 +202,6 @@ def open_for_model(folder: str | Path | ObjectPath, *, vocab_size: int, **option
     return shards
 
 
-def _check_sizes(folder: Path, entries: Iterable[ShardEntry]) -> None:
-    """DataError for a file that is missing or not as large as the manifest says."""
-    for entry in entries:
-        # Cheap, and enough for a copy that was cut short.
-        check_size(folder, entry)
-
-
 def _runs(shards: np.ndarray) -> Iterator[tuple[int, slice]]:
     """Yield each run of equal numbers [n]: the number, and where it stands."""
     ends = [0, *(np.flatnonzero(np.diff(shards)) + 1).tolist(), len(shards)]
@@ -243,14 +237,8 @@ def _is_unchanged(shard: MappedShard, entry: ShardEntry) -> bool:
         state = shard.state_now(shard.path)
     except OSError as error:
         raise unreadable(shard.path, error) from error
-    if state != shard.state:
-        _check_replaced(shard, entry, state)
-        return False
-    return True
-
-
-def _check_replaced(shard: MappedShard, entry: ShardEntry, state: FileState) -> None:
-    """DataError where a file's size or inode is another one than when it was mapped."""
+    if state == shard.state:
+        return True
     if state[0] != entry.bytes:
         raise DataError(
             f"{shard.path} changed while it was being read: it has {state[0]} bytes and had {entry.bytes}. {ADVICE}"
@@ -260,3 +248,84 @@ def _check_replaced(shard: MappedShard, entry: ShardEntry, state: FileState) -> 
             f"{shard.path} was replaced by another file while it was being read. Start again once the data is whole: "
             "`longctx data verify DIR` says so."
         )
+    return False
+
+
+class Corpus:
+    """Documents of several folders, those of one behind those of the one before.
+
+    DataError for folders that were built with different tokenizers.
+    """
+
+    def __init__(self, folders: Sequence[ShardSet]) -> None:
+        self.folders = tuple(folders)
+        self.first_document = list(accumulate((shards.num_documents for shards in folders), initial=0))
+        """The number of each folder's first document; one more entry for their end."""
+        self.first_documents = self.first_document[:-1]
+        first = self.folders[0]
+        for shards in self.folders[1:]:
+            if shards.manifest.tokenizer != first.manifest.tokenizer:
+                raise DataError(
+                    f"{first.folder} and {shards.folder} were built with different tokenizers: ids would mean other "
+                    f"text.\nBuild one of them again: longctx data build --tokenizer {first.folder} …"
+                )
+        self.padding = first.padding
+
+    def folder_of(self, document: int) -> int:
+        """The number of the folder that has a document."""
+        return bisect.bisect_right(self.first_document, document) - 1
+
+    def check_files(self, documents: Iterable[int]) -> None:
+        """``ShardSet.check_files`` for documents of any folder."""
+        # Each folder is asked once, however its documents are strewn over the rows.
+        own: dict[int, set[int]] = {}
+        for document in documents:
+            number = self.folder_of(document)
+            own.setdefault(number, set()).add(document - self.first_document[number])
+        for number, found in own.items():
+            self.folders[number].check_files(found)
+
+    def lengths_of(self, documents: np.ndarray) -> np.ndarray:
+        """``ShardSet.lengths_of`` for documents of any folder."""
+        lengths = np.empty(len(documents), np.int64)
+        folders = np.searchsorted(self.first_document, documents, side="right") - 1
+        for number in np.unique(folders):
+            own = folders == number
+            lengths[own] = self.folders[number].lengths_of(documents[own] - self.first_document[number])
+        return lengths
+
+    def slice(self, index: int, start: int, stop: int) -> np.ndarray:
+        """``ShardSet.slice`` of a document of any folder."""
+        number = self.folder_of(index)
+        return self.folders[number].slice(index - self.first_document[number], start, stop)
+
+    def slices(self, pieces: Iterable[tuple[int, int, int]]) -> list[np.ndarray]:
+        """``ShardSet.slices`` of documents of any folder."""
+        # Each folder is asked once: what its pieces are, and where they stand among all.
+        own: dict[int, list[tuple[int, int, int]]] = {}
+        places: dict[int, list[int]] = {}
+        place = -1
+        for place, (document, start, stop) in enumerate(pieces):
+            number = self.folder_of(document)
+            own.setdefault(number, []).append((document - self.first_document[number], start, stop))
+            places.setdefault(number, []).append(place)
+        found: list[Any] = [None] * (place + 1)
+        for number, of_folder in own.items():
+            for place, tokens in zip(places[number], self.folders[number].slices(of_folder), strict=True):
+                found[place] = tokens
+        return found
+
+    @property
+    def is_masked(self) -> bool:
+        """Whether one of the folders says which tokens count."""
+        return any(shards.is_masked for shards in self.folders)
+
+    def counted(self, index: int) -> np.ndarray | None:
+        """``ShardSet.counted`` of a document of any folder."""
+        number = self.folder_of(index)
+        return self.folders[number].counted(index - self.first_document[number])
+
+    def name(self, document: int) -> str:
+        """The name of a document in its source."""
+        number = self.folder_of(document)
+        return self.folders[number].name(document - self.first_document[number])

@@ -50,7 +50,7 @@ def cheapest_state(path: Path) -> Callable[[Path], FileState]:
 
     The first takes half the time of the second, and a row of some thousand tokens is read in not much more.
     """
-    if _is_local(path.stat().st_dev):
+    if _mount_of(path.stat().st_dev)[0] in _LOCAL:
         return file_state
     return opened_state
 
@@ -90,10 +90,11 @@ def write_stamps(folder: Path, manifest_hash: str, files: list[tuple[ShardEntry,
 
 def place_of(folder: Path) -> str:
     """Where a folder's bytes are: the same for all hosts that see one network file system, else this machine."""
-    kind, source = _mount_of(folder.resolve())
+    device = folder.stat().st_dev
+    kind, source = _mount_of(device)
     if kind.startswith(_NETWORK):
         return f"{kind} {source}"
-    return f"{_machine()} device {folder.stat().st_dev}"
+    return f"{_machine()} device {device}"
 
 
 def _stamp_file(folder: Path, manifest_hash: str) -> Path:
@@ -114,32 +115,16 @@ def _machine() -> str:
 
 
 @cache
-def _is_local(device: int) -> bool:
-    """Whether a device's file system is one of ``_LOCAL``; not where the system does not say."""
+def _mount_of(device: int) -> tuple[str, str]:
+    """Type and source of the file system on a device; two empty words where the system does not say."""
     number = f"{os.major(device)}:{os.minor(device)}"
     try:
         lines = Path("/proc/self/mountinfo").read_text().splitlines()
     except OSError:
-        return False
+        return "", ""
     for line in lines:
         before, _, after = line.partition(" - ")
         if before.split()[2] == number:
-            return after.split()[0] in _LOCAL
-    return False
-
-
-def _mount_of(path: Path) -> tuple[str, str]:
-    """Type and source of the file system that holds a resolved path; two empty words where the system does not say."""
-    try:
-        lines = Path("/proc/self/mountinfo").read_text().splitlines()
-    except OSError:
-        return "", ""
-    found, longest = ("", ""), -1
-    for line in lines:
-        before, _, after = line.partition(" - ")
-        point = before.split()[4].replace("\\040", " ")
-        # Of two mounts on one point the later one is seen.
-        if path.is_relative_to(point) and len(point) >= longest:
             kind, source = after.split()[:2]
-            found, longest = (kind, source), len(point)
-    return found
+            return kind, source
+    return "", ""

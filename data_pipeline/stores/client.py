@@ -12,12 +12,26 @@ import io
 import os
 import re
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO, cast
 
-from data_pipeline.stores.keys import ObjectKey
 from longctx.errors import DataError
+
+
+@dataclass(frozen=True)
+class ObjectKey:
+    """A folder or an object of a store, as a name alone."""
+
+    scheme: str
+    bucket: str
+    key: str
+    """Names with ``/`` between them, and none at the ends; empty for the whole bucket."""
+
+    def __str__(self) -> str:
+        return f"{self.scheme}://{self.bucket}/{self.key}".rstrip("/")
+
 
 if TYPE_CHECKING:
     import pyarrow.fs as pafs

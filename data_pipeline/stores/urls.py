@@ -10,8 +10,7 @@ from pathlib import Path
 from typing import BinaryIO
 from urllib.parse import unquote
 
-from data_pipeline.stores.client import is_folder, open_object, size_of
-from data_pipeline.stores.keys import ObjectKey
+from data_pipeline.stores.client import ObjectKey, is_folder, open_object, size_of
 from longctx.errors import DataError
 
 SCHEMES = ("s3", "gs")

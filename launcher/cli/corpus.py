@@ -16,7 +16,7 @@ from launcher.wording import plural
 from longctx.errors import ConfigError
 
 if TYPE_CHECKING:
-    from data_pipeline.prepare.duplicates.report import DuplicateReport
+    from data_pipeline.prepare.duplicates.outcome import DuplicateReport
     from data_pipeline.prepare.duplicates.rule import DuplicateRule
     from data_pipeline.prepare.joining import Join
     from data_pipeline.prepare.parts.engine import Engine
@@ -66,7 +66,7 @@ class Corpus:
 
         What is not read as text is said: nobody has to have named it.
         """
-        from data_pipeline.prepare.lengths import Lengths
+        from data_pipeline.prepare.reading import Lengths
         from data_pipeline.prepare.recognise import described
         from data_pipeline.prepare.sources import open_source
 

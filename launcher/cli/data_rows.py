@@ -18,7 +18,7 @@ from longctx.errors import ConfigError
 Kind = Literal["best_fit", "concatenate", "one_document"]
 
 if TYPE_CHECKING:
-    from data_pipeline.mixture.forecast import Forecast
+    from data_pipeline.mixture.order import Forecast
     from data_pipeline.rows.survey import Survey
     from launcher.config.resolve import Machine
     from launcher.config.sections import RunConfig

@@ -24,7 +24,7 @@ from launcher.wording import plural
 from longctx.errors import DataError
 
 if TYPE_CHECKING:
-    from data_pipeline.prepare.sample import Sample
+    from data_pipeline.prepare.train_tokenizer import Sample
 
 
 def train(

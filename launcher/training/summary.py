@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from data_pipeline.mixture.forecast import Forecast
+from data_pipeline.mixture.order import Forecast
 from data_pipeline.rows.blocks import PackReport
 from launcher.config.model import describe_change, model_changes
 from launcher.config.resolved import ResolvedConfig

@@ -9,6 +9,7 @@ import numpy as np
 import torch
 
 from data_pipeline.loader import Loader
+from data_pipeline.rows.pack import Parts, RowPlan, plan_parts
 from data_pipeline.shards.manifest import hash_json
 from data_pipeline.shards.reader import ShardSet
 from data_pipeline.shards.writer import EncodedDocument, ShardWriter, runs_of
@@ -57,6 +58,11 @@ def write_lengths(
     writer.finish(split="training", tokenizer=tokenizer, sources=[], options={}, skipped={})
     tokenizer.save(folder)
     return ShardSet.open(folder)
+
+
+def plan_rows(lengths: np.ndarray, seq_len: int, **options) -> RowPlan:
+    """Pack documents of these lengths, numbered from 0, each once."""
+    return plan_parts(Parts.whole(np.arange(len(lengths)), np.asarray(lengths, np.int64)), seq_len, **options)
 
 
 def global_rows(ranks: list[Loader], steps: int) -> torch.Tensor:

@@ -12,13 +12,12 @@ from data_pipeline.loader import build_loader, build_validation_loader
 from data_pipeline.prepare.build import build_shards
 from data_pipeline.prepare.sources import open_source
 from data_pipeline.rows.batches import build_batch
-from data_pipeline.rows.pack import plan_rows
-from data_pipeline.rows.row import Row
+from data_pipeline.rows.pack import Row
 from data_pipeline.shards.reader import ShardSet
 from longctx.batch import PADDING_DOCUMENT, Batch
 from longctx.errors import ConfigError, DataError
 from longctx.tokenizer import Tokenizer
-from tests.data_pipeline.lengths import global_rows, lengths_of
+from tests.data_pipeline.lengths import global_rows, lengths_of, plan_rows
 
 SEQ_LEN = 256
 

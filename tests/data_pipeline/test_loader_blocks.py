@@ -14,8 +14,7 @@ from hypothesis import strategies as st
 
 from data_pipeline.loader import Loader, ValidationLoader, build_loader
 from data_pipeline.rows import blocks
-from data_pipeline.rows.blocks import BlockPlanner, Deal
-from data_pipeline.rows.first_rows import FirstRows
+from data_pipeline.rows.blocks import BlockPlanner, Deal, FirstRows
 from data_pipeline.rows.order import FolderOrder
 from data_pipeline.rows.pack import Packing, plan_parts
 from data_pipeline.shards.reader import ShardSet

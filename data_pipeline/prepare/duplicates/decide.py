@@ -11,11 +11,25 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from data_pipeline.prepare.duplicates.corpus import SignedCorpus
 from data_pipeline.prepare.duplicates.groups import find_copies, find_groups
 from data_pipeline.prepare.duplicates.rule import DuplicateRule
 from data_pipeline.prepare.duplicates.signatures import similarity
-from data_pipeline.prepare.split import are_held_out
+from data_pipeline.prepare.duplicates.signed import SignedCorpus
+from data_pipeline.shuffle import fall_below, falls_below
+
+# Part of the format: another number would move documents between the splits.
+SPLIT_SALT = 0x76616C6964
+
+
+def is_held_out(text_hash: int, fraction: float) -> bool:
+    """Whether a document with this hash of its text goes to the validation split."""
+    return falls_below(text_hash, fraction, SPLIT_SALT)
+
+
+def are_held_out(text_hashes: np.ndarray, fraction: float) -> np.ndarray:
+    """``is_held_out`` of every hash, bool [n]."""
+    return fall_below(text_hashes, fraction, SPLIT_SALT)
+
 
 _AT_ONCE = 1 << 16
 

@@ -10,9 +10,9 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from data_pipeline.prepare.duplicates.corpus import SignedCorpus
 from data_pipeline.prepare.duplicates.rule import DuplicateRule
 from data_pipeline.prepare.duplicates.signatures import similarity
+from data_pipeline.prepare.duplicates.signed import SignedCorpus
 
 _PAIRS_AT_ONCE = 1 << 16
 _MOST_LEADERS = 1024

@@ -6,12 +6,12 @@ folder; ``decided.json`` is written last and vouches for them.
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import json
 import shutil
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -19,12 +19,92 @@ import numpy as np
 import xxhash
 
 from data_pipeline.prepare.documents import Document
-from data_pipeline.prepare.duplicates.corpus import SignedCorpus
 from data_pipeline.prepare.duplicates.decide import Decision
-from data_pipeline.prepare.duplicates.report import DUPLICATES_FILE, DuplicateCounts
-from data_pipeline.shards.manifest import hash_json
+from data_pipeline.prepare.duplicates.signed import SignedCorpus
+from data_pipeline.prepare.sealed import are_whole, load_record, save_record, sync_files
+from data_pipeline.shards.manifest import Manifest
+from data_pipeline.stores.urls import Location
 from longctx.errors import DataError
-from longctx.files import hash_file, sync_path, write_atomically
+from longctx.files import sync_path
+
+DUPLICATES_FILE = "duplicates.jsonl"
+_EXAMPLES = 3
+_LOOKED_AT = 100_000
+
+
+@dataclass(frozen=True, kw_only=True)
+class DuplicateCounts:
+    """Duplicates of a corpus in numbers."""
+
+    exact_documents: int
+    """Documents that were removed because an equal text stays."""
+    exact_bytes: int
+    """UTF-8 bytes of their text."""
+    near_documents: int
+    """Documents that were removed because a similar text stays."""
+    near_bytes: int
+    groups: int
+    """Groups of several documents."""
+    largest_group: int
+    """Documents of the largest group."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class DuplicateExample:
+    """A document that was removed."""
+
+    name: str
+    kind: str
+    """``exact`` or ``near``."""
+    of: str
+    """The document that stays."""
+    similarity: float = 1.0
+
+    def __str__(self) -> str:
+        if self.kind == "exact":
+            return f"{self.name} = {self.of}"
+        return f"{self.name} ≈ {self.of} ({self.similarity:.2f})"
+
+
+@dataclass(frozen=True, kw_only=True)
+class DuplicateReport:
+    """What a build found."""
+
+    counts: DuplicateCounts
+    about_tokens: int
+    """Tokens that the removed documents would have been, judging by the bytes of those that stay."""
+    examples: list[DuplicateExample]
+    """The first few removed documents of each kind."""
+    file: Location | None
+    """The whole list; None if nothing was removed."""
+
+
+def read_report(folder: Location, manifest: Manifest) -> DuplicateReport | None:
+    """What a shard folder says of duplicates; None for one whose build did not look for them."""
+    found = dict(manifest.duplicates)
+    if not found:
+        return None
+    file = None
+    if found.pop("list", ""):
+        file = folder / DUPLICATES_FILE
+    counts = DuplicateCounts(**found)
+    tokens = (counts.exact_bytes + counts.near_bytes) / (manifest.bytes_per_token or 1)
+    return DuplicateReport(counts=counts, about_tokens=round(tokens), examples=_read_examples(file), file=file)
+
+
+def _read_examples(path: Location | None) -> list[DuplicateExample]:
+    """The first few lines of each kind."""
+    if path is None:
+        return []
+    found: dict[str, list[DuplicateExample]] = {"exact": [], "near": []}
+    with path.open("rb") as lines:
+        # The list may be as long as the corpus.
+        for line in islice(lines, _LOOKED_AT):
+            example = DuplicateExample(**json.loads(line))
+            if len(found[example.kind]) < _EXAMPLES:
+                found[example.kind].append(example)
+    return found["exact"] + found["near"]
+
 
 FORMAT = "longctx-decided-1"
 _RECORD_FILE = "decided.json"
@@ -42,23 +122,13 @@ class Outcome:
     files: dict[str, str]
     """xxh3_128 of each file."""
 
-    def save(self, folder: Path) -> None:
-        """Write the record in one stroke."""
-        body = {"format": FORMAT, **dataclasses.asdict(self)}
-        write_atomically(folder / _RECORD_FILE, json.dumps(body | {"hash": hash_json(body)}).encode())
-
     @classmethod
     def load(cls, folder: Path) -> Outcome | None:
-        """The decision in a folder, whose files are all whole; None where there is none, or none that is whole."""
-        with contextlib.suppress(OSError, ValueError, KeyError, TypeError, AttributeError):
-            body = json.loads((folder / _RECORD_FILE).read_bytes())
-            recorded = body.pop("hash")
-            if hash_json(body) != recorded or body.pop("format") != FORMAT:
-                return None
-            outcome = cls(counts=DuplicateCounts(**body.pop("counts")), **body)
-            if all(hash_file(folder / name) == wanted for name, wanted in outcome.files.items()):
-                return outcome
-        return None
+        """Return the decision in a folder whose files are all whole; None if there is none, or none that is whole."""
+        body = load_record(folder / _RECORD_FILE, FORMAT)
+        if body is None or not are_whole(folder, body["files"]):
+            return None
+        return cls(counts=DuplicateCounts(**body.pop("counts")), **body)
 
 
 def save_outcome(folder: Path, corpus: SignedCorpus, decision: Decision) -> Outcome:
@@ -82,15 +152,12 @@ def save_outcome(folder: Path, corpus: SignedCorpus, decision: Decision) -> Outc
         rows["action"] = actions[here]
         rows.tofile(folder / part_file(number))
     _write_list(folder, corpus, decision)
-    paths = sorted(folder.iterdir())
-    for path in paths:
-        sync_path(path)
     outcome = Outcome(
         counts=_counts(corpus, decision),
         documents=[part.documents for part in corpus.parts],
-        files={path.name: hash_file(path) for path in paths},
+        files=sync_files(folder),
     )
-    outcome.save(folder)
+    save_record(folder / _RECORD_FILE, FORMAT, dataclasses.asdict(outcome))
     sync_path(folder)
     return outcome
 

@@ -49,7 +49,8 @@ class DuplicateRule:
         if not 1 <= self.size <= 1000:
             raise DataError(f"shingle_size={self.size} must be from 1 to 1000. Try {_DEFAULT_SIZES[self.shingles]}.")
         # An option without effect is most often a mistake about the other one.
-        if not self.finds_near and self._describes_near():
+        described = (self.similarity, self.shingles, self.shingle_size, self.permutations)
+        if not self.finds_near and described != (DEFAULT_SIMILARITY, "words", None, DEFAULT_PERMUTATIONS):
             raise DataError(
                 f"similarity, shingles, shingle_size and permutations say what near duplicates are, and duplicates="
                 f"{self.kind} looks for none.\nAsk for near duplicates with --duplicates near, or leave these out."
@@ -98,11 +99,6 @@ class DuplicateRule:
             found["shingles"] = f"{self.size} {self.shingles}"
             found["permutations"] = self.permutations
         return {"duplicates": found}
-
-    def _describes_near(self) -> bool:
-        """Whether an option is set that only near duplicates have."""
-        described = (self.similarity, self.shingles, self.shingle_size, self.permutations)
-        return described != (DEFAULT_SIMILARITY, "words", None, DEFAULT_PERMUTATIONS)
 
 
 def shares_a_band(similarity: float, bands: int, rows: int) -> float:

@@ -23,9 +23,9 @@ from typing import Any
 
 from data_pipeline.prepare.parts.engine import Crew, OnPart
 from data_pipeline.prepare.parts.node import SHARED, Look, NodeWorker, library_versions
-from data_pipeline.prepare.parts.order import NOTHING, Advanced, Failed, Order, Report, Setup, sum_of
+from data_pipeline.prepare.parts.order import Failed, Order, Report, Setup
 from data_pipeline.prepare.parts.staging import KEPT
-from data_pipeline.prepare.parts.work import Advance
+from data_pipeline.prepare.parts.work import Advance, Advanced
 from longctx.errors import ClusterError, ConfigError
 from longctx.files import sync_path, write_synced
 
@@ -220,7 +220,7 @@ class _Shift:
                     self._lose(worker, error)
                     continue
                 self._take(worker, report, finished)
-            advance(*sum_of([worker.progress for worker in self._team]))
+            advance(sum((worker.progress for worker in self._team), Advanced()))
 
     def end(self) -> None:
         """End all workers and wait until they write no more."""
@@ -335,13 +335,13 @@ class _Worker:
         self.awaited = handle.look.remote(look, name)
         """What it says next: whether it can work, or the reports of its part."""
         self.order: Order | None = None
-        self.progress = NOTHING
+        self.progress = Advanced()
         """What it has told of its part so far."""
         self._attempt: Path | None = None
 
     def begin(self, order: Order) -> None:
         """Hand it a part."""
-        self.order, self.progress = order, NOTHING
+        self.order, self.progress = order, Advanced()
         self._attempt = order.folder.with_name(f"{order.folder.name}.{secrets.token_hex(4)}")
         carry_out = self._handle.carry_out.options(num_returns="streaming")
         self.awaited = carry_out.remote(replace(order, folder=self._attempt))
@@ -361,7 +361,7 @@ class _Worker:
         shutil.rmtree(self.order.folder, ignore_errors=True)
         self._attempt.rename(self.order.folder)
         sync_path(self.order.folder.parent)
-        self.order, self.progress, self._attempt = None, NOTHING, None
+        self.order, self.progress, self._attempt = None, Advanced(), None
 
     def dismiss(self) -> None:
         """End the process at once, wherever it is."""

@@ -1,16 +1,20 @@
-"""Who carries out the parts of a build: an engine, and what it is given for a whole build."""
+"""Who carries out the parts of a build: an engine, its crew; and the pass over all parts that finds duplicates."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import logging
+import shutil
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from data_pipeline.prepare.duplicates.outcome import PartDecision
+from data_pipeline.prepare.duplicates.decide import decide
+from data_pipeline.prepare.duplicates.outcome import Outcome, save_outcome
+from data_pipeline.prepare.duplicates.signed import SignedCorpus, SignedPart, SignedRecord
 from data_pipeline.prepare.parts.deal import Part
 from data_pipeline.prepare.parts.order import Order
 from data_pipeline.prepare.parts.staging import Staging
-from data_pipeline.prepare.parts.work import Advance, Job
+from data_pipeline.prepare.parts.work import Advance, Advanced, Job
 from longctx.tokenizer.contract import Tokenizer
 
 OnPart = Callable[[Part, Any], None]
@@ -23,8 +27,9 @@ class Engine(Protocol):
     def carry_out(self, orders: Sequence[Order], crew: Crew, *, advance: Advance, finished: OnPart) -> None:
         """Carry out all orders, in any sequence; each is done when its folder holds its record.
 
-        The first failure of any of them is raised, once nobody works any more. DataError as the part's own;
-        ClusterError where the system has taken a worker away and the engine has no other.
+        ``advance`` is told the sums over the parts in work. The first failure of any of them is raised, once nobody
+        works any more. DataError as the part's own; ClusterError where the system has taken a worker away and the
+        engine has no other.
         """
         ...
 
@@ -40,27 +45,58 @@ class Crew:
     workers: int | None = None
     """How many work at once; None for as many as the engine has."""
 
-    def encode(
-        self,
-        parts: Sequence[Part],
-        *,
-        advance: Advance,
-        finished: OnPart,
-        decisions: Mapping[int, PartDecision] | None = None,
-    ) -> None:
-        """Encode ``parts`` into the staging folder.
+    def carry_out(self, orders: Sequence[Order], records: dict[int, Any], *, advance: Advance) -> None:
+        """Carry out the orders of parts that ``records`` lacks, and put theirs there, by the parts' numbers.
 
-        ``advance`` is told the sums over all parts in work; ``finished`` each part that is done and its
-        ``PartRecord``. ``decisions`` say for each part which documents stay.
+        ``advance`` is told the sums over all parts, those with a record included.
         """
-        decisions = decisions or {}
-        orders = [
-            Order(part=part, folder=self.staging.part_folder(part.number), decision=decisions.get(part.number))
-            for part in parts
-        ]
-        self.engine.carry_out(orders, self, advance=advance, finished=finished)
+        parts = [order.part for order in orders if order.part.number in records]
+        done = sum((_whole(part, records[part.number]) for part in parts), Advanced())
 
-    def sign(self, parts: Sequence[Part], *, advance: Advance, finished: OnPart) -> None:
-        """Sign ``parts`` as ``encode`` encodes them; ``finished`` gets their ``SignedRecord``."""
-        orders = [Order(part=part, folder=self.staging.signatures_folder(part.number), signs=True) for part in parts]
-        self.engine.carry_out(orders, self, advance=advance, finished=finished)
+        def finished(part: Part, record: Any) -> None:
+            nonlocal done
+            records[part.number] = record
+            done += _whole(part, record)
+
+        # Where the display begins: the rate is that of this build alone.
+        if parts:
+            advance(done)
+        rest = [order for order in orders if order.part.number not in records]
+        self.engine.carry_out(rest, self, advance=lambda of_work: advance(done + of_work), finished=finished)
+
+
+def _whole(part: Part, record: Any) -> Advanced:
+    """Return what a part is that is done."""
+    return Advanced(record.documents, record.text_bytes, part.size)
+
+
+logger = logging.getLogger(__name__)
+
+
+def find_duplicates(parts: Sequence[Part], crew: Crew, *, advance: Advance, say: Callable[[str], None]) -> Outcome:
+    """What becomes of every document of ``parts``: read where an earlier build has decided it, else found out.
+
+    ``advance`` is told the sums over all parts. Nothing depends on the number of workers: parts are hashed each by
+    itself, and one process decides.
+    """
+    staging, job = crew.staging, crew.job
+    outcome = Outcome.load(staging.decisions)
+    if outcome is not None:
+        # Left by a build that was killed while it removed them.
+        shutil.rmtree(staging.signatures, ignore_errors=True)
+        return outcome
+    folders = {part.number: staging.signatures_folder(part.number) for part in parts}
+    # Each is checked to the byte: a damaged one is hashed again.
+    found = {number: SignedRecord.load(folder) for number, folder in folders.items()}
+    records = {number: record for number, record in found.items() if record is not None}
+    if records:
+        say(f"going on: the texts of {len(records)} of {len(parts)} parts are hashed")
+    orders = [Order(part=part, folder=folders[part.number], signs=True) for part in parts]
+    crew.carry_out(orders, records, advance=advance)
+    signed = [SignedPart(folders[part.number], records[part.number].documents, job.duplicates) for part in parts]
+    corpus = SignedCorpus(signed)
+    logger.info("comparing %s documents", f"{len(corpus):,}")
+    outcome = save_outcome(staging.decisions, corpus, decide(corpus, job.duplicates, job.validation_fraction))
+    # Some four hundred bytes a document, which nobody reads any more.
+    shutil.rmtree(staging.signatures)
+    return outcome

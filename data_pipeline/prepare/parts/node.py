@@ -1,4 +1,4 @@
-"""What runs on a machine of a cluster: a look at what it sees, and a worker that carries out orders.
+"""What runs in a worker, here or on a machine of a cluster: a look at what it sees, and the work itself.
 
 Nothing here knows which system started it.
 """
@@ -16,10 +16,10 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from data_pipeline.prepare.parts.order import Advanced, Failed, Order, Report, Setup, Sparing, carry_out
+from data_pipeline.prepare.parts.order import Failed, Order, Report, Setup, carry_out
+from data_pipeline.prepare.parts.work import Advanced
 from longctx.files import write_synced
 
-_SECONDS_BETWEEN_REPORTS = 1.0
 _PATIENCE_SECONDS = 10.0
 """How long a file that was written elsewhere may take to be seen here."""
 
@@ -84,10 +84,11 @@ SHARED = (
 class NodeWorker:
     """Carries out orders, one after the other, in a process of its own."""
 
-    def __init__(self, setup: Setup) -> None:
+    def __init__(self, setup: Setup, seconds_between_reports: float = 1.0) -> None:
         # Hugging Face's tokenizers read it once, at their first text.
         os.environ["RAYON_NUM_THREADS"] = str(setup.threads)
-        self._job = setup.job
+        self._job, self._seconds = setup.job, seconds_between_reports
+        # Not loaded before it is needed: a pass that hashes texts has none.
         self._tokenizer = functools.cache(setup.load_tokenizer)
 
     def look(self, look: Look, name: str) -> tuple[str, str | None]:
@@ -98,15 +99,21 @@ class NodeWorker:
         """Yield how far the part is, now and then, and last its record or why it failed."""
         reports: queue.SimpleQueue[Report] = queue.SimpleQueue()
 
-        def advance(documents: int, text_bytes: int, bytes_read: int) -> None:
-            reports.put(Advanced(documents=documents, text_bytes=text_bytes, bytes_read=bytes_read))
+        due = 0.0
+
+        def advance(advanced: Advanced) -> None:
+            nonlocal due
+            now = time.monotonic()
+            # A message for each of a million short documents would cost more than encoding them.
+            if now >= due:
+                due = now + self._seconds
+                reports.put(advanced)
 
         def work() -> None:
-            sparing = Sparing(advance, _SECONDS_BETWEEN_REPORTS)
             try:
-                reports.put(carry_out(order, job=self._job, tokenizer=self._tokenizer, advance=sparing))
+                reports.put(carry_out(order, job=self._job, tokenizer=self._tokenizer, advance=advance))
             except BaseException as error:
-                # Sent, not raised: the driver shows a user's error as its own.
+                # Sent, not raised: who gave the order shows a user's error as its own.
                 reports.put(Failed.of(error))
 
         # In a thread: the part calls back, and who asked wants a stream.

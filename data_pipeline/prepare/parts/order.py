@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import time
 import traceback
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import NoReturn
 
 from data_pipeline.prepare.duplicates.outcome import PartDecision
 from data_pipeline.prepare.duplicates.signed import SignedRecord
 from data_pipeline.prepare.parts.deal import Part
 from data_pipeline.prepare.parts.record import PartRecord
-from data_pipeline.prepare.parts.sign import sign_part
-from data_pipeline.prepare.parts.work import Advance, Job, encode_part
+from data_pipeline.prepare.parts.work import Advance, Advanced, Job, encode_part, sign_part
 from longctx.errors import LongCtxError
 from longctx.tokenizer.contract import Tokenizer
 from longctx.tokenizer.load import load_files
@@ -68,19 +67,6 @@ class Order:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Advanced:
-    """How far the part is."""
-
-    documents: int
-    text_bytes: int
-    bytes_read: int
-
-
-NOTHING = Advanced(documents=0, text_bytes=0, bytes_read=0)
-"""What is done of a part that has just begun."""
-
-
-@dataclass(frozen=True, kw_only=True)
 class Failed:
     """Why the worker ends: an error of the user's, or the traceback of one of ours."""
 
@@ -101,7 +87,7 @@ class Failed:
             return replace(self, traceback=f"({place})\n{self.traceback}")
         return replace(self, error=type(self.error)(f"{self.error}\nSeen by {place}."))
 
-    def raise_here(self, part: Part) -> None:
+    def raise_here(self, part: Part) -> NoReturn:
         """Raise in this process what ended ``part`` in another."""
         if self.error is not None:
             raise self.error
@@ -115,29 +101,7 @@ Report = Advanced | Record | Failed
 def carry_out(order: Order, *, job: Job, tokenizer: Callable[[], Tokenizer], advance: Advance) -> Record:
     """Encode or sign the part of an order. ``tokenizer`` is asked only where it is needed."""
     if order.signs:
-        return sign_part(order.part, order.folder, read_as=job.read_as, rule=job.duplicates, advance=advance)
+        return sign_part(order.part, order.folder, job=job, advance=advance)
     return encode_part(
         order.part, order.folder, job=job, tokenizer=tokenizer(), advance=advance, decision=order.decision
     )
-
-
-def sum_of(parts: list[Advanced]) -> tuple[int, int, int]:
-    """How far parts in work are together, as an ``Advance`` takes it."""
-    documents = sum(part.documents for part in parts)
-    text_bytes = sum(part.text_bytes for part in parts)
-    return documents, text_bytes, sum(part.bytes_read for part in parts)
-
-
-class Sparing:
-    """Passes on how far a part is, now and then."""
-
-    def __init__(self, advance: Advance, seconds: float) -> None:
-        self._advance, self._seconds = advance, seconds
-        self._due = 0.0
-
-    def __call__(self, documents: int, text_bytes: int, bytes_read: int) -> None:
-        now = time.monotonic()
-        # A message for each of a million short documents would cost more than encoding them.
-        if now >= self._due:
-            self._due = now + self._seconds
-            self._advance(documents, text_bytes, bytes_read)

@@ -9,13 +9,11 @@ import subprocess
 from collections.abc import Iterator, Sequence
 from multiprocessing.connection import Pipe, wait
 
-from data_pipeline.prepare.duplicates.signed import SignedRecord
 from data_pipeline.prepare.parts.deal import Part
 from data_pipeline.prepare.parts.engine import Crew, OnPart
-from data_pipeline.prepare.parts.order import NOTHING, Advanced, Failed, Order, Report, Setup, carry_out, sum_of
-from data_pipeline.prepare.parts.record import PartRecord
+from data_pipeline.prepare.parts.order import Failed, Order, Record, Setup, carry_out
 from data_pipeline.prepare.parts.staging import KEPT, Staging
-from data_pipeline.prepare.parts.work import Advance
+from data_pipeline.prepare.parts.work import Advance, Advanced
 from data_pipeline.prepare.parts.worker import command
 from longctx.errors import ClusterError
 from longctx.tokenizer.contract import Tokenizer
@@ -50,7 +48,7 @@ class LocalEngine:
         team: list[_Worker] = []
         try:
             for _ in range(processes):
-                team.append(_Worker(threads, crew.staging))
+                team.append(_Worker(crew.staging))
             # They start side by side: a setup is taken only once its worker has imported what it needs.
             for worker in team:
                 worker.send(setup)
@@ -73,40 +71,37 @@ def _hand_out(orders: Sequence[Order], team: list[_Worker], *, advance: Advance,
     while busy:
         for ready in wait(list(busy)):
             worker = busy[ready]  # type: ignore[index]
-            part, report = worker.report()
-            if isinstance(report, PartRecord | SignedRecord):
-                finished(part, report)
+            part, record = worker.report()
+            if record is not None:
+                finished(part, record)
                 following = next(pending, None)
                 if following is None:
                     del busy[worker.connection]
                 else:
                     worker.begin(following)
         # What each tells of its own part: a finished one takes its counts along.
-        advance(*sum_of([worker.progress for worker in busy.values()]))
+        advance(sum((worker.progress for worker in busy.values()), Advanced()))
 
 
 class _Worker:
     """A worker process as its parent sees it."""
 
-    def __init__(self, threads: int, staging: Staging) -> None:
+    def __init__(self, staging: Staging) -> None:
         self.connection, theirs = Pipe()
-        # Hugging Face's tokenizers read it once, at their first text.
-        environment = os.environ | {"RAYON_NUM_THREADS": str(threads)}
         with theirs, _interrupts_held():
             # It inherits the lock: until it has ended, no other build writes where it writes.
             self._process = subprocess.Popen(
                 command(theirs.fileno()),
                 stdin=subprocess.DEVNULL,
                 pass_fds=(theirs.fileno(), staging.lock),
-                env=environment,
             )
         self._order: Order | None = None
-        self.progress = NOTHING
+        self.progress = Advanced()
         """What it has told of its part so far."""
 
     def begin(self, order: Order) -> None:
         """Send a part to work on."""
-        self._order, self.progress = order, NOTHING
+        self._order, self.progress = order, Advanced()
         self.send(order)
 
     def send(self, message: Setup | Order) -> None:
@@ -114,17 +109,17 @@ class _Worker:
         with self._explained():
             self.connection.send(message)
 
-    def report(self) -> tuple[Part, Report]:
-        """What the worker says next, and of which part; raises what made it end."""
+    def report(self) -> tuple[Part, Record | None]:
+        """Return its part, and the record if that is done; raise what made the worker end."""
         assert self._order is not None
         with self._explained():
-            report: Report = self.connection.recv()
+            report = self.connection.recv()
         if isinstance(report, Failed):
             report.raise_here(self._order.part)
         if isinstance(report, Advanced):
             self.progress = report
-        else:
-            self.progress = NOTHING
+            return self._order.part, None
+        self.progress = Advanced()
         return self._order.part, report
 
     def kill(self) -> None:

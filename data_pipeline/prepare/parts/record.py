@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from data_pipeline.prepare.encode import Difference
 from data_pipeline.prepare.left_out import LEFT_OUT_FILE
-from data_pipeline.shards.manifest import ShardEntry, hash_json
+from data_pipeline.prepare.sealed import load_record, save_record
+from data_pipeline.shards.manifest import ShardEntry
 from data_pipeline.shards.sums import sums_file
-from longctx.files import hash_file, write_atomically
+from longctx.files import hash_file
 
 FORMAT = "longctx-part-2"
 RECORD_FILE = "part.json"
@@ -58,24 +58,18 @@ class PartRecord:
         return sum(split.text_bytes for split in self.splits.values())
 
     def save(self, folder: Path) -> None:
-        """Write the record in one stroke, and have the disk hold it."""
-        body = {"format": FORMAT, **dataclasses.asdict(self)}
-        write_atomically(folder / RECORD_FILE, json.dumps(body | {"hash": hash_json(body)}).encode())
+        """Write the record."""
+        save_record(folder / RECORD_FILE, FORMAT, dataclasses.asdict(self))
 
     @classmethod
     def load(cls, folder: Path) -> PartRecord | None:
-        """The record of a part's folder; None where there is none, or none that this release wrote whole."""
-        try:
-            body = json.loads((folder / RECORD_FILE).read_bytes())
-            recorded = body.pop("hash")
-            if hash_json(body) != recorded or body.pop("format") != FORMAT:
-                return None
-            splits = {name: _split(fields) for name, fields in body.pop("splits").items()}
-            differences = [Difference(**fields) for fields in body.pop("differences")]
-            return cls(splits=splits, differences=differences, **body)
-        except (FileNotFoundError, ValueError, KeyError, TypeError, AttributeError):
-            # A part is made again in seconds: no reason to end here.
+        """Return the record of a part's folder; None if there is none, or none that is whole."""
+        body = load_record(folder / RECORD_FILE, FORMAT)
+        if body is None:
             return None
+        splits = {name: _split(fields) for name, fields in body.pop("splits").items()}
+        differences = [Difference(**fields) for fields in body.pop("differences")]
+        return cls(splits=splits, differences=differences, **body)
 
 
 def find_damage(folder: Path, record: PartRecord) -> str | None:

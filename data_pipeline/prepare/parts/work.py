@@ -1,4 +1,4 @@
-"""Encode one part into a folder of its own: the same function in this process, in a worker, or on another machine."""
+"""Encode or sign one part into a folder of its own: the same in this process, in a worker, or on another machine."""
 
 from __future__ import annotations
 
@@ -9,8 +9,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from data_pipeline.prepare.documents import Document
+from data_pipeline.prepare.duplicates.decide import is_held_out
 from data_pipeline.prepare.duplicates.outcome import PartDecision
 from data_pipeline.prepare.duplicates.rule import DuplicateRule
+from data_pipeline.prepare.duplicates.signed import SignedRecord, SignedWriter
 from data_pipeline.prepare.encode import Difference, encode_documents
 from data_pipeline.prepare.encode_conversations import encode_conversations
 from data_pipeline.prepare.left_out import LeftOutFile
@@ -18,7 +20,6 @@ from data_pipeline.prepare.parts.deal import Part
 from data_pipeline.prepare.parts.record import SPLITS, PartRecord, SplitRecord
 from data_pipeline.prepare.parts.staging import KEPT
 from data_pipeline.prepare.reading import ReadAs, Reading
-from data_pipeline.prepare.split import is_held_out
 from data_pipeline.shards.writer import ShardWriter
 from longctx.chat.encode import ChatEncoder
 from longctx.chat.rule import ChatRule
@@ -29,8 +30,24 @@ from longctx.tokenizer.contract import GROUP_CHARACTERS, Tokenizer
 SHOWN_DIFFERENCES = 3
 _CHARACTERS_PER_THREAD = 1 << 20
 
-Advance = Callable[[int, int, int], None]
-"""A function that takes documents, bytes of text and bytes on disk done so far."""
+
+@dataclass(frozen=True, slots=True)
+class Advanced:
+    """How far some work is."""
+
+    documents: int = 0
+    text_bytes: int = 0
+    bytes_read: int = 0
+    """On disk."""
+
+    def __add__(self, other: Advanced) -> Advanced:
+        return Advanced(
+            self.documents + other.documents, self.text_bytes + other.text_bytes, self.bytes_read + other.bytes_read
+        )
+
+
+Advance = Callable[[Advanced], None]
+"""A function that is told how far the work is."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,6 +107,20 @@ def encode_part(
         record.save(folder)
         sync_path(folder)
     return record
+
+
+def sign_part(part: Part, folder: Path, *, job: Job, advance: Advance) -> SignedRecord:
+    """Fill ``folder`` with what tells the part's texts apart, and write its record last.
+
+    What a killed worker left there is removed first. What is left out is not listed: the second pass meets it again.
+    """
+    with explained_writes(folder, kept=KEPT):
+        writer = SignedWriter(folder, job.duplicates)
+        reading = Reading(job.read_as)
+        for document in reading.documents(part.pieces):
+            writer.add(document.name, document.text)
+            advance(Advanced(writer.documents, writer.text_bytes, reading.bytes_read))
+        return writer.finish()
 
 
 class _Chosen:
@@ -154,7 +185,7 @@ def _write_documents(
             if len(differences) < SHOWN_DIFFERENCES:
                 differences.append(difference)
         text_bytes += encoded.text_bytes
-        advance(number, text_bytes, reading.bytes_read)
+        advance(Advanced(number, text_bytes, reading.bytes_read))
     return inexact, differences
 
 

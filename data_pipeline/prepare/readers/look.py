@@ -11,8 +11,7 @@ import pyarrow as pa
 
 from data_pipeline.prepare.documents import Fields, File, Skip, whole
 from data_pipeline.prepare.readers.csv_rows import columns_of_csv, columns_of_tsv
-from data_pipeline.prepare.readers.json_lines import records_in_lines
-from data_pipeline.prepare.readers.json_values import records_in_json
+from data_pipeline.prepare.readers.json_values import records_in_json, records_in_lines
 from data_pipeline.prepare.readers.opened import OpenFile, opened
 from data_pipeline.prepare.readers.read import CHECKED_RECORDS, DAMAGE
 from data_pipeline.prepare.readers.records import Record

@@ -12,8 +12,7 @@ import pyarrow as pa
 from data_pipeline.prepare.documents import DamageError, Document, Fields, File, Item, Joined, Piece, Skip, whole
 from data_pipeline.prepare.joining import begin_of
 from data_pipeline.prepare.readers.csv_rows import read_csv, read_tsv
-from data_pipeline.prepare.readers.json_lines import read_lines
-from data_pipeline.prepare.readers.json_values import read_json
+from data_pipeline.prepare.readers.json_values import read_json, read_lines
 from data_pipeline.prepare.readers.opened import OpenFile, opened
 from data_pipeline.prepare.readers.records import ITEM_CHARACTERS, allowance, check_expansion, no_json
 from data_pipeline.prepare.readers.tables import check_arrow, check_parquet, read_arrow, read_parquet

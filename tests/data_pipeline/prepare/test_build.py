@@ -1,3 +1,5 @@
+"""Builds in one part: the same folder again, other recipes, and texts that do not come back."""
+
 from __future__ import annotations
 
 import logging
@@ -6,14 +8,18 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from data_pipeline.inspect import verify
 from data_pipeline.prepare.build import build_shards
+from data_pipeline.prepare.encode import find_inexact
 from data_pipeline.prepare.sources import Source, open_source
 from data_pipeline.prepare.train_tokenizer import train_tokenizer
 from data_pipeline.shards.reader import ShardSet
 from longctx.errors import DataError
 from longctx.tokenizer import Tokenizer, load_tokenizer
+from longctx.tokenizer.contract import Chunk
 from tests.data_pipeline.growth import run_measured
 from tests.longctx.conversion.tiny_tokenizer import train_tokenizer as lossy_tokenizer
 
@@ -43,17 +49,6 @@ def test_the_fraction_is_about_right():
     values = np.random.default_rng(0).integers(0, 2**63, 4000).tolist()
     assert 0.08 < np.mean([falls_below(value, 0.1, 7) for value in values]) < 0.12
     assert not any(falls_below(value, 0.0, 7) for value in values)
-
-
-def test_the_report_counts(built: Path, source: Source, tokenizer: Tokenizer, tmp_path: Path):
-    calls: list[tuple[int, int]] = []
-    report = build_shards(source, tokenizer, tmp_path / "out", progress=lambda *numbers: calls.append(numbers))
-    assert not report.up_to_date
-    splits = [split for split in (report.training, report.validation) if split]
-    assert sum(split.documents for split in splits) == 41 == len(calls)
-    assert sum(split.text_bytes for split in splits) == source.num_bytes == calls[-1][1]
-    assert report.training.tokens == ShardSet.open(tmp_path / "out").num_tokens
-    assert 1 < report.training.bytes_per_token < 5
 
 
 class TestExistingOutput:
@@ -169,3 +164,27 @@ def test_the_whole_standard_library_comes_back(tmp_path: Path):
     found = texts(tmp_path / "out") | texts(tmp_path / "out" / "validation")
     assert found == {document.name: document.text for document in source}
     assert verify(tmp_path / "out") == []
+
+
+@pytest.fixture(scope="module")
+def own(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
+    return load_tokenizer(lossy_tokenizer(tmp_path_factory.mktemp("own") / "a.model"))
+
+
+@pytest.fixture(scope="module")
+def lossy(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
+    folder = tmp_path_factory.mktemp("lossy")
+    return load_tokenizer(lossy_tokenizer(folder / "a.model", add_dummy_prefix=True, remove_extra_whitespaces=True))
+
+
+@given(texts=st.lists(st.text(st.characters(exclude_categories=["Cs"]), min_size=1, max_size=20), max_size=6))
+def test_only_what_differs_is_found(own: Tokenizer, lossy: Tokenizer, texts: list[str]):
+    chunks = [Chunk(text, True) for text in texts]
+    assert find_inexact(own.encode_chunks(chunks), chunks, own) == {}
+    swapped = own.encode_chunks([Chunk(f"{text}!", True) for text in texts])
+    assert find_inexact(swapped, chunks, own) == {number: f"{text}!" for number, text in enumerate(texts)}
+    assert lossy.spelling is None
+    ids = lossy.encode_chunks(chunks)
+    decoded = [lossy.decode(part) for part in ids]
+    expected = {number: text for number, text in enumerate(decoded) if text != texts[number]}
+    assert find_inexact(ids, chunks, lossy) == expected

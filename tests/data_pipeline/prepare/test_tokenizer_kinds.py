@@ -13,9 +13,8 @@ from hypothesis import strategies as st
 from data_pipeline.prepare import train_tokenizer as training
 from data_pipeline.prepare.build import build_shards
 from data_pipeline.prepare.documents import Document
-from data_pipeline.prepare.sample import Sample, load_sample, sample_file, save_sample
 from data_pipeline.prepare.sources import Source, open_source
-from data_pipeline.prepare.train_tokenizer import KINDS, train_tokenizer
+from data_pipeline.prepare.train_tokenizer import KINDS, Sample, load_sample, sample_file, save_sample, train_tokenizer
 from longctx.errors import DataError
 from longctx.tokenizer import load_tokenizer
 from longctx.tokenizer.chunks import SPACE_MARK

@@ -14,10 +14,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from data_pipeline.rows.batches import Share, build_batch, build_share
-from data_pipeline.rows.row import Piece, Row
+from data_pipeline.rows.pack import Piece, Row
 from data_pipeline.shards import reader
-from data_pipeline.shards.corpus import Corpus
-from data_pipeline.shards.reader import ShardSet
+from data_pipeline.shards.reader import Corpus, ShardSet
 from longctx.batch import IGNORED_TARGET, PADDING_DOCUMENT, PackedDocuments
 from longctx.compact_batch import CompactBatch, DocumentEnd
 from longctx.tokenizer import load_tokenizer

@@ -14,11 +14,11 @@ from hypothesis import strategies as st
 
 from data_pipeline.rows import blocks
 from data_pipeline.rows.blocks import BlockPlanner, Deal, PackReport
-from data_pipeline.rows.pack import RowPlan, plan_parts, plan_rows
+from data_pipeline.rows.pack import RowPlan, plan_parts
 from data_pipeline.shards.reader import ShardSet
 from longctx.errors import DataError
 from longctx.tokenizer import Tokenizer
-from tests.data_pipeline.lengths import lengths_of, write_lengths
+from tests.data_pipeline.lengths import lengths_of, plan_rows, write_lengths
 
 DEALS = st.builds(Deal, st.integers(1, 9), st.sampled_from([1, 1, 2, 5]))
 
@@ -67,13 +67,6 @@ class TestOrder:
         expected = [rows(planner(shards, 5, seed=seed).plan(epoch, block)) for block in range(5)]
         again = planner(shards, 5, seed=seed)
         assert {block: rows(again.plan(epoch, block)) for block in order} == dict(enumerate(expected))
-
-    def test_epochs_and_seeds_deal_anew(self, shards: ShardSet):
-        first = planner(shards, 4, seed=1)
-        dealt = [first.documents(0, 0), first.documents(1, 0), planner(shards, 4, seed=2).documents(0, 0)]
-        assert len({tuple(part) for part in dealt}) == 3
-        # Not in the order of the shards: a block of 52 from 211 has neighbours by chance alone.
-        assert (np.diff(dealt[0]) == 1).mean() < 0.5
 
     def test_neighbours_of_a_run_come_to_one_block_and_mix_there(self, shards: ShardSet):
         planned = BlockPlanner(shards, 64, deal=Deal(4, 8), seed=1)
@@ -164,13 +157,6 @@ class TestMemory:
         for block in (0, 3, 4):
             held.plan(0, block)
         assert planned == [3, 4, 0, 4]
-
-    def test_a_block_that_was_prepared_is_the_same(self, shards: ShardSet):
-        expected = rows(planner(shards, 5).plan(1, 2))
-        ahead = planner(shards, 5)
-        ahead.prepare(1, 2)
-        ahead.prepare(1, 2)
-        assert rows(ahead.plan(1, 2)) == expected
 
     def test_threads_plan_a_block_once(self, shards: ShardSet, monkeypatch: pytest.MonkeyPatch):
         begun, go_on, planned = threading.Event(), threading.Event(), []

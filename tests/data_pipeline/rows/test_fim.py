@@ -21,8 +21,7 @@ from data_pipeline.rows.batches import Share
 from data_pipeline.rows.filled import FimDocuments
 from data_pipeline.rows.fim import MIN_BODY, Fim, FimRule
 from data_pipeline.rows.pack import Packing
-from data_pipeline.shards.corpus import Corpus
-from data_pipeline.shards.reader import ShardSet
+from data_pipeline.shards.reader import Corpus, ShardSet
 from longctx.errors import ConfigError, DataError
 from longctx.tokenizer import Tokenizer, load_tokenizer
 from longctx.tokenizer.special import FIM_TOKENS
@@ -190,7 +189,7 @@ def test_a_source_of_a_mixture_may_have_its_own_share(folder, marked, tmp_path):
     with pytest.raises(DataError, match="fim="):
         open_order(path, SEQ_LEN, packing=packing(0.0))[1].read(state)
     path.write_text(path.read_text().replace("0.5", "1.5"))
-    with pytest.raises(ConfigError, match=r"fim_rate=1.5 must be a share from 0 to 1"):
+    with pytest.raises(ConfigError, match=r"fim_rate=1.5: Input should be less than or equal to 1"):
         open_order(path, SEQ_LEN)
 
 

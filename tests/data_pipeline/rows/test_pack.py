@@ -6,8 +6,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from data_pipeline.rows.blocks import PackReport
-from data_pipeline.rows.pack import Packing, Parts, RowPlan, plan_parts, plan_rows
+from data_pipeline.rows.pack import Packing, Parts, RowPlan, plan_parts
 from longctx.errors import ConfigError
+from tests.data_pipeline.lengths import plan_rows
 
 LENGTHS = st.lists(st.integers(1, 70), max_size=60)
 SEQ_LENS = st.integers(1, 40)
@@ -51,20 +52,6 @@ def test_only_documents_longer_than_a_row_are_cut_and_only_at_its_multiples(leng
     assert report.documents_cut == sum(length > seq_len for length in lengths)
     assert report.truncated_tokens == 0
     assert report.tokens + report.padding_tokens == report.rows * seq_len
-
-
-def test_seed_and_epoch_change_the_order():
-    lengths = np.full(200, 10)
-    plans = [rows(plan_rows(lengths, 30, seed=seed, epoch=epoch)) for seed, epoch in ((0, 0), (0, 1), (1, 0))]
-    assert plans[0] != plans[1]
-    assert plans[0] != plans[2]
-    assert plans[1] != plans[2]
-
-
-def test_the_pieces_of_one_long_document_come_in_a_new_order_each_epoch():
-    first, second = (rows(plan_rows(np.array([900]), 10, epoch=epoch)) for epoch in (0, 1))
-    assert first != second
-    assert sorted(first) == sorted(second)
 
 
 def test_without_shuffle_rows_follow_the_documents():

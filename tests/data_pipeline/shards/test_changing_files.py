@@ -15,7 +15,7 @@ import pytest
 
 from data_pipeline.loader import build_loader
 from data_pipeline.rows.batches import build_batch
-from data_pipeline.rows.row import Row
+from data_pipeline.rows.pack import Row
 from data_pipeline.shards import stamps
 from data_pipeline.shards.reader import ShardSet
 from data_pipeline.texts import read_texts
@@ -65,7 +65,7 @@ CHANGES: dict[str, tuple[Callable[[Path], None], str]] = {
 def test_every_way_to_read_it_names_the_file(
     folder: Path, change: str, has_sums: bool, is_local: bool, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr(stamps, "_is_local", lambda device: is_local)
+    monkeypatch.setattr(stamps, "_mount_of", lambda device: ("ext4" if is_local else "nfs", ""))
     if not has_sums:
         if change == "written to":
             pytest.skip("nothing vouches for what is written there")

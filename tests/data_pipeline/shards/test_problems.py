@@ -8,35 +8,22 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 
 from data_pipeline.inspect import verify
 from data_pipeline.prepare.train_tokenizer import train_tokenizer
 from data_pipeline.shards.manifest import hash_json
 from data_pipeline.shards.reader import ShardSet
-from data_pipeline.shards.writer import EncodedDocument, ShardWriter
 from longctx.errors import DataError
 from longctx.tokenizer import Tokenizer
 from tests.data_pipeline.lengths import read_all, strip_sums, write_lengths
-from tests.data_pipeline.shards.test_shards import edit, flip_byte
+from tests.data_pipeline.shards.test_shards import edit, flip_byte, write
 
 
 @pytest.fixture
 def folder(tokenizer: Tokenizer, tmp_path: Path) -> Path:
     """Three shards of equal size."""
     return write_lengths(tmp_path / "shards", tokenizer, [500, 500, 500], shard_tokens=500).folder
-
-
-def write(folder: Path, tokenizer: Tokenizer, documents: list[list[int]], **fields: Any) -> Path:
-    folder.mkdir()
-    writer = ShardWriter(folder, vocab_size=tokenizer.vocab_size)
-    for number, ids in enumerate(documents):
-        document = EncodedDocument(tokens=np.array(ids), hash=number, name=f"d{number}", text_bytes=1)
-        writer.add(document if "source" not in fields else EncodedDocument(**{**vars(document), **fields}))
-    writer.finish(split="training", tokenizer=tokenizer, sources=[{"kind": "test"}], options={}, skipped={})
-    tokenizer.save(folder)
-    return folder
 
 
 def swap(folder: Path, suffix: str) -> None:
@@ -96,11 +83,15 @@ class TestWrongContent:
     def test_padding_in_a_document(self, tokenizer: Tokenizer, tmp_path: Path):
         padding = tokenizer.special.padding
         assert padding is not None
-        folder = write(tmp_path / "padded", tokenizer, [[5, 6], [7, 8, padding, 9], [padding]])
+        folder = tmp_path / "padded"
+        write(folder, tokenizer, [[5, 6], [7, 8, padding, 9], [padding]])
+        tokenizer.save(folder)
         assert verify(folder) == [f"{folder / '00000.arrow'} holds id {padding}, which is padding, in document 1 (d1)."]
 
     def test_a_source_that_is_not_there(self, tokenizer: Tokenizer, tmp_path: Path):
-        folder = write(tmp_path / "strange", tokenizer, [[5, 6]], source=3)
+        folder = tmp_path / "strange"
+        write(folder, tokenizer, [[5, 6]], source=3)
+        tokenizer.save(folder)
         assert verify(folder) == [f"{folder / '00000.arrow'} holds documents of source 3, and manifest.json lists 1."]
 
     def test_lengths_that_are_not_those_of_the_manifest(self, folder: Path):
@@ -112,32 +103,40 @@ def of_shard(**changed: Any) -> Callable[[dict], object]:
     return lambda body: body["shards"][1].update(changed)
 
 
+def of_folder(**changed: Any) -> Callable[[dict], object]:
+    return lambda body: body.update(changed)
+
+
 FORGED: dict[str, tuple[Callable[[dict], object], str]] = {
     "above": (of_shard(file="../00001.arrow"), r"shards\[1\]\.file='../00001.arrow' is no name of a shard"),
     "below": (of_shard(file="validation/00000.arrow"), r"is no name of a shard in this folder"),
     "absolute": (of_shard(file="/etc/passwd.arrow"), r"is no name of a shard in this folder"),
-    "dots": (of_shard(file=".."), "is no name of a shard"),
     "hidden": (of_shard(file=".00001.arrow"), "is no name of a shard"),
     "a zero byte": (of_shard(file="00001\0.arrow"), "is no name of a shard"),
     "a new line": (of_shard(file="00001.arrow\n"), "is no name of a shard"),
     "of another kind": (of_shard(file="manifest.json"), "is no name of a shard"),
-    "a number for a name": (of_shard(file=1), r"shards\[1\]\.file=1 is no str"),
     "listed twice": (of_shard(file="00000.arrow"), r"00000\.arrow is listed twice"),
-    "a fraction of a document": (of_shard(documents=1.0), r"shards\[1\]\.documents=1\.0 is no int"),
-    "true for a number": (of_shard(documents=True), r"documents=True is no int"),
-    "fewer than none": (of_shard(tokens=-500), r"shards\[1\]\.tokens=-500 is below 0"),
+    "a fraction of a document": (of_shard(documents=1.0), r"shards\[1\]\.documents=1\.0 is no whole number"),
+    "true for a number": (of_shard(documents=True), r"documents=True is no whole number"),
     "no document": (of_shard(documents=0), r"00001\.arrow cannot hold 0 documents and 500 tokens"),
-    "more than fit": (of_shard(tokens=10**30), r"00001\.arrow cannot hold 1 documents and 1000\d+ tokens"),
+    "more than fit": (of_shard(tokens=10**15), r"00001\.arrow cannot hold 1 documents and 1000\d+ tokens"),
     "more documents than tokens": (of_shard(documents=501), r"00001\.arrow cannot hold 501 documents"),
     "no checksum": (of_shard(xxh3_128=""), r"xxh3_128='' is no checksum of 32 hex digits"),
-    "a field too many": (of_shard(size=3), "lacks a field or has one too many"),
-    "shards that are none": (lambda body: body.update(shards=3), "lacks a field or has one too many"),
-    "shards by name": (lambda body: body.update(shards={}), "shards is no list"),
-    "a list for counts": (lambda body: body.update(skipped=[]), r"skipped=\[\] is no dict"),
-    "a number for a split": (lambda body: body.update(split=3), r"split=3 is no str"),
-    "padding beyond the vocabulary": (lambda body: body.update(padding=700), r"padding=700 and vocab_size=700"),
-    "a vocabulary without end": (lambda body: body.update(vocab_size=1 << 40), "vocab_size=1099511627776"),
-    "half a character": (lambda body: body.update(split="\ud800"), "half of a surrogate pair"),
+    "a field too many": (of_shard(size=3), r"shards\[1\] has the key 'size'"),
+    "shards that are none": (of_folder(shards=3), "shards=3 is no list"),
+    "a list for counts": (of_folder(skipped=[]), r"skipped=\[\] is no object"),
+    "a split of its own": (of_folder(split="test"), "split='test' is none of"),
+    "a power without end": (of_folder(length_histogram={"2^99999999999": 1}), "is no power of two"),
+    "a length that is no power": (of_folder(length_histogram={"many": 1}), "is no power of two"),
+    "counts below zero": (of_folder(length_histogram={"2^3": -1}), "is no whole number"),
+    "sources that are text": (of_folder(sources=["x"]), r"sources\[0\]='x' is no object"),
+    "a tokenizer of no name": (of_folder(tokenizer=""), "tokenizer='' is no printable name"),
+    "a tokenizer that paints": (of_folder(tokenizer="\x1b[31m"), "is no printable name"),
+    "tokens without end": (of_folder(tokens=10**30), "is no whole number"),
+    "a list that is elsewhere": (of_folder(left_out="../../etc/passwd"), "is no checksum of 32 hex digits"),
+    "padding beyond the vocabulary": (of_folder(padding=700), r"padding=700 and vocab_size=700"),
+    "a vocabulary without end": (of_folder(vocab_size=1 << 40), "vocab_size=1099511627776"),
+    "half a character": (of_folder(split="\ud800"), "half of a surrogate pair"),
 }
 
 

@@ -21,11 +21,12 @@ from longctx.tokenizer import Tokenizer
 from tests.data_pipeline.lengths import lengths_of, read_all
 
 
-def write(folder: Path, tokenizer: Tokenizer, documents: list[list[int]], **options) -> Manifest:
+def write(folder: Path, tokenizer: Tokenizer, documents: list[list[int]], *, source: int = 0, **options) -> Manifest:
     folder.mkdir(exist_ok=True)
     writer = ShardWriter(folder, **{"vocab_size": tokenizer.vocab_size, **options})
     for number, tokens in enumerate(documents):
-        writer.add(EncodedDocument(tokens=np.array(tokens), hash=2**64 - 1 - number, name=f"d{number}", text_bytes=3))
+        fields = {"hash": 2**64 - 1 - number, "name": f"d{number}", "text_bytes": 3, "source": source}
+        writer.add(EncodedDocument(tokens=np.array(tokens), **fields))
     return writer.finish(split="training", tokenizer=tokenizer, sources=[{"kind": "test"}], options={}, skipped={})
 
 
@@ -112,7 +113,7 @@ DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
     "other format": (lambda f: edit(f / "manifest.json", lambda m: m.update(format="x")), "not a shard manifest"),
     "sealed with a field too few": (
         lambda f: edit(f / "manifest.json", lambda m: m.pop("padding"), seal=True),
-        "lacks a field",
+        "it lacks padding",
     ),
     "sealed with wrong counts": (
         lambda f: edit(

@@ -11,7 +11,7 @@ import pytest
 from data_pipeline.shards.manifest import Manifest
 from data_pipeline.shards.reader import ShardSet
 from data_pipeline.shards.stamps import (
-    _is_local,
+    _mount_of,
     cache_folder,
     cheapest_state,
     file_state,
@@ -105,13 +105,6 @@ class TestStampsGoStale:
         path.write_bytes(content)
         assert pending(settled) == ["00000.arrow"]
 
-    def test_another_manifest_under_the_path(self, settled: Path):
-        check(settled).keep_stamps()
-        edited = check(settled)
-        edited.shards[0] = type(edited.shards[0])(**{**vars(edited.shards[0]), "xxh3_128": "0" * 32})
-        # Names and states are the stamp's, the checksum is not.
-        assert edited._is_new(edited.shards[0], edited._states[0])
-
     def test_damaged_stamps_are_none(self, settled: Path):
         check(settled).keep_stamps()
         path = next((cache_folder() / "shards").iterdir())
@@ -170,20 +163,6 @@ def test_views_tell_copies_and_what_is_left_apart(settled: Path, tmp_path: Path)
     assert check(settled).view != same
 
 
-def test_place_is_the_network_file_system_or_this_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    own = place_of(tmp_path)
-    assert "device" in own
-    mounts = {"/": ("ext4", "/dev/sda"), str(tmp_path): ("nfs4", "server:/data")}
-    lines = [f"1 2 0:1 / {point} rw - {kind} {source} rw" for point, (kind, source) in mounts.items()]
-    read = Path.read_text
-    monkeypatch.setattr(
-        Path, "read_text", lambda path, *a: "\n".join(lines) if path.name == "mountinfo" else read(path, *a)
-    )
-    assert place_of(tmp_path) == "nfs4 server:/data"
-    assert place_of(Path("/")) == place_of(Path("/"))
-    assert "nfs" not in place_of(Path("/"))
-
-
 @pytest.mark.parametrize(
     ("kind", "way"),
     [
@@ -195,19 +174,22 @@ def test_place_is_the_network_file_system_or_this_machine(tmp_path: Path, monkey
     ],
 )
 def test_a_file_is_opened_unless_its_own_machine_has_it(tmp_path: Path, monkeypatch, kind: str | None, way):
+    """And hosts that see one network file system name its bytes alike."""
     device = tmp_path.stat().st_dev
     lines = ["1 2 0:0 / /elsewhere rw - nfs server:/data rw"]
     if kind is not None:
-        lines.append(f"1 2 {os.major(device)}:{os.minor(device)} / {tmp_path} rw shared:1 - {kind} what rw")
+        lines.append(f"1 2 {os.major(device)}:{os.minor(device)} / {tmp_path} rw shared:1 - {kind} server:/data rw")
     read = Path.read_text
     monkeypatch.setattr(
         Path, "read_text", lambda path, *a: "\n".join(lines) if path.name == "mountinfo" else read(path, *a)
     )
-    _is_local.cache_clear()
+    _mount_of.cache_clear()
     try:
         assert cheapest_state(tmp_path) is way
+        place = place_of(tmp_path)
     finally:
-        _is_local.cache_clear()
+        _mount_of.cache_clear()
+    assert place == "nfs4 server:/data" if kind == "nfs4" else f"device {device}" in place
     (tmp_path / "file").write_bytes(b"some")
     assert file_state(tmp_path / "file") == opened_state(tmp_path / "file")
 

@@ -91,7 +91,7 @@ def test_a_sending_that_was_interrupted_goes_on(
     store.fault = lambda method, path: ""
     store.requests.clear()
     # It was built: no document is encoded again.
-    monkeypatch.setattr(Crew, "encode", None)
+    monkeypatch.setattr(Crew, "carry_out", None)
     build_shards(source, tokenizer, URL, **OPTIONS)
     assert store.under("corpora/out") == content(built)
     assert "00000.arrow" not in puts(store)

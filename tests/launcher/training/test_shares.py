@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from data_pipeline.loader import build_loader, build_validation_loader
 from data_pipeline.rows.batches import build_batch, build_share
-from data_pipeline.rows.row import Piece, Row
+from data_pipeline.rows.pack import Piece, Row
 from data_pipeline.shards.reader import ShardSet
 from launcher.config.load import load_run_config
 from launcher.config.sections import RunConfig

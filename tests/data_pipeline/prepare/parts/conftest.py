@@ -37,6 +37,19 @@ def build(mixed: Path, tokenizer: Tokenizer, small_parts: None) -> Build:
     return run
 
 
+@pytest.fixture(scope="module")
+def expected_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("expected") / "out"
+
+
+@pytest.fixture
+def expected(build: Build, expected_folder: Path) -> dict[str, bytes]:
+    """Every file of an undisturbed build in one process."""
+    if not expected_folder.exists():
+        build(expected_folder)
+    return content(expected_folder)
+
+
 def content(folder: Path) -> dict[str, bytes]:
     """Every file below a folder."""
     return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}

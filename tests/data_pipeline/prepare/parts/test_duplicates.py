@@ -14,10 +14,10 @@ import pytest
 
 from data_pipeline.inspect import describe, verify
 from data_pipeline.prepare.build import BuildReport, build_shards
-from data_pipeline.prepare.duplicates.report import DUPLICATES_FILE
+from data_pipeline.prepare.duplicates.outcome import DUPLICATES_FILE
 from data_pipeline.prepare.duplicates.rule import DuplicateRule
 from data_pipeline.prepare.duplicates.signatures import similarity
-from data_pipeline.prepare.parts import compare, order
+from data_pipeline.prepare.parts import engine, order
 from data_pipeline.prepare.parts.staging import staging_folder
 from data_pipeline.prepare.sources import open_source
 from data_pipeline.shards.manifest import VALIDATION_FOLDER
@@ -60,19 +60,6 @@ def build(repeated: Path, tokenizer: Tokenizer, small_parts: None) -> Build:
         return build_shards(source, tokenizer, output, workers=workers, duplicates=duplicates, **(OPTIONS | options))
 
     return run
-
-
-@pytest.fixture(scope="module")
-def expected_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("expected") / "out"
-
-
-@pytest.fixture
-def expected(build: Build, expected_folder: Path) -> dict[str, bytes]:
-    """Every file of an undisturbed build in one process."""
-    if not expected_folder.exists():
-        build(expected_folder)
-    return content(expected_folder)
 
 
 def listed(folder: Path) -> list[dict]:
@@ -189,7 +176,7 @@ class TestGoingOn:
             if moment == "sign":
                 patch.setattr(order, "sign_part", stop_at(order.sign_part, call=3))
             elif moment == "decide":
-                patch.setattr(compare, "save_outcome", stop_at(None, call=1))
+                patch.setattr(engine, "save_outcome", stop_at(None, call=1))
             elif moment == "encode":
                 patch.setattr(order, "encode_part", stop_at(order.encode_part, call=3))
             else:
@@ -241,14 +228,14 @@ class TestGoingOn:
         letter: bytes,
     ):
         corpus = Path(shutil.copytree(repeated, tmp_path / "corpus"))
-        save = compare.save_outcome
+        save = engine.save_outcome
 
         def change(*arguments):
             path = corpus / changed
             path.write_bytes(path.read_bytes().translate(bytes.maketrans(b"a", letter)))
             return save(*arguments)
 
-        monkeypatch.setattr(compare, "save_outcome", change)
+        monkeypatch.setattr(engine, "save_outcome", change)
         with pytest.raises(DataError, match=r"changed while the build read it.*\nBuild again with --overwrite"):
             build_shards(open_source(corpus), tokenizer, tmp_path / "out", workers=1, duplicates=NEAR, **OPTIONS)
         assert not (tmp_path / "out").exists()

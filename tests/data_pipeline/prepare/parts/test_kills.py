@@ -48,11 +48,15 @@ def hears_interrupts() -> None:
 def large(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Files that take some tenths of a second each, a part a file."""
     folder = tmp_path_factory.mktemp("large")
+    write_parts(corpus, folder)
+    return folder
+
+
+def write_parts(corpus: Path, folder: Path) -> None:
     text = "".join(path.read_text() for path in sorted(corpus.glob("*.py")))
     for number in range(PARTS):
         begin = 5_000 * number
         (folder / f"{number:02d}.txt").write_text((text[begin:] + text)[: PART_BYTES // 2 + begin])
-    return folder
 
 
 @pytest.fixture(scope="module")
@@ -67,25 +71,26 @@ def undisturbed(large: Path, tokenizer: Tokenizer, tmp_path_factory: pytest.Temp
 Start = Callable[..., subprocess.Popen[str]]
 
 
+def start_build(source: Path, tokenizer: Tokenizer, output: Path, *more: object) -> subprocess.Popen[str]:
+    """Start ``data build``, in a group of processes of its own."""
+    words = ["data", "build", "--source", source, "--tokenizer", tokenizer.path, "--output", output]
+    words += ["--validation-fraction", 0.3, "--shard-tokens", 20_000, *more]
+    return subprocess.Popen(
+        [sys.executable, "-c", SCRIPT, *map(str, words)],
+        cwd=REPOSITORY,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+        # A suite that was started in the background ignores Ctrl-C, and its children would, too.
+        preexec_fn=hears_interrupts,
+    )
+
+
 @pytest.fixture
 def start(large: Path, tokenizer: Tokenizer, tmp_path: Path) -> Start:
-    """Starts ``data build`` of the large files into ``out``, in a group of processes of its own."""
-
-    def run(workers: int = 2) -> subprocess.Popen[str]:
-        words = ["data", "build", "--source", large, "--tokenizer", tokenizer.path, "--output", tmp_path / "out"]
-        words += ["--validation-fraction", 0.3, "--shard-tokens", 20_000, "--workers", workers]
-        return subprocess.Popen(
-            [sys.executable, "-c", SCRIPT, *map(str, words)],
-            cwd=REPOSITORY,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            start_new_session=True,
-            # A suite that was started in the background ignores Ctrl-C, and its children would, too.
-            preexec_fn=hears_interrupts,
-        )
-
-    return run
+    """Starts ``data build`` of the large files into ``out`` with two workers."""
+    return lambda: start_build(large, tokenizer, tmp_path / "out", "--workers", 2)
 
 
 def finished_parts(output: Path) -> set[str]:

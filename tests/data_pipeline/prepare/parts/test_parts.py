@@ -9,13 +9,13 @@ import pytest
 
 from data_pipeline.inspect import verify
 from data_pipeline.prepare.build import build_shards
+from data_pipeline.prepare.duplicates.decide import SPLIT_SALT
 from data_pipeline.prepare.encode import encode_documents
 from data_pipeline.prepare.left_out import LEFT_OUT_FILE, LeftOutFile, read_left_out
 from data_pipeline.prepare.parts import order, staging
 from data_pipeline.prepare.parts.record import RECORD_FILE, PartRecord
 from data_pipeline.prepare.parts.staging import Staging, open_staging, staging_folder
 from data_pipeline.prepare.sources import open_source
-from data_pipeline.prepare.split import SPLIT_SALT
 from data_pipeline.shards.manifest import VALIDATION_FOLDER
 from data_pipeline.shards.reader import ShardSet
 from data_pipeline.shards.writer import ShardWriter
@@ -24,19 +24,6 @@ from longctx.errors import DataError
 from longctx.tokenizer import Tokenizer, load_tokenizer
 from tests.data_pipeline.prepare.parts.conftest import OPTIONS, Build, Stop, content, stop_at, watch_parts
 from tests.launcher.cli.calls import flip_a_byte
-
-
-@pytest.fixture(scope="session")
-def expected_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("expected") / "out"
-
-
-@pytest.fixture
-def expected(build: Build, expected_folder: Path) -> dict[str, bytes]:
-    """Every file of an undisturbed build."""
-    if not expected_folder.exists():
-        build(expected_folder)
-    return content(expected_folder)
 
 
 def interrupt_after(monkeypatch: pytest.MonkeyPatch, parts: int) -> None:
@@ -183,7 +170,7 @@ class TestGoingOn:
             elif moment == "move":
                 patch.setattr(Path, "rename", stop_at(Path.rename, call=7))
             elif moment == "manifest":
-                patch.setattr("data_pipeline.prepare.parts.assemble.Manifest.save", stop_at(None, call=1))
+                patch.setattr("data_pipeline.prepare.parts.staging.Manifest.save", stop_at(None, call=1))
             elif moment == "rename":
                 patch.setattr(Staging, "publish", stop_at(None, call=1))
             else:

@@ -31,12 +31,12 @@ from tests.data_pipeline.prepare.parts.conftest import content
 from tests.data_pipeline.prepare.parts.test_kills import (
     PART_BYTES,
     PARTS,
-    SCRIPT,
+    Start,
     finished_parts,
-    hears_interrupts,
     inodes,
+    start_build,
+    write_parts,
 )
-from tests.helpers import REPOSITORY
 
 pytest.importorskip("ray", reason='builds on a Ray cluster are NOT tested: pip install "longctx-train[scale]"')
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
@@ -101,10 +101,7 @@ def cluster() -> Iterator[Cluster]:
 def large(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Files that take some tenths of a second each, a part a file; two of them are nearly the same."""
     folder = tmp_path_factory.mktemp("large")
-    text = "".join(path.read_text() for path in sorted(corpus.glob("*.py")))
-    for number in range(PARTS - 1):
-        begin = 5_000 * number
-        (folder / f"{number:02d}.txt").write_text((text[begin:] + text)[: PART_BYTES // 2 + begin])
+    write_parts(corpus, folder)
     (folder / f"{PARTS - 1}.txt").write_text((folder / "03.txt").read_text() + "once more")
     return folder
 
@@ -121,27 +118,14 @@ def expected(large: Path, tokenizer: Tokenizer, tmp_path_factory: pytest.TempPat
     return built_here(large, tokenizer, tmp_path_factory.mktemp("here") / "out")
 
 
-Start = Callable[..., subprocess.Popen[str]]
-
-
 @pytest.fixture
 def start(cluster: Cluster, large: Path, tokenizer: Tokenizer, tmp_path: Path) -> Iterator[Start]:
     """Starts ``data build --engine ray`` of the large files into ``out``."""
     started: list[subprocess.Popen[str]] = []
 
     def run(*more: object, source: Path = large) -> subprocess.Popen[str]:
-        words = ["data", "build", "--source", source, "--tokenizer", tokenizer.path, "--output", tmp_path / "out"]
-        words += ["--validation-fraction", OPTIONS["validation_fraction"], "--shard-tokens", OPTIONS["shard_tokens"]]
-        words += ["--engine", "ray", "--ray-address", cluster.address, *more]
-        process = subprocess.Popen(
-            [sys.executable, "-c", SCRIPT, *map(str, words)],
-            cwd=REPOSITORY,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            start_new_session=True,
-            preexec_fn=hears_interrupts,
-        )
+        cluster_words = ["--engine", "ray", "--ray-address", cluster.address]
+        process = start_build(source, tokenizer, tmp_path / "out", *cluster_words, *more)
         started.append(process)
         return process
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import subprocess
 import sys
 from pathlib import Path
@@ -11,11 +10,7 @@ import pytest
 import tokenizers
 
 from data_pipeline.prepare.build import build_shards
-from data_pipeline.prepare.parts import worker
-from data_pipeline.prepare.parts.deal import deal_parts
-from data_pipeline.prepare.parts.order import Advanced
-from data_pipeline.prepare.parts.work import Job, encode_part
-from data_pipeline.prepare.sources import Source, open_source
+from data_pipeline.prepare.sources import open_source
 from longctx.tokenizer import Tokenizer, load_tokenizer
 from tests.data_pipeline.prepare.parts.conftest import OPTIONS, content
 from tests.helpers import REPOSITORY
@@ -25,10 +20,7 @@ SCRIPT = """
 import sys
 from data_pipeline.prepare.build import build_shards
 from data_pipeline.prepare.parts import deal
-from data_pipeline.prepare.parts import worker
-from data_pipeline.prepare.parts.deal import deal_parts
-from data_pipeline.prepare.parts.work import Job, encode_part
-from data_pipeline.prepare.sources import Source, open_source
+from data_pipeline.prepare.sources import open_source
 from longctx.tokenizer import load_tokenizer
 deal.PART_BYTES = 30_000
 print("once")
@@ -51,21 +43,6 @@ def test_a_script_without_a_guard_runs_once(corpus: Path, tokenizer: Tokenizer, 
     )
     assert (done.returncode, done.stdout) == (0, "once\n"), done.stderr
     assert (tmp_path / "out" / "manifest.json").is_file()
-
-
-def test_a_parent_that_is_gone_is_no_failing_disk(source: Source, tokenizer: Tokenizer, tmp_path: Path):
-    parent, own = multiprocessing.Pipe()
-    parent.close()
-    job = Job(read_as=source.read_as, validation_fraction=0.0, shard_tokens=4000, exact=True)
-    part = deal_parts(source.pieces(), 1 << 20)[0]
-
-    def advance(*counts: int) -> None:
-        worker._send(own, Advanced(documents=counts[0], text_bytes=counts[1], bytes_read=counts[2]))
-
-    with pytest.raises(worker._ParentGoneError):
-        encode_part(part, tmp_path / "part", job=job, tokenizer=tokenizer, advance=advance)
-    with pytest.raises(worker._ParentGoneError):
-        worker._receive(own)
 
 
 # The folder has such a tokenizer.json in it.

@@ -23,7 +23,7 @@ from hypothesis import strategies as st
 
 from data_pipeline.prepare.joining import Join
 from data_pipeline.prepare.readers import nested
-from data_pipeline.prepare.readers.unnamed_json import REASON as UNNAMED_JSON
+from data_pipeline.prepare.readers.text import UNNAMED_JSON
 from data_pipeline.prepare.sources import Source, open_source
 from longctx.chat.conversation import Conversation, kind_of, spoken
 from longctx.errors import DataError

@@ -10,10 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from data_pipeline.prepare.build import build_shards
 from data_pipeline.prepare.documents import Skip
 from data_pipeline.prepare.sources import open_source
-from data_pipeline.shards.reader import ShardSet
 from longctx.errors import DataError
 
 SPANS = "used, with rows of several lines"
@@ -83,17 +81,6 @@ def test_no_line_of_csv_vanishes_without_a_word(lines: list[str]):
         else:
             rows += 1
     assert rows + counted == len(lines)
-
-
-def test_it_is_in_the_list_of_a_build_and_no_fault(tokenizer, tmp_path: Path):
-    (tmp_path / "source").mkdir()
-    (tmp_path / "source" / "a.csv").write_text('text\n"one\ntwo"\n')
-    report = build_shards(
-        open_source(tmp_path / "source", strict=True), tokenizer, tmp_path / "out", validation_fraction=0
-    )
-    assert report.skipped == {SPANS: 1}
-    assert ShardSet.open(tmp_path / "out").num_documents == 1
-    assert "1 of 1 rows span 2 lines" in (tmp_path / "out" / "left_out.jsonl").read_text()
 
 
 def test_shards_of_tsv_that_was_read_as_csv_are_not_up_to_date(tokenizer, tmp_path: Path):

@@ -11,10 +11,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from data_pipeline.prepare.documents import Fields, File, Piece, Skip, whole
+from data_pipeline.prepare.documents import Fields, File, Piece, Skip, find_format, whole
 from data_pipeline.prepare.readers import cut
 from data_pipeline.prepare.readers.cut import hash_and_cut
-from data_pipeline.prepare.readers.formats import find_format
 from data_pipeline.prepare.reading import ReadAs, Reading
 from longctx.errors import DataError
 from longctx.files import hash_file

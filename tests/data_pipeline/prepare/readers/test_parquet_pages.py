@@ -134,7 +134,7 @@ import io, sys
 from pathlib import Path
 from data_pipeline.prepare.readers.cut import hash_and_cut
 from data_pipeline.prepare.documents import File
-from data_pipeline.prepare.readers.formats import find_format
+from data_pipeline.prepare.documents import find_format
 from data_pipeline.prepare.sources import open_source
 from tests.helpers import REPOSITORY
 from longctx.errors import DataError

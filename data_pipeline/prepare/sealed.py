@@ -1,0 +1,42 @@
+"""Records of finished work: small JSON files that are written last and vouch for the files beside them."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from data_pipeline.shards.manifest import hash_json
+from longctx.files import hash_file, sync_path, write_atomically
+
+
+def save_record(path: Path, format: str, values: dict[str, Any]) -> None:
+    """Write a record in one stroke, with its own hash, and have the disk hold it."""
+    body = {"format": format, **values}
+    write_atomically(path, json.dumps(body | {"hash": hash_json(body)}).encode())
+
+
+def load_record(path: Path, format: str) -> dict[str, Any] | None:
+    """Return the values of a record; None if there is none, or none that this release wrote whole."""
+    # What it vouches for is made again: no reason to end here.
+    with contextlib.suppress(OSError, ValueError, KeyError, TypeError, AttributeError):
+        body = json.loads(path.read_bytes())
+        recorded = body.pop("hash")
+        if hash_json(body) == recorded and body.pop("format") == format:
+            return body
+    return None
+
+
+def sync_files(folder: Path) -> dict[str, str]:
+    """Have the disk hold every file of a folder, and return the xxh3_128 of each by its name."""
+    paths = sorted(folder.iterdir())
+    for path in paths:
+        sync_path(path)
+    return {path.name: hash_file(path) for path in paths}
+
+
+def are_whole(folder: Path, files: Mapping[str, str]) -> bool:
+    """Return whether the files of a folder have these xxh3_128; False if one is missing."""
+    return all((folder / name).is_file() and hash_file(folder / name) == hash for name, hash in files.items())
