@@ -9,8 +9,11 @@ from torch import Tensor
 
 from longctx.batch import IGNORED_TARGET, PADDING_DOCUMENT, Batch, PackedDocuments
 from longctx.config import ModelConfig
+from longctx.model.attention.core import AttentionCore
 from longctx.model.decoder import Decoder
-from longctx.objectives.causal_lm import causal_terms
+from longctx.model.kept import Keep
+from longctx.model.training_pass import Execution
+from longctx.objectives.causal_lm import CausalLM, causal_terms
 from longctx.objectives.task import LossSum, weighed
 
 
@@ -52,6 +55,15 @@ def packed_batch(rows: list[list[int]], *, padding: int = 0, vocab_size: int = 9
     if padding:
         targets[:, -padding:], ids[:, -padding:] = IGNORED_TARGET, PADDING_DOCUMENT
     return Batch(tokens=tokens, targets=targets, positions=positions, document_ids=ids, documents=packed)
+
+
+BATCH = packed_batch([[7, 11], [15, 3]], padding=2)
+
+
+def exact_lm(*, core: AttentionCore | None = None, keep: Keep = "all", dispatcher=None, **changes) -> CausalLM:
+    """A tiny model with experts in float64."""
+    cores = core and {"softmax": core}
+    return CausalLM(Decoder(tiny_config(**changes), cores, dispatcher=dispatcher, execution=Execution(keep))).double()
 
 
 def step_loss(sums: LossSum, balance: float, router_z: float = 0.0) -> Tensor:

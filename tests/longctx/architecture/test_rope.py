@@ -290,9 +290,7 @@ def test_a_rope_that_cannot_be_is_refused(name):
 @pytest.mark.parametrize(
     ("rope", "size", "said"),
     [
-        (Rope(), 5, "5 rotary channels"),
         (Rope(), 0, "0 rotary channels"),
-        (Rope(kind="longrope", original_max_positions=8), 4, "short_factor has 0 values; longrope needs 2"),
         (
             Rope(kind="longrope", original_max_positions=8, short_factor=(1.0, 2.0), long_factor=(1.0, 0.0)),
             4,

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from longctx.batch import Batch
 from longctx.errors import ConfigError
 from longctx.model.block import Block
 from longctx.model.chunks.store import DeviceStore
@@ -32,7 +33,7 @@ CONFIGS = {
     "dense": dense_config(**RANDOM),
     "experts": tiny_config(**RANDOM, router_jitter=0.1),
     "experts, capacity": tiny_config(**RANDOM, router_jitter=0.1, capacity_factor=1.0),
-    "experts, sandwich": tiny_config(**RANDOM, norm_order="sandwich"),
+    "experts, sandwich": tiny_config(**RANDOM, norm_order="sandwich", shared_gate=False, score_function="sigmoid"),
     "experts, post": tiny_config(**RANDOM, norm_order="post", shared_ffn_size=0),
     "linear": dense_config(**RANDOM, layers=("linear", "window", "full"), window=7),
     "t5, sinks": dense_config(**RANDOM, position="t5"),
@@ -47,12 +48,12 @@ CONFIGS = {
 BATCH = packed_batch([[9, 14], [20, 3]], padding=1)
 
 
-def train(config, execution: Execution, dtype: torch.dtype) -> dict[str, torch.Tensor]:
+def train(config, execution: Execution, dtype: torch.dtype, batch: Batch = BATCH) -> dict[str | int, torch.Tensor]:
     """Loss sums and gradients of one step."""
     lm = CausalLM(Decoder(config, execution=execution))
     randomize(lm)
     lm.to(dtype)
-    loss = lm.loss_sum(lm(BATCH, TrainingPass(seed=3)))
+    loss = lm.loss_sum(lm(batch, TrainingPass(seed=3)))
     step_loss(loss, 0.1).backward()
     return {**dict(enumerate(loss.tensors())), **gradients(lm)}
 

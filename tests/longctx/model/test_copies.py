@@ -103,29 +103,16 @@ def test_every_dtype_and_shape_comes_back(shape: tuple[int, ...], dtype: torch.d
         assert torch.equal(host.fetch(tokens).wait(), x[:, tokens])
 
 
-@pytest.mark.parametrize(
-    ("num_bytes", "pages"),
-    [
-        (0, []),
-        (5, [5]),
-        (MIB, [MIB]),
-        (MIB + 1, [2 * MIB]),
-        (PAGE_BYTES, [PAGE_BYTES]),
-        (PAGE_BYTES + 1, [PAGE_BYTES, MIB]),
-        (2 * PAGE_BYTES + 11 * MIB - 3, [PAGE_BYTES, PAGE_BYTES, 8 * MIB, 2 * MIB, MIB]),
-    ],
-)
-def test_pages_are_cut_from_large_to_small(num_bytes: int, pages: list[int]):
-    assert page_sizes(num_bytes) == pages
-
-
 def test_no_more_is_taken_of_the_host_than_the_last_page_is_rounded_up():
     """1.2 million tokens of width 4096 in bfloat16 are 9.2 GiB; in one piece PyTorch would lock 16."""
-    for num_bytes in (1_200_000 * 4096 * 2, 131_072 * 7168 * 2, 3 * MIB + 1, 63 * MIB):
+    for num_bytes in (1_200_000 * 4096 * 2, 131_072 * 7168 * 2, 2 * PAGE_BYTES, 3 * MIB + 1, 63 * MIB):
         sizes = page_sizes(num_bytes)
         assert num_bytes <= sum(sizes) < num_bytes + LEAST_PAGE_BYTES
         # What PyTorch rounds a page-locked allocation up to.
         assert all(size & (size - 1) == 0 for size in sizes)
+        assert sizes == sorted(sizes, reverse=True)
+        assert sizes[0] <= PAGE_BYTES
+    assert (page_sizes(0), page_sizes(5)) == ([], [5])
 
 
 def test_a_read_does_not_wait_for_a_write_that_comes_later(tmp_path):

@@ -48,7 +48,9 @@ def visible(mask: AttentionMask, i: int, j: int) -> bool:
     start = next((a for a, b in pairwise(mask.documents.bounds) if a <= i < b and a <= j < b), None)
     if start is None or (mask.causal and j > i):
         return False
-    return mask.window is None or abs(i - j) < mask.window or j - start < mask.sink_tokens
+    if mask.window is None or abs(i - j) < mask.window or j - start < mask.sink_tokens:
+        return True
+    return mask.stride > 0 and (i - j) % mask.stride == 0
 
 
 def bucket(distance: int, bidirectional: bool) -> int:
@@ -252,11 +254,15 @@ class OutsideOfGraphs(LocalAttention):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("keep", ["all", "attention"])
-def test_compiled_decoder_equals_eager_and_serves_any_documents(keep, fresh_compiler):
+@pytest.mark.parametrize(
+    ("keep", "changes"),
+    [("all", {}), ("attention", {}), ("attention", {"layers": ("sparse",), "window": 3, "sparse_stride": 4})],
+    ids=["all", "attention", "sparse"],
+)
+def test_compiled_decoder_equals_eager_and_serves_any_documents(keep, changes, fresh_compiler):
     """Around a core that stays outside of graphs, and with one inside that is not run again by recomputation."""
     core = OutsideOfGraphs() if keep == "all" else LocalAttention()
-    decoder = Decoder(dense_config(num_layers=1), {"softmax": core}, execution=Execution(keep))
+    decoder = Decoder(dense_config(num_layers=1, **changes), {"softmax": core}, execution=Execution(keep))
     randomize(decoder)
     compiled = torch.compile(decoder, backend="eager" if keep == "all" else "aot_eager")
     for lengths in BOUNDARIES:

@@ -12,6 +12,7 @@ from longctx.model.attention.local import LocalAttention
 from longctx.model.attention.mask import AttentionMask
 from longctx.model.attention.observed import ObservedAttention
 from longctx.model.decoder import Decoder
+from tests.longctx.model.attention.test_local import visible
 from tests.longctx.samples import randomize, tiny_config
 
 BOUNDS = [0, 9, 10, 23]
@@ -25,16 +26,6 @@ MASKS = {
     "stride": AttentionMask(BOUNDS, window=3, stride=4),
     "both ways": AttentionMask(BOUNDS, causal=False),
 }
-
-
-def sees(mask: AttentionMask, query: int, key: int) -> bool:
-    """By the mask's own words."""
-    start = max(bound for bound in BOUNDS if bound <= query)
-    if key < start or key >= min(bound for bound in BOUNDS if bound > query) or (mask.causal and key > query):
-        return False
-    if mask.window is None or abs(query - key) < mask.window:
-        return True
-    return key < start + mask.sink_tokens or bool(mask.stride and (query - key) % mask.stride == 0)
 
 
 @pytest.mark.parametrize("rules", ["plain", "sink and cap", "alibi"])
@@ -63,7 +54,7 @@ def test_weights_are_the_softmax_by_definition(name: str, rules: str):
     apart = (torch.arange(T)[:, None] - torch.arange(T)).abs()
     if scores.alibi_slopes_H is not None:
         products = products - scores.alibi_slopes_H[HEAD].double() * apart
-    seen = torch.tensor([[sees(mask, i, j) for j in range(T)] for i in range(T)])
+    seen = torch.tensor([[visible(mask, i, j) for j in range(T)] for i in range(T)])
     products = products.masked_fill(~seen, -torch.inf)
     if sinks is not None:
         products = torch.cat((products, sinks[HEAD].double().expand(T, 1)), dim=1)

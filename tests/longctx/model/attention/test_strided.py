@@ -8,7 +8,6 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch._dynamo.utils import counters
 
 from longctx.errors import ConfigError
 from longctx.generation.loop import generate
@@ -161,13 +160,6 @@ def test_cuda_adapters_take_a_strides_slices(name):
         check(KERNELS[name](), table_slices(work.slices), Scores(scale=0.3, alibi_slopes_H=slopes))
 
 
-def test_one_new_token_reads_its_class_alone():
-    work = strided_work(continuation(1, 1000), 10, 100)
-    assert work is not None
-    assert work.query_rows.tolist() == [0]
-    assert work.key_rows.tolist() == list(range(99, 900, 100))
-
-
 def sparse_decoder(layers: tuple[str, ...] = ("sparse", "full", "sparse"), *, keep: Keep = "all") -> Decoder:
     config = dense_config(num_layers=len(layers), layers=layers, window=3, sparse_stride=4, sinks=True)
     decoder = Decoder(config, {"softmax": LocalAttention("blockwise")}, execution=Execution(keep)).double()
@@ -202,23 +194,6 @@ def test_a_decoder_uses_its_configs_mask():
     torch.testing.assert_close(hidden["dense stride"], hidden["full"], rtol=1e-11, atol=1e-11)
     torch.testing.assert_close(hidden["no stride"], hidden["window"], rtol=0, atol=0)
     assert not torch.allclose(hidden["sparse"], hidden["window"])
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("keep", ["all", "attention"])
-def test_compiled_decoders_serve_any_documents(keep):
-    """With one graph break, at the boundaries of documents, and the core inside of the graph."""
-    decoder = sparse_decoder(("sparse",), keep=keep)
-    torch.compiler.reset()
-    counters.clear()
-    compiled = torch.compile(decoder, backend="aot_eager")
-    for lengths in ([[5, 7]], [[3, 4, 5]], [[12]], [[1, 11]]):
-        batch = packed_batch(lengths)
-        results = [hidden_and_gradients(f, batch) for f in (decoder, compiled)]
-        named = [{name.removeprefix("_orig_mod."): x for name, x in result.items()} for result in results]
-        torch.testing.assert_close(named[1], named[0], rtol=1e-12, atol=1e-12)
-    assert len(counters["graph_break"]) == 1
-    torch.compiler.reset()
 
 
 def test_masks_that_make_no_sense_are_refused():

@@ -19,7 +19,7 @@ from longctx.model.experts.router import RouterStats, Routing, router_stats
 from longctx.model.training_pass import Execution, TrainingPass
 from longctx.objectives.causal_lm import CausalLM
 from tests.longctx.attention_cores import Blind
-from tests.longctx.samples import documents_of, gradients, packed_batch, step_loss, tiny_config
+from tests.longctx.samples import BATCH, documents_of, gradients, packed_batch, step_loss, tiny_config
 
 SCOPES = ("sequence", "micro_batch", "global_batch")
 L, E, K, S = 2, 4, 2, 4
@@ -168,15 +168,6 @@ def test_the_balance_loss_is_its_definition(scope, loads):
     torch.testing.assert_close(torch.autograd.grad(found, leaves), torch.autograd.grad(wanted, leaves))
 
 
-@pytest.mark.parametrize("scope", SCOPES)
-def test_even_loads_cost_one_a_token_and_push_nowhere(scope):
-    layer = Layer(0, torch.zeros(8, dtype=torch.int64))
-    layer.chosen = torch.tensor([[0, 1], [2, 3]] * 4)
-    found = balance_sum([layer.stats()], scope=scope, reduce_counts=lambda c: c)
-    torch.testing.assert_close(found, torch.tensor(8.0, dtype=torch.float64))
-    assert torch.autograd.grad(found, layer.logits)[0].abs().max() < 1e-14
-
-
 @pytest.mark.parametrize(
     ("scope", "calls"), [("sequence", (L, S, E)), ("micro_batch", (L, 1, E)), ("global_batch", None)]
 )
@@ -240,7 +231,6 @@ def with_padding(batch: Batch, tokens: int) -> Batch:
     return replace(flat, **columns, documents=longer, row_tokens=0)
 
 
-BATCH = packed_batch([[7, 11], [15, 3]], padding=2)
 SPREADS: dict[str, Callable[[], list[list[Batch]]]] = {
     "two ranks share the sequence": lambda: [spread(BATCH, 2)],
     "three ranks": lambda: [spread(BATCH, 3)],
@@ -297,21 +287,3 @@ def test_the_bias_moves_by_its_definition(dtype):
         torch.testing.assert_close(found.double(), wanted, rtol=1e-6, atol=1e-10)
         assert found.sum(1).abs().max() < 1e-9
     assert wanted[1].abs().max() > 0
-
-
-def test_the_bias_evens_loads_and_leaves_the_gates_alone():
-    torch.manual_seed(0)
-    decoder = Decoder(tiny_config(selection_bias=True, init_std=0.2))
-    batch = packed_batch([[48]] * 6)
-
-    def counts() -> Tensor:
-        stats = decoder(batch.tokens, batch.positions, batch.cu_seqlens, return_stats=True)[1]
-        return torch.stack([layer.counts_SE.sum(0) for layer in stats])
-
-    first = counts()
-    for _ in range(40):
-        move_selection_bias_(decoder.selection_biases(), counts(), 1e-2)
-    last = counts()
-    worst = [float(load_share(c).max()) for c in (first, last)]
-    assert worst[0] > 1.2
-    assert worst[1] < 1.06

@@ -13,14 +13,13 @@ import torch
 from torch import Tensor
 
 from longctx.batch import Batch
-from longctx.model.decoder import Decoder
 from longctx.model.experts.capacity import Capacity, capacity_of
 from longctx.model.experts.dispatch import TokenDispatcher
 from longctx.model.experts.router import RouterDiagnostics, RouterStats
-from longctx.model.training_pass import Execution, TrainingPass
+from longctx.model.training_pass import TrainingPass
 from longctx.objectives.causal_lm import CausalLM
 from tests.longctx.attention_cores import Blind
-from tests.longctx.samples import gradients, packed_batch, step_loss, tiny_config
+from tests.longctx.samples import BATCH, exact_lm, gradients, step_loss, tiny_config
 
 E, K = 5, 3
 
@@ -119,15 +118,11 @@ class Together(TokenDispatcher):
         return whole
 
 
-BATCH = packed_batch([[7, 11], [15, 3]], padding=2)
-
-
 TRAINING = TrainingPass(seed=3)
 
 
-def model(*, dispatcher=None, keep="all", **changes) -> CausalLM:
-    config = tiny_config(**{"capacity_factor": 1.0, "router_z_loss_weight": 0.1, **changes})
-    return CausalLM(Decoder(config, {"softmax": Blind()}, dispatcher=dispatcher, execution=Execution(keep))).double()
+def model(**changes) -> CausalLM:
+    return exact_lm(**{"core": Blind(), "capacity_factor": 1.0, "router_z_loss_weight": 0.1, **changes})
 
 
 def test_training_alone_has_a_capacity():

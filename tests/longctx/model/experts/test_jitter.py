@@ -8,14 +8,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from longctx.model.decoder import Decoder
-from longctx.model.experts.router import RouterDiagnostics
 from longctx.model.layers import dropout as module
 from longctx.model.layers.dropout import Dropout, Jitter
-from longctx.model.training_pass import Execution, TrainingPass
+from longctx.model.training_pass import TrainingPass
 from longctx.objectives.causal_lm import CausalLM
-from tests.longctx.attention_cores import Blind
-from tests.longctx.samples import gradients, packed_batch, step_loss, tiny_config
+from tests.longctx.samples import BATCH, exact_lm
 from tests.oracles import mix32, mix64
 from tests.rounding import UNIT
 
@@ -97,15 +94,12 @@ def test_values_and_gradients_are_multiplied(dtype, monkeypatch):
 
 # In the decoder
 
-BATCH = packed_batch([[7, 11], [15, 3]], padding=2)
-
 
 TRAINING = TrainingPass(seed=11)
 
 
-def model(*, core=None, keep="all", **changes) -> CausalLM:
-    config = tiny_config(**{"router_jitter": 0.3, **changes})
-    return CausalLM(Decoder(config, core and {"softmax": core}, execution=Execution(keep))).double()
+def model(**changes) -> CausalLM:
+    return exact_lm(**{"router_jitter": 0.3, **changes})
 
 
 def test_training_alone_jitters():
@@ -126,27 +120,3 @@ def test_routers_alone_read_jittered_values():
         for layer in each.network.model.layers:
             torch.nn.init.zeros_(layer.mlp.gate.weight)
     torch.testing.assert_close(lm(BATCH, TRAINING), plain(BATCH, TRAINING))
-
-
-def test_recomputation_draws_the_same_factors():
-    results = []
-    for keep in ("all", "attention"):
-        lm = model(keep=keep)
-        loss = lm.loss_sum(lm(BATCH, TRAINING))
-        step_loss(loss, 0.1).backward()
-        results.append((*loss.tensors(), *gradients(lm).values()))
-    torch.testing.assert_close(*results, rtol=0, atol=0)
-
-
-def test_shares_of_a_sequence_draw_what_the_whole_draws():
-    flat = BATCH.flatten_rows()
-    lm = model(core=Blind())
-    whole = lm.loss_sum(lm(flat, TRAINING))
-    owner = torch.tensor([0, 1, 1, 0, 2] * 8)
-    parts = [lm.loss_sum(lm(flat.map_tokens(lambda x, r=r: x[:, owner == r]), TRAINING)) for r in range(3)]
-    for name in ("objective", "router_z"):
-        torch.testing.assert_close(sum(part[name] for part in parts), whole[name])
-    assert torch.equal(sum(part.counts_LE for part in parts), whole.counts_LE)
-    for name in RouterDiagnostics._fields:
-        found = sum(getattr(part.diagnostics, name) for part in parts)
-        torch.testing.assert_close(found, getattr(whole.diagnostics, name))

@@ -11,14 +11,12 @@ from torch import Tensor
 
 from longctx.config import ModelConfig
 from longctx.errors import ConfigError
-from longctx.model.decoder import Decoder
 from longctx.model.experts import router as module
 from longctx.model.experts.replay import RoutingReplay
 from longctx.model.experts.router import Router, route
-from longctx.model.kept import Keep
-from longctx.model.training_pass import Execution, TrainingPass
+from longctx.model.training_pass import TrainingPass
 from longctx.objectives.causal_lm import CausalLM
-from tests.longctx.samples import gradients, packed_batch, randomize, tiny_config
+from tests.longctx.samples import BATCH, exact_lm, gradients, randomize, tiny_config
 from tests.rounding import UNIT
 
 N, E, K = 23, 12, 3
@@ -188,13 +186,6 @@ def test_the_router_keeps_no_float32_copy_of_a_bfloat16_input():
 # Replay
 
 
-BATCH = packed_batch([[7, 11], [15, 3]], padding=2)
-
-
-def model(*, keep: Keep = "all", **changes) -> CausalLM:
-    return CausalLM(Decoder(tiny_config(**changes), execution=Execution(keep))).double()
-
-
 def routed(lm: CausalLM, replay: RoutingReplay):
     """What the model gives when it records into, or follows, the replay."""
     return lm(BATCH, TrainingPass(replay=replay))
@@ -202,7 +193,7 @@ def routed(lm: CausalLM, replay: RoutingReplay):
 
 @pytest.mark.parametrize("keep", ["all", "attention"])
 def test_a_replay_makes_the_recorded_choices_again(keep):
-    first, second = model(keep=keep), model(keep=keep)
+    first, second = exact_lm(keep=keep), exact_lm(keep=keep)
     randomize(second, seed=5)  # another model, which would choose otherwise
     replays = RoutingReplay(), RoutingReplay()
     for lm, replay in zip((first, second), replays, strict=True):
@@ -211,7 +202,7 @@ def test_a_replay_makes_the_recorded_choices_again(keep):
     assert recorded.shape == (2, BATCH.tokens.numel(), 2)
     assert not torch.equal(recorded, own)
     for ids in (own, own.to(torch.int16), list(own)):  # its own choices change no bit
-        again = model(keep=keep)
+        again = exact_lm(keep=keep)
         randomize(again, seed=5)
         results = (second(BATCH), routed(again, RoutingReplay(ids)))
         torch.testing.assert_close(*results, rtol=0, atol=0)
@@ -225,7 +216,7 @@ def test_a_replay_makes_the_recorded_choices_again(keep):
 
 
 def test_replayed_layers_are_numbered_among_those_with_experts():
-    lm = model(num_layers=4, dense_layers=(0, 2))
+    lm = exact_lm(num_layers=4, dense_layers=(0, 2))
     recorded = RoutingReplay()
     routed(lm, recorded)
     ids = recorded.experts_LNk
@@ -238,7 +229,7 @@ def test_replayed_layers_are_numbered_among_those_with_experts():
 
 
 def test_a_replay_that_does_not_fit_is_refused():
-    lm, recorded = model(), RoutingReplay()
+    lm, recorded = exact_lm(), RoutingReplay()
     routed(lm, recorded)
     ids = recorded.experts_LNk
     wrong = {
