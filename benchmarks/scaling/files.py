@@ -17,8 +17,7 @@ from benchmarks.scaling.figures import Figures, timed
 from data_pipeline.rows.blocks import Deal
 from data_pipeline.rows.pack import plan_rows
 from data_pipeline.shards.verify import deal
-from launcher.metrics.expert_load import shortened
-from launcher.metrics.expert_load import max_violation, mean_violation
+from launcher.metrics.expert_load import max_violation, mean_violation, shortened
 from launcher.metrics.record import encode
 from launcher.training.data_check import _View
 from longctx.checkpoint_format import FORMAT, ROLES, VERSION, CheckpointReader, canonical_hash
