@@ -21,7 +21,6 @@ _DICTIONARY_BATCH, _RECORD_BATCH = 2, 3
 """Types of a message; those of others have no body that Arrow decodes."""
 _OLD_COMPRESSION = b"ARROW:experimental_compression"
 """How Arrow 0.17 said that buffers are compressed."""
-_NOT_COMPRESSED = -1
 
 
 class CheckedMessages(io.RawIOBase):
