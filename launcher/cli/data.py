@@ -31,6 +31,7 @@ from longctx.errors import ConfigError
 if TYPE_CHECKING:
     from data_pipeline.inspect import Description, RowView
     from data_pipeline.prepare.build import BuildReport, SplitReport
+    from data_pipeline.prepare.sources import Source
 
 _KEEP = Duplicates()
 _ALL_CORES = Workers()
@@ -87,13 +88,10 @@ def build(
     rule, loaded = duplicates.rule(), load_tokenizer(tokenizer)
     for remark in frame_remarks(loaded):
         note(f"{tokenizer}: {remark}")
-    source = corpus.open()
+    source = _hashed(corpus)
     if shard_tokens is None:
         shard_tokens = DEFAULT_SHARD_TOKENS
     with crew.hired() as engine:
-        # The files are hashed first, and of a large corpus that takes minutes.
-        with progress(f"checking {source.spec}", total=source.num_bytes, rate=byte_rate) as update:
-            source.fingerprint(progress=update)
         # Duplicates are looked for in a pass of its own, before the one that encodes.
         passed = 0
         if rule.finds:
@@ -123,6 +121,14 @@ def build(
         say_json(_build_json(report))
     else:
         _say_build(report)
+
+
+def _hashed(corpus: Corpus) -> Source:
+    """Open a corpus, its files hashed: of a large one that takes minutes."""
+    source = corpus.open()
+    with progress(f"checking {source.spec}", total=source.num_bytes, rate=byte_rate) as update:
+        source.fingerprint(progress=update)
+    return source
 
 
 def inspect(

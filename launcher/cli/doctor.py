@@ -98,6 +98,8 @@ def _network(
 
 def _say(here: Machine, hosts: list[Host], network: Network | None, as_json: bool) -> int:
     """Print all findings; returns the exit code."""
+    from dataclasses import asdict
+
     from launcher.doctor.finding import lines_of, summary, worst
     from launcher.doctor.hosts import lines_of_hosts
 
@@ -108,7 +110,7 @@ def _say(here: Machine, hosts: list[Host], network: Network | None, as_json: boo
     verdict = worst(findings)
     if as_json:
         of_hosts = {
-            host.name: {"verdict": worst(host.findings), "findings": [finding.to_json() for finding in host.findings]}
+            host.name: {"verdict": worst(host.findings), "findings": [asdict(finding) for finding in host.findings]}
             for host in hosts
         }
         result = here.to_json() | {"hosts": of_hosts, "verdict": verdict}

@@ -9,7 +9,7 @@ from tyro.conf import OmitArgPrefixes, arg
 
 from launcher.cli.console import Json, note, say, say_json
 from launcher.cli.evaluate import token_progress
-from launcher.cli.ranks import RankFlags
+from launcher.cli.options import RankFlags
 
 
 def score(

@@ -67,7 +67,7 @@ def run(options: ScoreOptions, device: torch.device, progress: Progress) -> Tota
     if own_rank() != 0:
         progress = no_progress
     opened, shards = on_every_rank(lambda: _open(options))
-    mesh = build_mesh(options, opened.model)
+    mesh = build_mesh(opened.model, context=options.context, expert=options.expert)
     blocks = list(_blocks(shards))
     with ExitStack() as stack:
         missing = on_rank_0(lambda: _settle(options, opened, shards, blocks, stack))

@@ -50,7 +50,7 @@ class Session:
         self.prompts = prompts
         """On rank 0; empty on the others."""
         self.prompt_ids = prompt_ids
-        self.stop_ids = {*opened.tokenizer.special.stops, *turn_ends}
+        self.stop_ids = set(opened.tokenizer.special.stops).union(turn_ends)
         """A token of these ends a continuation."""
         self._options, self._device = options, device
         self._model: Decoder | None = None

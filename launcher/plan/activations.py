@@ -133,7 +133,7 @@ class _Layers(_TokenBytes):
             # The gradient takes the place of the last layer's output.
             last = 0
         on_host = on_disk = 0
-        on_device = [*layers]
+        on_device = list(layers)
         stream = self.x
         if train.store == "disk":
             on_device, on_disk, stream = [], sum(layers) + self.x, 0

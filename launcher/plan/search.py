@@ -26,7 +26,7 @@ _ALIKE = 1.005
 PLACES = ("parallel.context", "parallel.ulysses", "parallel.expert", "train.micro_batch_rows")
 STATES = ("zero.stage", "zero.offload", "zero.offload_parameters")
 WAYS = ("train.keep", "train.store", "train.chunk_tokens", "train.head_groups")
-SEARCHED = (*PLACES, *STATES, *WAYS)
+SEARCHED = PLACES + STATES + WAYS
 """The keys that are varied."""
 FIXED_DEGREE = ("parallel.context", "train.micro_batch_rows")
 """Those of them that ``parallel.tokens_per_rank`` stands in place of."""

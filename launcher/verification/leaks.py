@@ -10,7 +10,7 @@ from torch import Tensor
 
 from launcher.config.resolved import ResolvedConfig
 from launcher.training.model import shard_batch
-from launcher.training.weights import build_engine
+from launcher.training.setup import build_engine
 from launcher.verification.rows import micro_batch, packed_rows
 from longctx.evaluation.leaks import Leaks, find_leaks
 from parallel.comm.world import gather_objects, sum_over_ranks

@@ -33,9 +33,8 @@ def with_chat(tokenizer: Tokenizer, rule: ChatRule) -> Tokenizer:
     finally:
         encoder.close()
     # The first one stays the first: it is what follows a document of text.
-    changed.files = _ending(
-        changed.files, list(dict.fromkeys([*tokenizer.special.stops, *sorted(ends)])), tokenizer.path
-    )
+    stops = dict.fromkeys(list(tokenizer.special.stops) + sorted(ends))
+    changed.files = _ending(changed.files, list(stops), tokenizer.path)
     return changed
 
 
@@ -47,7 +46,7 @@ def tuned_files(own: Mapping[str, bytes], data: Mapping[str, bytes], path: Path)
         if name == DEFAULT:
             file = TEMPLATE_FILE
         files[file] = text.encode()
-    ends = [*_ends(own, path), *_ends(data, path)]
+    ends = _ends(own, path) + _ends(data, path)
     return _ending(files, list(dict.fromkeys(ends)), path)
 
 

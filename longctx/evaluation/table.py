@@ -141,7 +141,7 @@ _OWN: tuple[Task, ...] = (
     ),
 )
 
-TASKS: dict[str, Task] = {task.name: task for task in (*_OWN, *RULER_TASKS)}
+TASKS: dict[str, Task] = {task.name: task for task in _OWN + RULER_TASKS}
 
 GROUPS: dict[str, tuple[str, ...]] = {
     "niah_all": tuple(task.name for task in _OWN if task.name.startswith("niah")),

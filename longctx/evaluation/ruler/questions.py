@@ -76,7 +76,7 @@ class QuestionFile:
                 raise RedrawError
             return own + random.sample(related, missing)
         # A set: the script looks each document up in a list, which is slow for many.
-        known = {*own, *related}
+        known = set(own).union(related)
         others = [at for at in range(len(self.documents)) if at not in known]
         return own + related + random.sample(others, max(0, missing - len(related)))
 

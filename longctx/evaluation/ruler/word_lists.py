@@ -40,7 +40,7 @@ def adjective_nouns() -> JoinedWords:
 @cache
 def all_words() -> tuple[str, ...]:
     """All nouns, adjectives and verbs, each once, sorted."""
-    return tuple(sorted({*read_words("nounlist.txt"), *read_words("adjectivelist.txt"), *read_words("verblist.txt")}))
+    return tuple(sorted(set(read_words("nounlist.txt") + read_words("adjectivelist.txt") + read_words("verblist.txt"))))
 
 
 class JoinedWords:
