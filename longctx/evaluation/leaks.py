@@ -80,7 +80,7 @@ def find_leaks(
         changed_N = ~(difference_N <= tolerance)
         changed_outside |= changed_N & outside_N
         changed_inside = changed_N & inside_N
-        largest = max([largest] + difference_N[outside_N].tolist())
+        largest = max(largest, float(torch.where(outside_N, difference_N, 0).max()))
     row, at = divmod(places[0], tokens_BT.shape[1])
     moved_N = outside_N & (torch.arange(len(documents_N)) // tokens_BT.shape[1] == row)
     moved = 0.0
