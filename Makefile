@@ -61,13 +61,13 @@ $(STAMP): pyproject.toml $(wildcard constraints/*.txt)
 	@touch $@
 
 demo: setup
-	@bash launcher/demo.sh $(RUN)
+	@bash launcher/demos/quickstart.sh $(RUN)
 
 demo-recall: setup
-	@bash launcher/demo_recall.sh $(RECALL_RUN)
+	@bash launcher/demos/recall.sh $(RECALL_RUN)
 
 demo-chat: setup
-	@bash launcher/demo_chat.sh $(CHAT_RUN)
+	@bash launcher/demos/chat.sh $(CHAT_RUN)
 
 test: setup
 	@# In the order of tests/conftest.py: by itself xdist begins with the files of most tests, not the longest. Three workers

@@ -31,7 +31,8 @@ def table(verb: str) -> str:
         meaning, default = text, ""
         if found := _DEFAULT.search(text):
             meaning = text[: found.start()]
-            default = found[2] or found[3] or found[1]
+            # A long list is broken behind a comma, where it has no space.
+            default = found[2] or found[3] or found[1].replace(", ", ",")
         if default not in ("required", "repeatable"):
             default = f"`{default}`" if default not in _NO_DEFAULTS else ""
         name, meaning, default = (cell.replace("|", "\\|") for cell in (names, meaning, default))
@@ -40,11 +41,11 @@ def table(verb: str) -> str:
 
 
 def help_of(verb: str) -> str:
-    """Return what ``longctx VERB --help`` prints on a wide terminal."""
+    """Return what ``longctx VERB --help`` prints on a terminal that has no room for two boxes side by side."""
     # By its encoding tyro chooses the frame of each box, and without one spaces.
     printed = io.TextIOWrapper(io.BytesIO(), encoding="utf-8")
     with (
-        patch.dict(os.environ, {"COLUMNS": "200", "NO_COLOR": "1"}),
+        patch.dict(os.environ, {"COLUMNS": "120", "NO_COLOR": "1"}),
         contextlib.redirect_stdout(printed),
         contextlib.suppress(SystemExit),
     ):

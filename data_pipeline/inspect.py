@@ -13,7 +13,6 @@ import numpy as np
 import xxhash
 
 from data_pipeline.loader import documents_in, open_order
-from data_pipeline.marked import marked_text, mask_of
 from data_pipeline.mixture.file import Mixture, Stage, is_mixture
 from data_pipeline.prepare.duplicates.outcome import DUPLICATES_FILE
 from data_pipeline.prepare.left_out import LEFT_OUT_FILE
@@ -22,6 +21,7 @@ from data_pipeline.rows.filled import Documents
 from data_pipeline.rows.pack import BEST_FIT, Packing, Piece
 from data_pipeline.shards.copies import LocalCopy, copies_folder, open_folder
 from data_pipeline.shards.manifest import MANIFEST_FILE, VALIDATION_FOLDER, Manifest
+from data_pipeline.shards.marked import marked_text, mask_of
 from data_pipeline.shards.packing import PACKED_FILE
 from data_pipeline.shards.problems import shard_problems
 from data_pipeline.shards.reader import Corpus, ShardSet, manifest_tokenizer

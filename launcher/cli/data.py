@@ -88,10 +88,10 @@ def build(
     rule, loaded = duplicates.rule(), load_tokenizer(tokenizer)
     for remark in frame_remarks(loaded):
         note(f"{tokenizer}: {remark}")
-    source = _hashed(corpus)
     if shard_tokens is None:
         shard_tokens = DEFAULT_SHARD_TOKENS
     with crew.hired() as engine:
+        source = _hashed(corpus)
         # Duplicates are looked for in a pass of its own, before the one that encodes.
         passed = 0
         if rule.finds:

@@ -17,8 +17,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from data_pipeline.scores import ScoredDocument, Total, read_total, write_scores
 from data_pipeline.shards.reader import ShardSet
+from data_pipeline.shards.scores import ScoredDocument, Total, read_total, write_scores
 from data_pipeline.shards.verify import deal, open_verified
 from launcher.checkpoint.tokenizers import check_same_tokenizer
 from launcher.evaluation.computation import Computation

@@ -23,7 +23,7 @@ from tests.helpers import REPOSITORY
 from tests.launcher.runs import pretrain, recipe_flags, resolved
 
 SCRIPT, LM_EVAL, VERIFY = "launcher/pretrain.py", "launcher/lm_eval.py", "launcher/verify.py"
-VERBS = {"launcher/evaluate.py": "evaluate", "launcher/generate.py": "generate"}
+VERBS = {f"launcher/{verb}.py": verb for verb in ("evaluate", "generate", "score")}
 """Scripts with the options of a verb."""
 RUN_PAGES = sorted({block.page for block in ALL_BLOCKS if block.is_run})
 
@@ -78,7 +78,7 @@ def check_start(words: Sequence[str]) -> None:
             load_run_config(flags)
         assert ending.value.code == 0
         return
-    flags = [flag for flag in flags if flag != "--print-config"]
+    flags = [flag for flag in flags if flag not in ("--print-config", "--probe", "leak")]
     if "--config" in flags and not is_config(flags[flags.index("--config") + 1]):
         at = flags.index("--config")  # the config of a run that the reader has and we have not
         assert Path(flags[at + 1]).parts[0] in ("runs", "run.toml"), flags

@@ -98,8 +98,18 @@ STARTS = {
     "mistral-7b-32k": "Mistral-7B-v0.1",
     "qwen3-8b-256k-yarn": "Qwen3-8B",
     "qwen3-30b-a3b-128k": "Qwen3-30B-A3B",
+    "sft-qwen3-8b-128k": "Qwen3-8B",
+    "sft-llama-3.1-8b-256k": "Llama-3.1-8B",
+    "sft-recall": "recall",
 }
-"""Published model that a recipe starts from."""
+"""Model that a recipe starts from: a published one, or ours by ``make demo-chat``."""
+STARTED = HUB | {
+    "recall": HUB["Qwen3-8B"]
+    | {"vocab_size": 1152, "hidden_size": 64, "num_hidden_layers": 4, "num_attention_heads": 8, "head_dim": 32}
+    | {"num_key_value_heads": 8, "intermediate_size": 128, "max_position_embeddings": 1024}
+    | {"rope_theta": 4000.0, "rope_parameters": {"rope_type": "default", "rope_theta": 4000.0}}
+}
+"""The config.json of each."""
 
 
 @cache
@@ -107,7 +117,7 @@ def published(name: str) -> Path:
     """A Hugging Face folder of a published model without its weights, until this process ends."""
     folder = Path(tempfile.mkdtemp(prefix="longctx-published-"))
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
-    (folder / "config.json").write_text(json.dumps(HUB[name]))
+    (folder / "config.json").write_text(json.dumps(STARTED[name]))
     return folder
 
 

@@ -24,14 +24,14 @@ def starts_of(script: str, folder: Path, gpus: int) -> list[str]:
     functions = {"python": f'case "$*" in *device_count*) echo {gpus};; *) echo 29500;; esac', "deepspeed": ":"}
     functions["longctx"] = ":"
     environment = {**os.environ, **{f"BASH_FUNC_{name}%%": f"() {{ {body}; }}" for name, body in functions.items()}}
-    command = ["bash", str(REPOSITORY / "launcher" / script), str(folder / "run")]
+    command = ["bash", str(REPOSITORY / "launcher/demos" / script), str(folder / "run")]
     ran = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60, check=False)
     assert ran.returncode == 0, ran.stderr
     return re.findall(r"^ +\$ deepspeed (.*)$", ran.stdout, re.M)
 
 
 @pytest.mark.parametrize(("gpus", "ranks"), [(0, 2), (1, 1), (2, 2), (3, 2), (8, 8)])
-@pytest.mark.parametrize(("script", "trainings"), [("demo.sh", 2), ("demo_recall.sh", 3)])
+@pytest.mark.parametrize(("script", "trainings"), [("quickstart.sh", 2), ("recall.sh", 3), ("chat.sh", 2)])
 def test_a_demo_starts_a_rank_for_each_gpu(tmp_path, script, trainings, gpus, ranks):
     starts = starts_of(script, tmp_path, gpus)
     assert len(starts) >= trainings
@@ -77,7 +77,7 @@ def needles(text: Path) -> set[str]:
 @pytest.mark.timeout(1800)
 def test_a_model_learns_to_find_needles_across_ranks(tmp_path):
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "DISPLAY": "", "WAYLAND_DISPLAY": ""}
-    command = ["bash", str(REPOSITORY / "launcher/demo_recall.sh"), str(tmp_path / "recall")]
+    command = ["bash", str(REPOSITORY / "launcher/demos/recall.sh"), str(tmp_path / "recall")]
     with (tmp_path / "log").open("w") as log:
         ended = subprocess.run(
             command, env=environment, stdout=log, stderr=subprocess.STDOUT, timeout=1700, check=False

@@ -25,9 +25,9 @@ from launcher.training.trainer import Trainer
 from longctx.architecture.size import count_parameters
 from longctx.checkpoint_format import CheckpointReader, find_checkpoint
 from longctx.generation import load_model
-from tests.launcher.runs import STARTS, recipe_flags, resolved
+from tests.launcher.runs import STARTED, STARTS, recipe_flags, resolved
 from tests.launcher.workers import leave_out_pictures, run
-from tests.longctx.families.hub_configs import HUB, PARAMETERS
+from tests.longctx.families.hub_configs import PARAMETERS
 
 RANKS = 2
 SEQ_LEN = 128
@@ -56,6 +56,9 @@ PLANS = {
     "mistral-7b-32k": Plan(ranks=8, gpu_gib=40),
     "qwen3-8b-256k-yarn": Plan(ranks=8),
     "qwen3-30b-a3b-128k": Plan(ranks=16),
+    "sft-qwen3-8b-128k": Plan(ranks=8),
+    "sft-llama-3.1-8b-256k": Plan(ranks=8),
+    "sft-recall": Plan(ranks=2, parameters=508_736),
 }
 
 
@@ -152,7 +155,7 @@ class Miniature:
 def small_hf(source: str, folder: Path) -> None:
     """Save a random model of a published one's config, its sizes reduced, as transformers does."""
     torch.manual_seed(0)
-    keys = HUB[source] | {key: value for key, value in SMALL_HF.items() if key in HUB[source]}
+    keys = STARTED[source] | {key: value for key, value in SMALL_HF.items() if key in STARTED[source]}
     config = transformers.AutoConfig.for_model(**keys)
     transformers.AutoModelForCausalLM.from_config(config).save_pretrained(folder)
 
@@ -199,8 +202,8 @@ def test_a_miniature_is_trained_and_exported(name: str, trained: Path, tmp_path:
     if name in STARTS:
         # Noted in each checkpoint of the run: without it the first type that fits would be written.
         training = CheckpointReader(find_checkpoint(trained / name)).manifest["training"]
-        assert training["model_type"] == HUB[STARTS[name]]["model_type"]
-        assert json.loads((exported / "config.json").read_text())["model_type"] == HUB[STARTS[name]]["model_type"]
+        assert training["model_type"] == STARTED[STARTS[name]]["model_type"]
+        assert json.loads((exported / "config.json").read_text())["model_type"] == STARTED[STARTS[name]]["model_type"]
     tokens = torch.randint(512, (1, 48), generator=torch.Generator().manual_seed(0))
     with torch.no_grad():
         model = transformers.AutoModelForCausalLM.from_pretrained(exported, dtype=torch.float32).eval()

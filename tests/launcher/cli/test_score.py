@@ -14,7 +14,7 @@ import torch
 from torch.nn.functional import log_softmax
 
 import launcher.evaluation.scores as scores
-from data_pipeline.marked import mask_of
+from data_pipeline.shards.marked import mask_of
 from data_pipeline.shards.reader import ShardSet
 from longctx.checkpoint_format import list_checkpoints
 from longctx.generation.load import load_model

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from launcher.cli.chats import Chats
 from launcher.cli.console import program
 from launcher.cli.corpus import Duplicates, Workers
 from launcher.cli.verbs import ELSEWHERE, VERBS, Verb, parse
@@ -70,6 +71,7 @@ class TestHelp:
             "shard_tokens": None,
             "duplicates": Duplicates(duplicates="near"),
             "crew": Workers(),
+            "chats": Chats(),
             "exact": True,
             "overwrite": True,
             "without": (),

@@ -22,7 +22,7 @@ ROW, DOCUMENT = 96, 20
 class Documents:
     """Documents of one length, as shards would have them."""
 
-    padding, first_documents = 3, (0,)
+    padding, first_documents, is_masked = 3, (0,), False
 
     def check_files(self, documents) -> None:
         """Nothing is a file."""

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from data_pipeline.marked import marked_text
+from data_pipeline.shards.marked import marked_text
 from longctx.chat.conversation import Conversation, conversation_of, kind_of
 from longctx.chat.documents import chat_documents
 from longctx.chat.encode import ChatEncoder, EncodedChat, NotCountedError

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from data_pipeline.marked import mask_of
+from data_pipeline.shards.marked import mask_of
 from longctx.errors import DataError
 from longctx.files import write_atomically
 

@@ -2,8 +2,8 @@
 # A model that recalls: text → three runs over ranks, documents longer each time → needles in one process and over all
 # ranks, up to twice the length, with and without YaRN. What is there is kept; a new run gets the next number.
 set -euo pipefail
-cd "$(dirname "$0")/.."
-source launcher/cluster/demo_ranks.sh
+cd "$(dirname "$0")/../.."
+source launcher/demos/ranks.sh
 
 run=${1:-runs/recall}
 text=$run-data

@@ -2,8 +2,8 @@
 # From a folder of messages to a model that answers: text → a base model over ranks → its export → conversations rendered
 # by a chat template → tuning over the same ranks → before and after. What is there is kept; a new run gets the next number.
 set -euo pipefail
-cd "$(dirname "$0")/.."
-source launcher/cluster/demo_ranks.sh
+cd "$(dirname "$0")/../.."
+source launcher/demos/ranks.sh
 
 run=${1:-runs/chat}
 work=$run-data
@@ -17,7 +17,7 @@ practise() {
 ask() {
   # The last message is what is to be said; without it the conversation is a prompt.
   show longctx generate --checkpoint "$1" --chat --prompts-file "$work/questions.jsonl" --max-new-tokens 24 --output "$2"
-  show longctx score --checkpoint "$1" --data "$work/chats/validation" --output "$2.scores" --json >"$2.json"
+  longctx score --checkpoint "$1" --data "$work/chats/validation" --output "$2.scores" --json >"$2.json"
 }
 
 start=$SECONDS
@@ -63,7 +63,7 @@ with open(sys.argv[1]) as source, open(sys.argv[2], "w") as questions:
         *messages, answer = json.loads(line)["messages"]
         questions.write(json.dumps({"messages": messages, "answer": answer["content"]}) + "\n")
 PYTHON
-cp "$work/template.jinja" "$run/base-hf/chat_template.jinja"
+install -D -m 644 "$work/template.jinja" "$run/base-hf/chat_template.jinja"
 ask "$run/base-hf" "$run/before.jsonl"
 ask "$run/tuned-hf" "$run/after.jsonl"
 

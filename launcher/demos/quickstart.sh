@@ -2,8 +2,8 @@
 # The whole road on this machine: text → tokenizer → shards → pretraining over ranks → resume → export → a continuation.
 # What is there already is kept; a run that is there already too, and the new one gets the next number.
 set -euo pipefail
-cd "$(dirname "$0")/.."
-source launcher/cluster/demo_ranks.sh
+cd "$(dirname "$0")/../.."
+source launcher/demos/ranks.sh
 
 run=${1:-runs/quickstart}
 work=$(dirname "$run")
