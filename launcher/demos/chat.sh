@@ -31,7 +31,7 @@ practise held-out --documents 60 --mentions 1 3 --questions 1 1 --seed 2 --messa
 show longctx data build --source "$work/text.jsonl" --tokenizer "$work/tokenizer.model" --output "$work/text"
 
 say "2/5 a base model, ranks: $ranks. It continues texts, and knows of no chat"
-on_ranks launcher/pretrain.py --config recall --data.train "$work/text" --run.output_dir "$run/base" \
+on_ranks launcher/pretrain.py --config recall --data.train "$work/text" --run.output_dir "$run/base" --train.steps 400 \
   --parallel.context "$ranks" --train.final_lr_ratio 0.1
 show longctx convert --to hf "$run/base" "$run/base-hf"
 
