@@ -14,7 +14,7 @@ from data_pipeline.prepare.documents import Progress
 from data_pipeline.prepare.duplicates.outcome import DuplicateReport, Outcome, PartDecision, part_file, read_report
 from data_pipeline.prepare.duplicates.rule import DuplicateRule
 from data_pipeline.prepare.encode import Difference
-from data_pipeline.prepare.left_out import LEFT_OUT_FILE, LeftOut, read_left_out
+from data_pipeline.prepare.left_out import LEFT_OUT_FILE, LeftOut, left_out_lines, read_left_out
 from data_pipeline.prepare.parts.deal import Part, deal_parts, hash_parts, part_bytes
 from data_pipeline.prepare.parts.engine import Crew, Engine, find_duplicates
 from data_pipeline.prepare.parts.order import Order
@@ -31,6 +31,7 @@ from data_pipeline.shards.writer import DEFAULT_SHARD_TOKENS
 from data_pipeline.stores.client import list_objects
 from data_pipeline.stores.urls import Location, ObjectPath, locate
 from longctx.chat.carried import with_chat
+from longctx.chat.encode import UNTRAINED
 from longctx.chat.rule import ChatRule, chat_options, settled
 from longctx.errors import DataError
 from longctx.files import explained_writes
@@ -280,6 +281,8 @@ class _Build:
         source.left_out = LeftOut(source.not_listed)
         for record in records:
             source.left_out.merge(record.skipped, record.examples)
+        if self.job.chat is not None:
+            _check_trained(records, source, self.job.chat)
         _check_splits(records, source, self.options)
         assemble(
             staging,
@@ -320,6 +323,21 @@ def _check_numbers(validation_fraction: float, shard_tokens: int, workers: int |
         raise DataError(f"shard_tokens={shard_tokens} must be at least 1. Try {DEFAULT_SHARD_TOKENS}.")
     if workers is not None and workers < 1:
         raise DataError(f"workers={workers} must be at least 1. Leave it out for all {usable_cores()} cores.")
+
+
+def _check_trained(records: list[PartRecord], source: Source, chat: ChatRule) -> None:
+    """Raise ``DataError`` if more conversations cannot be trained on than may be left out."""
+    counts = {reason: source.left_out.counts[reason] for reason in UNTRAINED if source.left_out.counts[reason]}
+    lost = sum(counts.values())
+    kept = sum(record.splits[split].documents for record in records for split in SPLITS)
+    if lost <= chat.most_left_out * (lost + kept):
+        return
+    most = max(counts, key=lambda reason: counts[reason])
+    lines = left_out_lines(counts, source.left_out.examples)
+    raise DataError(
+        f"{lost:,} conversations of {source.spec} cannot be trained on, beside {kept:,} documents "
+        f"(--most-left-out {chat.most_left_out:g}).\n" + "\n".join(lines) + f"\n{UNTRAINED[most]}"
+    )
 
 
 def _check_splits(records: list[PartRecord], source: Source, options: dict[str, Any]) -> None:

@@ -33,6 +33,8 @@ class Chats:
     """Most tokens of a conversation; any number unless given."""
     too_long: Literal["drop", "keep-begin", "split-turns"] = "drop"
     """What becomes of a longer one: left out, cut behind --max-tokens, or split between replies and questions."""
+    most_left_out: float = 0.1
+    """Share of the conversations that may be left out because they cannot be trained on; more end the build."""
 
     def rule(self) -> ChatRule | None:
         """Return what the options say; None if nothing was given. ConfigError for one that means nothing."""
@@ -45,6 +47,8 @@ class Chats:
             raise ConfigError(f"--too-long {self.too_long} needs the number of tokens: --max-tokens N.")
         if self.max_tokens is not None and self.max_tokens < 2:
             raise ConfigError(f"--max-tokens {self.max_tokens} must be at least 2.")
+        if not 0 <= self.most_left_out <= 1:
+            raise ConfigError(f"--most-left-out {self.most_left_out} must be from 0 to 1.")
         template = None
         if self.chat_template is not None:
             try:
@@ -56,6 +60,7 @@ class Chats:
             train_on=self.train_on,
             max_tokens=self.max_tokens,
             too_long=self.too_long,
+            most_left_out=self.most_left_out,
             now=_date(self.chat_date),
             options=_variables(self.chat_option),
         )

@@ -5,10 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 
 from longctx.chat.conversation import ASSISTANT, Conversation
-from longctx.chat.encode import ChatEncoder, EncodedChat, NotCountedError
-
-NOTHING_COUNTS = "no token counts"
-"""The reason of a conversation without a reply to train on."""
+from longctx.chat.encode import NOTHING_COUNTS, ChatEncoder, EncodedChat, NotCountedError
 
 
 def chat_documents(conversation: Conversation, encoder: ChatEncoder) -> Iterator[EncodedChat | NotCountedError]:

@@ -25,6 +25,20 @@ from longctx.tokenizer.contract import Tokenizer
 from longctx.tokenizer.control import Located, Span
 from longctx.tokenizer.rendered import encode_rendered
 
+REFUSED = "the chat template refuses it"
+CHANGES_ITS_PAST = "the template changes a turn when others follow"
+JOINED = "a reply's first token is one with the prompt's last"
+SPELLS_CONTROL = "control tokens in its text"
+NOTHING_COUNTS = "no token counts"
+UNTRAINED = {
+    CHANGES_ITS_PAST: "Train on the last reply alone (--train-on last), or on each as a document (--train-on each).",
+    REFUSED: "Look at the roles and their order, or give another template: --chat-template FILE.",
+    NOTHING_COUNTS: "Count other tokens: --train-on all. Or look whether the replies' role is assistant.",
+    JOINED: "Give a template whose prompt ends with a line or a control token: --chat-template FILE.",
+    SPELLS_CONTROL: "Take them out of the texts.",
+}
+"""Why a conversation cannot be trained on, and what would help."""
+
 
 class NotCountedError(DataError):
     """A conversation of which it cannot be said which tokens count, or that a template refuses."""
@@ -175,7 +189,7 @@ class ChatEncoder:
         alone = encode_rendered(self.tokenizer, text[at:start]).ids
         if not np.array_equal(alone, located.ids[first:before]):
             raise NotCountedError(
-                "a reply's first token is one with the prompt's last",
+                JOINED,
                 f"{text[max(0, start - 10) : start]!r} and {text[start : start + 10]!r}",
             )
 
@@ -187,9 +201,22 @@ class ChatEncoder:
         except TemplateError as error:
             if not error.is_refusal:
                 raise
-            raise NotCountedError("the chat template refuses it", error.reason) from error
+            turn = self._refused_turn(template, messages, tools)
+            raise NotCountedError(REFUSED, f"message {turn}: {error.reason}") from error
         except ValueError as error:
-            raise NotCountedError("control tokens in its text", str(error)) from error
+            raise NotCountedError(SPELLS_CONTROL, str(error)) from error
+
+    def _refused_turn(self, template: ChatTemplate, messages: list[Any], tools: list[Any]) -> int:
+        """Return the first message up to which the template refuses a conversation that it refuses as a whole."""
+        accepted, refused = 0, len(messages)
+        while accepted + 1 < refused:
+            middle = (accepted + refused) // 2
+            try:
+                template.render(messages[:middle], tools=tools or None, variables=self._variables)
+                accepted = middle
+            except TemplateError:
+                refused = middle
+        return refused - 1
 
     def _template(self, conversation: Conversation) -> ChatTemplate:
         if conversation.tools and WITH_TOOLS in self._templates:
@@ -206,7 +233,7 @@ def _restored(guard: Guard, text: str) -> tuple[Restored, list[int]]:
     try:
         return guard.restore(text)
     except ValueError as error:
-        raise NotCountedError("control tokens in its text", str(error)) from error
+        raise NotCountedError(SPELLS_CONTROL, str(error)) from error
 
 
 def _replies(conversation: Conversation, train_on: TrainOn) -> list[int]:
@@ -234,7 +261,7 @@ def _bounds(replies: Sequence[int], beginnings: Sequence[int | str]) -> list[Spa
         for found, what in ((before, "before it"), (behind, "up to it")):
             if isinstance(found, str):
                 raise NotCountedError(
-                    "the template changes a turn when others follow",
+                    CHANGES_ITS_PAST,
                     found or f"message {turn}: the text {what} is another one without what follows",
                 )
         assert isinstance(before, int)

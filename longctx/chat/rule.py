@@ -34,6 +34,8 @@ class ChatRule:
     follows it, each part with the system turn."""
     now: str = ""
     """The time that a template's ``strftime_now`` knows, by ISO 8601; empty for the time at which it is rendered."""
+    most_left_out: float = 0.1
+    """Share of the conversations that may be left out because they cannot be trained on; more end a build."""
     options: Mapping[str, Any] = field(default_factory=dict)
     """Variables of the template, such as ``enable_thinking``."""
 

@@ -56,9 +56,11 @@ def write_tokenizer(folder: Path, content: dict[str, Any], **settings: Any) -> P
     return folder
 
 
-def write_model(folder: Path, content: dict[str, Any], *, ids: dict[str, Any] | None = None, **settings: Any) -> Path:
-    """Write a tiny llama of ``SIZE`` rows with this tokenizer; ``ids`` are further ones of its config.json."""
-    config = dense_config(vocab_size=SIZE, qkv_bias=False, tie_embeddings=False)
+def write_model(
+    folder: Path, content: dict[str, Any], *, rows: int = SIZE, ids: dict[str, Any] | None = None, **settings: Any
+) -> Path:
+    """Write a tiny llama of so many rows with this tokenizer; ``ids`` are further ones of its config.json."""
+    config = dense_config(vocab_size=rows, qkv_bias=False, tie_embeddings=False)
     model = Decoder(config, seed=None)
     randomize(model, std=0.15, seed=0)
     save_hf(config, model.state_dict(), folder, token_ids={"bos_token_id": 0, "eos_token_id": 1})

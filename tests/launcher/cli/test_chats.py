@@ -1,0 +1,184 @@
+"""Conversations on their whole road: built, trained, exported and talked to by one template; bad ones on one screen."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+
+from data_pipeline.shards.reader import ShardSet
+from launcher.training.setup import build_run
+from launcher.training.trainer import Trainer
+from longctx.chat.conversation import Conversation
+from longctx.chat.encode import ChatEncoder
+from longctx.generation.load import load_model
+from longctx.generation.loop import generate
+from longctx.tokenizer import load_tokenizer
+from tests.helpers import run_distributed
+from tests.launcher.cli.calls import call
+from tests.launcher.runs import tiny_start
+from tests.launcher.workers import leave_out_pictures
+from tests.longctx.chat.templates import FORGETFUL, MARKED, PLAIN, START, STOP, STRICT
+from tests.longctx.tokenizer.byte_level import tokenizer_json, write_model
+
+STOP_ID = 262
+QUESTION = [{"role": "user", "content": "def main?"}]
+CHATS = [[*QUESTION, {"role": "assistant", "content": f"It is number {number}."}] for number in range(12)]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A base model of random weights, whose tokenizer has control tokens and no template."""
+    added = [(START, 261, True), (STOP, STOP_ID, True)]
+    return write_model(tmp_path_factory.mktemp("base") / "hf", tokenizer_json(*added), rows=264)
+
+
+def write_chats(folder: Path, chats: Sequence[Any], name: str = "chats.jsonl") -> Path:
+    path = folder / name
+    path.write_text("".join(json.dumps({"messages": chat}) + "\n" for chat in chats))
+    return path
+
+
+def build(capsys, source: Path, tokenizer: Path, output: Path, *more: object, template: str = PLAIN):
+    """Exit code, output and errors of ``data build``."""
+    file = output.parent / "template.jinja"
+    file.write_text(template)
+    if template:
+        more = ("--chat-template", file, *more)
+    words = ["data", "build", "--source", source, "--tokenizer", tokenizer, "--output", output, "--workers", 1]
+    return call(capsys, *words, "--validation-fraction", 0, *more)
+
+
+def train(shards: Path, output: Path, start: Path) -> None:
+    leave_out_pictures()
+    changed = {"run.start_from": start, "data.seq_len": 64, "train.steps": 2, "train.tokens_per_step": 128}
+    changed |= {"train.lr": 1e-3, "validation.rows": 0, "checkpoint.every_steps": 2}
+    Trainer(build_run(tiny_start(shards, output, changed), torch.device("cpu"))).train()
+
+
+@pytest.mark.timeout(120)
+def test_a_template_travels_from_the_shards_to_an_answer_and_to_transformers(capsys, model, tmp_path):
+    """A base model is tuned by a template of the user's, which its checkpoint and its export then have."""
+    shards, run, exported = tmp_path / "shards", tmp_path / "run", tmp_path / "hf"
+    code, out, err = build(capsys, write_chats(tmp_path, CHATS), model, shards)
+    assert code == 0, err
+    assert "messages" in err
+    assert ShardSet.open(shards).is_masked
+    run_distributed(train, 2, shards, run, model, timeout=100)
+    assert call(capsys, "convert", "--to", "hf", run, exported, "--verify", "none")[0] == 0
+    assert (exported / "chat_template.jinja").read_text() == PLAIN
+    assert json.loads((exported / "generation_config.json").read_text())["eos_token_id"] == [1, STOP_ID]
+    theirs = transformers.AutoTokenizer.from_pretrained(exported)
+    ids = theirs.apply_chat_template(QUESTION, add_generation_prompt=True, return_dict=False)
+    ours = load_tokenizer(run / "checkpoints" / "step_000002")
+    assert ChatEncoder(ours).encode_prompt(Conversation(tuple(QUESTION))).tolist() == ids
+    wanted = ours.decode(generate(load_model(run), ids, 9, stop_ids=[1, STOP_ID]))
+    words = ["generate", "--checkpoint", run, "--chat", "--max-new-tokens", 9]
+    for prompt in (["--prompt", QUESTION[0]["content"]], ["--prompt-file", _file(tmp_path, QUESTION[0]["content"])]):
+        code, out, err = call(capsys, *words, *prompt)
+        assert (code, out) == (0, f"{wanted}\n"), err
+    lines = [{"messages": QUESTION, "id": 7}, {"prompt": QUESTION[0]["content"]}]
+    (tmp_path / "lines.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    code, out, err = call(capsys, *words, "--prompts-file", tmp_path / "lines.jsonl")
+    found = [json.loads(line) for line in out.splitlines()]
+    assert [row["continuation"] for row in found] == [wanted, wanted], err
+    assert found[0]["id"] == 7
+
+
+def _file(folder: Path, text: str) -> Path:
+    (folder / "prompt.txt").write_text(text)
+    return folder / "prompt.txt"
+
+
+def test_a_reply_ends_with_the_templates_end_of_turn(model, tmp_path):
+    """Whatever the model's own end token is, and none if a template writes no control token there."""
+    (tmp_path / "t").mkdir()
+    for path in model.iterdir():
+        (tmp_path / "t" / path.name).write_bytes(path.read_bytes())
+    for template, ends in [(PLAIN, {STOP_ID}), (MARKED, {STOP_ID}), ("{{ messages[-1].content }}", set())]:
+        (tmp_path / "t" / "chat_template.jinja").write_text(template)
+        assert ChatEncoder(load_tokenizer(tmp_path / "t")).turn_ends() == ends
+
+
+def two_systems(chat: list[dict[str, str]]) -> list[dict[str, str]]:
+    return [{"role": "system", "content": "A"}, {"role": "system", "content": "B"}, *chat]
+
+
+ONE_SYSTEM = (
+    "{% for m in messages %}{% if m.role == 'system' and not loop.first %}"
+    "{{ raise_exception('a second system turn') }}{% endif %}{% endfor %}" + PLAIN
+)
+REASONED = [*CHATS[0][:1], {"role": "assistant", "content": "1", "reasoning_content": "why"}, *CHATS[1]]
+BAD: dict[str, tuple[list[Any], str, list[str]]] = {
+    "a role that the template refuses": (
+        [two_systems(chat) for chat in CHATS],
+        STRICT,
+        ["message 0: Begin with a question, not with system", "chats.jsonl:1 (", "--"],
+    ),
+    "two system turns": (
+        [two_systems(chat) for chat in CHATS],
+        ONE_SYSTEM,
+        ["message 1: a second system turn", "chats.jsonl:1 ("],
+    ),
+    "a template that changes its past": (
+        [REASONED] * 12,
+        FORGETFUL,
+        ["message 1: ", "--train-on last", "chats.jsonl:1 ("],
+    ),
+    "no reply": ([QUESTION] * 12, PLAIN, ["no token counts", "--train-on all"]),
+    "a fault of the template": (CHATS, "{{ messages[99].content }}", ["message 0: ", "no element 99"]),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_conversations_that_cannot_be_trained_on_are_one_screen_with_the_row(capsys, model, tmp_path, name):
+    chats, template, said = BAD[name]
+    code, out, err = build(capsys, write_chats(tmp_path, chats), model, tmp_path / "shards", template=template)
+    assert (code, out) == (1, ""), err
+    for text in said:
+        assert text in err
+    assert len(err.splitlines()) < 25
+    assert not (tmp_path / "shards").exists()
+
+
+def test_a_tenth_may_be_left_out_and_more_if_the_user_says_so(capsys, model, tmp_path):
+    few = write_chats(tmp_path, [*CHATS, QUESTION])
+    code, _, err = build(capsys, few, model, tmp_path / "few")
+    assert code == 0, err
+    many = write_chats(tmp_path, [*CHATS, QUESTION, QUESTION], "many.jsonl")
+    code, _, err = build(capsys, many, model, tmp_path / "many")
+    assert (code, "--most-left-out 0.1" in err) == (1, True)
+    code, _out, err = build(capsys, many, model, tmp_path / "many", "--most-left-out", 0.2)
+    assert code == 0, err
+    assert ShardSet.open(tmp_path / "many").num_documents == len(CHATS)
+
+
+def test_what_is_no_message_is_named_by_its_row_and_its_turn(capsys, model, tmp_path):
+    wrong = [[{"role": "user", "content": 5}], [{"role": "user"}], ["Hi"], [{"content": "x"}], "no list"]
+    code, out, err = build(capsys, write_chats(tmp_path, [*CHATS, *wrong]), model, tmp_path / "shards")
+    assert code == 0, err
+    text = f"{out}{err}"
+    assert "13" in text
+    code, _, err = build(
+        capsys, write_chats(tmp_path, [*CHATS, *wrong], "strict.jsonl"), model, tmp_path / "strict", "--strict"
+    )
+    assert code == 1
+    assert "13" in err
+
+
+def test_a_base_model_is_told_what_to_pass(capsys, model, tmp_path):
+    code, _, err = build(capsys, write_chats(tmp_path, CHATS), model, tmp_path / "shards", template="")
+    assert (code, "--chat-template FILE" in err) == (1, True)
+    words = ["generate", "--checkpoint", model, "--max-new-tokens", 3]
+    code, _, err = call(capsys, *words, "--prompt", "x", "--chat")
+    assert (code, "no chat template" in err) == (1, True), err
+    code, _, err = call(capsys, *words, "--prompt", "x", "--system", "y")
+    assert (code, "--chat" in err) == (2, True), err
+    (tmp_path / "lines.jsonl").write_text(json.dumps({"messages": QUESTION}))
+    code, _, err = call(capsys, *words, "--prompts-file", tmp_path / "lines.jsonl")
+    assert (code, "--chat" in err) == (2, True), err
