@@ -9,8 +9,9 @@ do that drop earlier reasoning, is refused with the turn: what a model would be 
 from __future__ import annotations
 
 import datetime
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -197,26 +198,15 @@ class ChatEncoder:
         """Return a conversation as text, what would pass for control tokens hidden by the guard."""
         try:
             messages, tools = guard.hide(list(conversation.messages)), guard.hide(list(conversation.tools))
-            return template.render(messages, tools=tools or None, variables=self._variables, **options)
+        except ValueError as error:
+            raise NotCountedError(SPELLS_CONTROL, str(error)) from error
+        render = partial(template.render, tools=tools or None, variables=self._variables)
+        try:
+            return render(messages, **options)
         except TemplateError as error:
             if not error.is_refusal:
                 raise
-            turn = self._refused_turn(template, messages, tools)
-            raise NotCountedError(REFUSED, f"message {turn}: {error.reason}") from error
-        except ValueError as error:
-            raise NotCountedError(SPELLS_CONTROL, str(error)) from error
-
-    def _refused_turn(self, template: ChatTemplate, messages: list[Any], tools: list[Any]) -> int:
-        """Return the first message up to which the template refuses a conversation that it refuses as a whole."""
-        accepted, refused = 0, len(messages)
-        while accepted + 1 < refused:
-            middle = (accepted + refused) // 2
-            try:
-                template.render(messages[:middle], tools=tools or None, variables=self._variables)
-                accepted = middle
-            except TemplateError:
-                refused = middle
-        return refused - 1
+            raise NotCountedError(REFUSED, f"message {_refused_turn(render, messages)}: {error.reason}") from error
 
     def _template(self, conversation: Conversation) -> ChatTemplate:
         if conversation.tools and WITH_TOOLS in self._templates:
@@ -227,6 +217,19 @@ class ChatEncoder:
             f"tokenizer={self.tokenizer.path} has the chat templates {', '.join(self._templates)} and none of them is "
             "its default. Name one: --chat-template FILE."
         )
+
+
+def _refused_turn(render: Callable[[list[Any]], Rendered], messages: list[Any]) -> int:
+    """Return the first message up to which a template refuses a conversation that it refuses as a whole."""
+    accepted, refused = 0, len(messages)
+    while accepted + 1 < refused:
+        middle = (accepted + refused) // 2
+        try:
+            render(messages[:middle])
+            accepted = middle
+        except TemplateError:
+            refused = middle
+    return refused - 1
 
 
 def _restored(guard: Guard, text: str) -> tuple[Restored, list[int]]:
