@@ -46,6 +46,8 @@ class Flags:
     """Tokens that are left for each answer, instead of the task's own number."""
     teacher_forced_from: int = 262_144
     """From this length on the right answer is read, not generated, where that measures the same."""
+    chat: bool = False
+    """Ask as a user, by the model's chat template; what a prompt says behind its last "Answer:" begins the reply."""
     beyond_positions: bool = False
     """Allow lengths beyond the model's positions."""
     squad: Annotated[Path | None, arg(metavar="F")] = None
@@ -99,6 +101,7 @@ def _options(flags: Flags) -> Options:
         depths=split_depths(flags.depths),
         answer_tokens=flags.answer_tokens,
         teacher_forced_from=flags.teacher_forced_from,
+        chat=flags.chat,
         beyond_positions=flags.beyond_positions,
         ruler=RulerFiles(squad=flags.squad, hotpotqa=flags.hotpotqa, english_words=flags.english_words),
         longppl=LongPPL(truncation=flags.longppl_truncation, window=flags.longppl_window),

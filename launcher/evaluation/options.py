@@ -57,6 +57,8 @@ class Options(Computation):
     answer_tokens: int | None = None
     teacher_forced_from: int = TEACHER_FORCED_FROM
     beyond_positions: bool = False
+    chat: bool = False
+    """Whether the model's chat template renders prompts."""
     ruler: RulerFiles = field(default_factory=RulerFiles)
     longppl: LongPPL = field(default_factory=LongPPL)
 

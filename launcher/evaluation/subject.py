@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -19,6 +19,7 @@ from launcher.checkpoint.tokenizers import check_same_tokenizer
 from launcher.evaluation.opened import OpenedModel, check_positions, open_model, run_of
 from launcher.evaluation.options import Options
 from launcher.run_folder import CONFIG_FILE
+from longctx.chat.questions import asking
 from longctx.config import ModelConfig
 from longctx.errors import ConfigError, DataError
 from longctx.evaluation import Haystack, Setting
@@ -39,6 +40,8 @@ class Subject(OpenedModel):
 def open_subject(options: Options) -> Subject:
     """Open what the options name; an error of one screen where one is missing or they do not fit one another."""
     opened = open_model(options.checkpoint, options.tokenizer)
+    if options.chat:
+        opened = replace(opened, tokenizer=asking(opened.tokenizer))
     _check_lengths(options, opened.model)
     text_folder, haystack = None, None
     tasks, measures, _ = options.chosen()

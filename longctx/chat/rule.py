@@ -7,9 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
-import xxhash
-
-from longctx.chat.template_files import find_templates
+from longctx.chat.template_files import find_templates, hash_templates
 from longctx.tokenizer.contract import Tokenizer
 
 _TELLS_TIME = "strftime_now"
@@ -55,10 +53,9 @@ def settled(rule: ChatRule, tokenizer: Tokenizer, recorded: Mapping[str, Any]) -
 
 def chat_options(tokenizer: Tokenizer, rule: ChatRule) -> dict[str, Any]:
     """Return what the manifest of a shard folder says of the rule; of the tokenizer's templates their hash."""
-    templates = sorted(find_templates(tokenizer.files, tokenizer.path).items())
     said = {
         "train_on": rule.train_on,
-        "template": xxhash.xxh3_128_hexdigest(repr(templates).encode()),
+        "template": hash_templates(tokenizer.files, tokenizer.path),
         "max_tokens": rule.max_tokens,
         "too_long": rule.too_long,
         "now": rule.now,

@@ -6,6 +6,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import xxhash
+
 from longctx.errors import DataError
 from longctx.tokenizer.special import SPECIAL_TOKENS_MAP, TOKENIZER_CONFIG, read_object
 from longctx.tokenizer.templates import TEMPLATES
@@ -41,6 +43,11 @@ def find_templates(files: Mapping[str, bytes], path: Path) -> dict[str, str]:
         except UnicodeDecodeError as error:
             raise DataError(f"{name} of tokenizer={path} is no UTF-8 ({error.reason}). Copy it again.") from error
     return found
+
+
+def hash_templates(files: Mapping[str, bytes], path: Path) -> str:
+    """Return what tells a tokenizer's templates from others."""
+    return xxhash.xxh3_128_hexdigest(repr(sorted(find_templates(files, path).items())).encode())
 
 
 def variables(files: Mapping[str, bytes], path: Path) -> dict[str, Any]:

@@ -38,6 +38,9 @@ class Tokenizer(Locating, ABC):
     rows: int | None = None
     """Embedding rows of the model that reads the ids; None if none does."""
 
+    as_prompt: Callable[[str], list[int]] | None = None
+    """What makes a prompt's ids instead of ``encode_prompt`` itself: a chat template."""
+
     def __init__(
         self,
         *,
@@ -119,6 +122,8 @@ class Tokenizer(Locating, ABC):
 
     def encode_prompt(self, text: str) -> list[int]:
         """The ids of a document's beginning, as training data has them: what a model continues."""
+        if self.as_prompt is not None:
+            return self.as_prompt(text)
         ids = np.concatenate([self.begins_with, self.encode(text)])
         return check_rows(self, ids, "the beginning of every document").tolist()
 

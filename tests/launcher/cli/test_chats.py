@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -12,14 +13,17 @@ import torch
 import transformers
 
 from data_pipeline.shards.reader import ShardSet
+from data_pipeline.texts import read_texts
 from launcher.training.setup import build_run
 from launcher.training.trainer import Trainer
 from longctx.chat.conversation import Conversation
 from longctx.chat.encode import ChatEncoder
+from longctx.chat.questions import asking
+from longctx.evaluation import Haystack, Setting, find_tasks
 from longctx.generation.load import load_model
 from longctx.generation.loop import generate
 from longctx.tokenizer import load_tokenizer
-from tests.helpers import run_distributed
+from tests.helpers import REPOSITORY, run_distributed
 from tests.launcher.cli.calls import call
 from tests.launcher.runs import tiny_start
 from tests.launcher.workers import leave_out_pictures
@@ -182,3 +186,40 @@ def test_a_base_model_is_told_what_to_pass(capsys, model, tmp_path):
     (tmp_path / "lines.jsonl").write_text(json.dumps({"messages": QUESTION}))
     code, _, err = call(capsys, *words, "--prompts-file", tmp_path / "lines.jsonl")
     assert (code, "--chat" in err) == (2, True), err
+
+
+def test_tasks_are_asked_by_the_template(capsys, model, tmp_path):
+    """A user's turn up to the last "Answer:", which begins the reply; the template's tokens count in the length."""
+    folder = tmp_path / "hf"
+    shutil.copytree(model, folder)
+    (folder / "chat_template.jinja").write_text(PLAIN)
+    output = tmp_path / "evaluation"
+    words = [
+        "evaluate",
+        "--checkpoint",
+        folder,
+        "--tasks",
+        "niah_word",
+        "--samples",
+        1,
+        "--haystack",
+        REPOSITORY / "docs",
+    ]
+    words += ["--lengths", 700, "--output", output]
+    code, _, err = call(capsys, *words, "--chat")
+    assert code == 0, err
+    (row,) = [json.loads(line) for line in (output / "results.jsonl").read_text().splitlines()]
+    tokenizer = load_tokenizer(folder)
+    haystack = Haystack(read_texts(REPOSITORY / "docs"), source="docs")
+    setting = Setting(tokenizer=asking(tokenizer), haystack=haystack)
+    (task,) = find_tasks(["niah_word"])
+    sample = next(task.samples(setting, 700, 1))
+    question, _, begun = sample.prompt.rpartition("Answer:")
+    turn = Conversation(({"role": "user", "content": question.rstrip()},))
+    ids = ChatEncoder(tokenizer).encode_prompt(turn).tolist() + tokenizer.encode(f"Answer:{begun}").tolist()
+    assert begun.startswith(" The secret code of")
+    assert 600 < len(ids) == sample.prompt_tokens <= 700 - sample.answer_tokens
+    new_ids = generate(load_model(folder), ids, sample.answer_tokens, stop_ids=[1, STOP_ID])
+    assert row["output"] == tokenizer.decode(new_ids)
+    code, _, err = call(capsys, *words)
+    assert (code, "chat: there" in err) == (2, True), err

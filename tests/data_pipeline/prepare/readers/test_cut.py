@@ -91,6 +91,7 @@ def test_other_formats_are_not_cut(tmp_path: Path):
         assert len(hash_and_cut(file_of(tmp_path / name), 100)[1]) == 1
 
 
+@pytest.mark.slow
 def test_rows_of_megabytes_are_not_read_by_the_hundred(tmp_path: Path):
     from data_pipeline.prepare.readers.tables import _batch_rows
 

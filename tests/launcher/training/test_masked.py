@@ -1,0 +1,70 @@
+"""Training on tokens of which some count: the loss is their sum over their number, whatever packing and ranks are."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from data_pipeline.shards.reader import ShardSet
+from longctx.tokenizer import load_tokenizer
+from tests.data_pipeline.lengths import write_lengths
+from tests.launcher.workers import rows, run, train, train_each
+
+pytestmark = pytest.mark.timeout(200)
+
+ROW = 252
+"""Tokens of a row: 1, 2 and 3 ranks can share it."""
+LENGTHS = [200, 90, 150, 31, ROW, 64, 120, 5, 77, 130, 240, 18]
+"""Documents with runs that count, and every fourth one each without any that does and with nothing else."""
+EPOCH = {"data.seq_len": ROW, "train.steps": 3, "train.lr": 1e-3, "validation.rows": 0, "checkpoint.every_steps": 0}
+ALONE = EPOCH | {"data.packing": "one_document", "train.tokens_per_step": ROW * len(LENGTHS), "parallel.context": 1}
+"""Every step takes all documents, each in a row of its own."""
+
+
+@pytest.fixture(scope="module")
+def masked(shards: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("masked") / "shards"
+    write_lengths(folder, load_tokenizer(shards), LENGTHS, masked=True)
+    return folder
+
+
+def check_equal(got: Path, wanted: Path) -> None:
+    pairs = list(zip(rows(got), rows(wanted), strict=True))
+    assert len(pairs) == EPOCH["train.steps"]
+    for mine, other in pairs:
+        # float32: the order of sums, over a few steps.
+        assert mine["loss"] == pytest.approx(other["loss"], rel=1e-5)
+        assert mine["grad_norm"] == pytest.approx(other["grad_norm"], rel=1e-5)
+        assert mine["tokens"] == other["tokens"]
+
+
+def test_packing_and_ranks_change_no_loss(masked, tmp_path):
+    """Packed in one row on 1, 2 and 3 ranks, by chunks, with ZeRO 3; rows of their own on two ranks."""
+    step: dict[str, Any] = EPOCH | {"data.seq_len": 6 * ROW, "train.tokens_per_step": 6 * ROW}
+    run(train_each, 1, masked, {tmp_path / "alone": ALONE, tmp_path / "packed": step | {"parallel.context": 1}})
+    shared = step | {"parallel.context": 2}
+    ways = {"shared": shared, "chunks": shared | {"train.chunk_tokens": 20, "zero.stage": 3}}
+    # A rank then has rows in which nothing counts, and in some steps no row.
+    ways["own"] = ALONE | {"data.balance": False}
+    run(train_each, 2, masked, {tmp_path / name: changed for name, changed in ways.items()})
+    run(train, 3, masked, tmp_path / "three", step | {"parallel.context": 3})
+    for name in ("packed", *ways, "three"):
+        check_equal(tmp_path / name, tmp_path / "alone")
+
+
+def test_conversations_and_texts_in_one_mixture(shards, masked, tmp_path):
+    """Of a text every token counts; losses are told apart by source, and two ranks have those of one."""
+    mixture = tmp_path / "mixture.toml"
+    sources = {"chats": masked, "texts": shards}
+    lines = [f'[[sources]]\nname = "{name}"\npath = "{folder}"\nweight = 1\n' for name, folder in sources.items()]
+    mixture.write_text("\n".join(lines))
+    changed = EPOCH | {"train.tokens_per_step": ROW * 6}
+    run(train, 1, mixture, tmp_path / "one", changed | {"parallel.context": 1})
+    run(train, 2, mixture, tmp_path / "two", changed | {"parallel.context": 2})
+    check_equal(tmp_path / "two", tmp_path / "one")
+    assert ShardSet.open(masked).is_masked
+    assert not ShardSet.open(shards).is_masked
+    for record in rows(tmp_path / "one"):
+        assert set(record["source_tokens"]) == {"chats", "texts"}
