@@ -38,9 +38,6 @@ class Tokenizer(Locating, ABC):
     rows: int | None = None
     """Embedding rows of the model that reads the ids; None if none does."""
 
-    as_prompt: Callable[[str], list[int]] | None = None
-    """What makes a prompt's ids instead of ``encode_prompt`` itself: a chat template."""
-
     def __init__(
         self,
         *,
@@ -140,12 +137,7 @@ class Tokenizer(Locating, ABC):
     def decode(self, ids: Sequence[int] | np.ndarray) -> str:
         """The text of ``ids``; control ids give nothing, bytes that are no UTF-8 give U+FFFD."""
         ids = np.asarray(ids, dtype=np.int64)
-        # The libraries' own errors name neither the id nor the file.
-        outside = ids[(ids < 0) | (ids >= self.vocab_size)]
-        if len(outside):
-            raise DataError(
-                f"id {outside[0]} is not in the vocabulary of {self.path}, which ends at {self.vocab_size - 1}."
-            )
+        _check_known(ids, self)
         return self._decode_text(ids[~self.is_control[ids]].tolist())
 
     @abstractmethod
@@ -178,6 +170,14 @@ class Tokenizer(Locating, ABC):
     @abstractmethod
     def _decode_text(self, ids: list[int]) -> str:
         """The text of ids that are in the vocabulary and no control ids."""
+
+
+def _check_known(ids: np.ndarray, tokenizer: Tokenizer) -> None:
+    # The libraries' own errors name neither the id nor the file.
+    outside = ids[(ids < 0) | (ids >= tokenizer.vocab_size)]
+    if len(outside):
+        last = tokenizer.vocab_size - 1
+        raise DataError(f"id {outside[0]} is not in the vocabulary of {tokenizer.path}, which ends at {last}.")
 
 
 def groups(chunks: Iterable[Chunk], characters: int) -> Iterator[list[Chunk]]:

@@ -7,7 +7,7 @@ along.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -116,6 +116,8 @@ class Locating:
     """What a tokenizer does for rendered conversations."""
 
     path: Path
+    as_prompt: Callable[[str], list[int]] | None = None
+    """What makes a prompt's ids instead of ``encode_prompt`` itself: a chat template."""
 
     @cached_property
     def controls(self) -> ControlFinder:
