@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Iterable
 
 import torch
@@ -13,9 +14,12 @@ from parallel.comm.world import sum_over_ranks
 def sum_counts(own: Counts) -> dict[str, int]:
     """Counts over every rank of the step, known before its first backward. Collective.
 
-    ``own`` are those of this rank: one reduction for the whole step, whatever the number of micro-batches.
+    ``own`` are those of this rank: one reduction for the whole step, whatever the number of micro-batches. TypeError
+    for one that is no whole number.
     """
-    total = sum_over_ranks(torch.tensor(list(own.values()), dtype=torch.int64))
+    # Not by a tensor's dtype alone, which would cut fractions off.
+    counts = [operator.index(count) for count in own.values()]
+    total = sum_over_ranks(torch.tensor(counts, dtype=torch.int64))
     return dict(zip(own, total.tolist(), strict=True))
 
 

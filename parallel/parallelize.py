@@ -14,7 +14,7 @@ from longctx.errors import ConfigError
 from longctx.model.decoder import Decoder
 from longctx.model.experts.dispatch import TokenDispatcher
 from longctx.model.training_pass import Execution
-from longctx.objectives.build import build_objective
+from longctx.objectives.build import NEXT_TOKEN, Objective, build_objective
 from longctx.objectives.task import Task
 from parallel.attention.cores import CORES, build_cores
 from parallel.attention.plan import AttentionOptions
@@ -34,8 +34,7 @@ def build_parallel_model(
     deterministic: bool = False,
     execution: Execution | None = None,
     dispatcher: TokenDispatcher | None = None,
-    z_loss: float = 0.0,
-    label_smoothing: float = 0.0,
+    objective: Objective = NEXT_TOKEN,
     seed: int | None = 0,
     device: str | None = None,
 ) -> Task:
@@ -60,7 +59,7 @@ def build_parallel_model(
     if seed is not None:
         decoder.initialize(seed)
     # 3. The objective outermost: DeepSpeed wraps one module, and under ZeRO-3 gathers weights for its forward alone.
-    return build_objective(decoder, _context_sum(mesh), z_loss=z_loss, label_smoothing=label_smoothing)
+    return build_objective(decoder, objective, _context_sum(mesh))
 
 
 def build_empty_decoder(
@@ -91,6 +90,11 @@ def build_empty_decoder(
 def check_layers(config: ModelConfig, layout: str, ring_degree: int) -> None:
     """ConfigError when a layout does not serve the mixers of all layers."""
     for mixer in mixers_of(config):
+        if mixer.core not in CORES:
+            raise ConfigError(
+                f"the core {mixer.core!r} of model.layers is none of {list(CORES)}. Name it in "
+                "parallel/attention/cores.py, for one rank too."
+            )
         CORES[mixer.core].check_layout(layout, ring_degree)
 
 

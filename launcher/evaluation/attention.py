@@ -111,8 +111,7 @@ def softmax_call(model: ModelConfig, layer: int, head: int) -> int:
     softmax = [number for number, spec in enumerate(layer_specs(model)) if spec.mixer.has_scores]
     if layer not in softmax:
         raise ConfigError(
-            f"--layer {layer} is linear attention, which has a state and no weights of keys. "
-            f"Layers of softmax attention: {softmax}."
+            f"--layer {layer} has a state and no weights of keys. Layers of softmax attention: {softmax}."
         )
     return softmax.index(layer)
 

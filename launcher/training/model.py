@@ -13,6 +13,7 @@ from launcher.config.side_by_side import padded_documents, padded_tokens
 from longctx.batch import PackedDocuments, Stream
 from longctx.model.experts.dispatch import TokenDispatcher
 from longctx.model.training_pass import Execution
+from longctx.objectives.build import Objective
 from longctx.objectives.task import Task
 from parallel.layout.sequence import SequenceLayout
 from parallel.mesh import Mesh
@@ -50,11 +51,15 @@ def build_task(
             compiler=compiler_of(config),
         ),
         dispatcher=dispatcher,
-        z_loss=train.z_loss,
-        label_smoothing=train.label_smoothing,
+        objective=objective_of(config),
         seed=None,
         device=device,
     )
+
+
+def objective_of(config: ResolvedConfig) -> Objective:
+    """Return what a run's network is trained on."""
+    return Objective(z_loss=config.train.z_loss, label_smoothing=config.train.label_smoothing)
 
 
 def build_layout(config: ResolvedConfig, mesh: Mesh, documents: PackedDocuments) -> SequenceLayout:

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from launcher.config.resolved import ResolvedConfig
+from launcher.training.model import objective_of
 from launcher.verification.choices import RouterState, recorded_routers
 from launcher.verification.compare import StepState
 from launcher.verification.rows import micro_batch
@@ -36,8 +37,7 @@ class Alone:
         self._rows = [micro_batches.rows(number, data_rank) for number, data_rank in numbers]
         self.lm = build_objective(
             Decoder(self.model, seed=config.run.seed, execution=Execution(products=config.train.products)),
-            z_loss=config.train.z_loss,
-            label_smoothing=config.train.label_smoothing,
+            objective_of(config),
         ).to(device)
         self.device, self.masters = device, {}
         for name, p in self.lm.network.named_parameters():

@@ -142,7 +142,10 @@ def _check_heads(config: ModelFields) -> None:
 def _check_layers(config: ModelFields) -> None:
     """ConfigError for kinds of layers that do not exist, and for a window or stride that none of them reads."""
     if not config.layers or not set(config.layers) <= set(MIXERS):
-        raise ConfigError(f"model.layers={shown(list(config.layers))} must name one or more of {list(MIXERS)}.")
+        raise ConfigError(
+            f"model.layers={shown(list(config.layers))} must name one or more of {list(MIXERS)}, on a command line "
+            "without quotes: --model.layers full window."
+        )
     for name in ("layers", "rope_layers"):
         count = len(getattr(config, name))
         if not 1 <= count <= config.num_layers:

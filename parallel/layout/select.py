@@ -93,7 +93,7 @@ def _reason_to_stay_local(tokens_per_rank: int, packed: bool, reaches: Collectio
         return None
     window = max(rows)
     if not window:
-        return "linear layers do equal work in every layout, and this one cuts the fewest documents"
+        return "layers with a state do equal work in every layout, and this one cuts the fewest documents"
     windows_in_shard = WINDOWS_IN_SHARD
     if packed:
         windows_in_shard = WINDOWS_IN_SHARD_PACKED

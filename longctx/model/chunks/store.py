@@ -123,7 +123,8 @@ class OnDevice:
     def fetch(self, tokens: slice) -> Ready[Tensor]:
         if tokens.start in self._chunks:
             return Ready(self._chunks[tokens.start])
-        assert self._whole is not None, "nothing was written there"
+        # So it is for a core that gives none of q, k and v a gradient.
+        assert self._whole is not None, "nothing was written there: a core's backward owes q, k and v a gradient each"
         return Ready(self._whole[:, tokens])
 
     def whole(self) -> Ready[Tensor]:

@@ -36,7 +36,7 @@ USUAL = {"num_tokens": TOKENS, "degree": 8, "ulysses": 1, "packed": True, "reach
         ({"reaches": (128, None)}, "balanced", "packed"),
         ({"reaches": (None, 0), "packed": False}, "zigzag", "one document"),
         # Linear layers.
-        ({"reaches": (0,)}, "contiguous", "linear layers"),
+        ({"reaches": (0,)}, "contiguous", "layers with a state"),
         ({"reaches": (0, 128)}, "contiguous", "window"),
         ({"reaches": (0, None)}, "balanced", "packed"),
     ],
