@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -36,6 +37,16 @@ def build_decoder(opened: OpenedModel, mesh: Mesh, dtype: torch.dtype, device: t
     decoder = decoder.to(dtype).to(device)
     _fill(decoder, opened)
     return decoder.eval()
+
+
+def check_finite(nll: torch.Tensor, folder: Path, name: str, dtype: str) -> None:
+    """CheckpointError unless every loss of a text is a number."""
+    # One such number would make every mean that it is part of another one, or none.
+    if not nll.isfinite().all():
+        raise CheckpointError(
+            f"{folder}: the loss of {name!r} is not finite from token {int((~nll.isfinite()).nonzero()[0]) + 1} on: "
+            f"the weights are broken, or too large for --dtype {dtype}. Try an earlier checkpoint, or --dtype float32."
+        )
 
 
 @torch.no_grad()

@@ -17,14 +17,14 @@ from typing import Any, TypeVar, cast
 import torch
 
 from launcher.evaluation.answer import Prompt, prompt_of, write_answers
-from launcher.evaluation.model import build_decoder, fitting_together
+from launcher.evaluation.model import build_decoder, check_finite, fitting_together
 from launcher.evaluation.options import Options
 from launcher.evaluation.ranks import build_mesh, joined_ranks
 from launcher.evaluation.results import write_results
 from launcher.evaluation.store import Store, locked, settings_of, text_settings
 from launcher.evaluation.subject import Subject, Text, Texts, open_subject, read_documents
 from launcher.report.evaluation.folder import Key
-from longctx.errors import CheckpointError, LongCtxError
+from longctx.errors import LongCtxError
 from longctx.evaluation import Sample, ScoreRow, Task
 from longctx.evaluation.fitted import FittedTask
 from longctx.evaluation.losses import LossRow, key_row, near_windows, text_row
@@ -207,13 +207,7 @@ class _Evaluator:
 
     def _nll(self, text: Text, ids: list[int]) -> torch.Tensor:
         nll = token_nll(self._decoder, ids, chunk_tokens=self._options.chunk_tokens).cpu()
-        # One such number would make every mean that it is part of another one, or none.
-        if not nll.isfinite().all():
-            raise CheckpointError(
-                f"{self._subject.folder}: the loss of {text.name!r} is not finite from token "
-                f"{int((~nll.isfinite()).nonzero()[0]) + 1} on: the weights are broken, or too large for "
-                f"--dtype {self._options.dtype}. Try an earlier checkpoint, or --dtype float32."
-            )
+        check_finite(nll, self._subject.folder, text.name, self._options.dtype)
         return nll
 
     def _samples(self, job: Job, indices: Sequence[int]) -> Iterator[tuple[Sample, Prompt]]:

@@ -22,13 +22,13 @@ from data_pipeline.shards.scores import ScoredDocument, Total, read_total, write
 from data_pipeline.shards.verify import deal, open_verified
 from launcher.checkpoint.tokenizers import check_same_tokenizer
 from launcher.evaluation.computation import Computation
-from launcher.evaluation.model import build_decoder
+from launcher.evaluation.model import build_decoder, check_finite
 from launcher.evaluation.opened import OpenedModel, check_positions, open_model
 from launcher.evaluation.ranks import build_mesh, joined_ranks
 from launcher.evaluation.run import Progress, Update, no_progress
 from launcher.evaluation.store import locked
 from longctx.config import ModelConfig
-from longctx.errors import CheckpointError, ConfigError, DataError
+from longctx.errors import ConfigError, DataError
 from longctx.files import write_atomically
 from longctx.generation.reading import TokenScores, token_scores
 from longctx.model.decoder import Decoder
@@ -144,16 +144,6 @@ class _Scorer:
         write_scores(_file_of(self._options.output, block), documents, experts_a_token=experts_a_token)
 
 
-def check_finite(nll: torch.Tensor, folder: Path, name: str, dtype: str) -> None:
-    """CheckpointError unless every loss of a text is a number."""
-    # One such number would make every mean that it is part of another one, or none.
-    if not nll.isfinite().all():
-        raise CheckpointError(
-            f"{folder}: the loss of {name!r} is not finite from token {int((~nll.isfinite()).nonzero()[0]) + 1} on: "
-            f"the weights are broken, or too large for --dtype {dtype}. Try an earlier checkpoint, or --dtype float32."
-        )
-
-
 def _open(options: ScoreOptions) -> tuple[OpenedModel, ShardSet]:
     """Open model and shards; an error of one screen unless they fit each other."""
     opened = open_model(options.checkpoint, options.tokenizer)
@@ -166,7 +156,7 @@ def _open(options: ScoreOptions) -> tuple[OpenedModel, ShardSet]:
         opened.model,
         shards.longest_document(),
         asked=f"the longest document of {shards.folder} has {shards.longest_document():,} tokens",
-        advice=f"Build shards of documents of {opened.model.max_positions} tokens or less",
+        advice="Build shards without longer documents (data build --max-bytes N, of conversations --max-tokens N)",
         beyond=options.beyond_positions,
     )
     return opened, shards

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
@@ -21,6 +22,7 @@ from launcher.metrics.throughput import training_flops
 from launcher.training.data_check import check_data, fetch_data
 from launcher.training.origin import Kind, Origin
 from longctx.chat.carried import tuned_files
+from longctx.chat.template_files import hash_templates
 from longctx.config import ModelConfig
 from longctx.conversion.companions import read_notices
 from longctx.errors import ConfigError
@@ -28,6 +30,8 @@ from longctx.tokenizer import load_tokenizer
 from longctx.tokenizer.load import has_tokenizer
 from parallel.comm.world import on_every_rank
 from parallel.mesh import Mesh
+
+log = logging.getLogger(__name__)
 
 
 def open_data(
@@ -123,17 +127,25 @@ def _tokenizer_files(
     if validation is not None:
         check_same_data(loader.shards, validation.shards)
     if origin is None:
-        return loader.shards.tokenizer().files
-    # A licence goes where the weights go; a model card would describe the model before training.
-    notices = read_notices(origin)
+        return _with_chats(loader.shards.tokenizer().files, loader.folders)
     if has_tokenizer(origin):
         check_same_tokenizer(origin, loader.shards)
         files = load_tokenizer(origin).files
-        chats = [folder for folder in loader.folders if folder.is_masked]
-        if chats:
-            files = tuned_files(files, chats[0].tokenizer().files, origin)
-        return files | notices
-    return uncompared_files(origin, loader.shards.tokenizer()) | notices
+    else:
+        files = uncompared_files(origin, loader.shards.tokenizer())
+    # A licence goes where the weights go; a model card would describe the model before training.
+    return _with_chats(files, loader.folders) | read_notices(origin)
+
+
+def _with_chats(files: dict[str, bytes], folders: Sequence[ShardSet]) -> dict[str, bytes]:
+    """Return a tokenizer's files with the chat template of the conversations among the data, if there are any."""
+    chats = [folder.tokenizer() for folder in folders if folder.is_masked]
+    if not chats:
+        return files
+    first = chats[0]
+    if len({hash_templates(chat.files, chat.path) for chat in chats}) > 1:
+        log.warning("Conversations of several chat templates: checkpoints have that of %s.", first.path)
+    return tuned_files(files, first.files, first.path)
 
 
 _LOOKED_AT = 1 << 16

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from data_pipeline.shards.reader import ShardSet
+from longctx.checkpoint_format import list_checkpoints
 from longctx.tokenizer import load_tokenizer
 from tests.data_pipeline.lengths import write_lengths
 from tests.launcher.workers import rows, run, train, train_each
@@ -55,15 +57,19 @@ def test_packing_and_ranks_change_no_loss(masked, tmp_path):
 
 
 def test_conversations_and_texts_in_one_mixture(shards, masked, tmp_path):
-    """Of a text every token counts; losses are told apart by source, and two ranks have those of one."""
-    mixture = tmp_path / "mixture.toml"
-    sources = {"chats": masked, "texts": shards}
+    """Of a text every token counts, two ranks have the losses of one, and the model gets the chats' template."""
+    mixture, chats = tmp_path / "mixture.toml", tmp_path / "chats"
+    shutil.copytree(masked, chats)
+    (chats / "chat_template.jinja").write_text("{{ messages }}")
+    sources = {"texts": shards, "chats": chats}
     lines = [f'[[sources]]\nname = "{name}"\npath = "{folder}"\nweight = 1\n' for name, folder in sources.items()]
     mixture.write_text("\n".join(lines))
     changed = EPOCH | {"train.tokens_per_step": ROW * 6}
     run(train, 1, mixture, tmp_path / "one", changed | {"parallel.context": 1})
     run(train, 2, mixture, tmp_path / "two", changed | {"parallel.context": 2})
     check_equal(tmp_path / "two", tmp_path / "one")
+    (saved,) = list_checkpoints(tmp_path / "one")
+    assert (saved / "chat_template.jinja").read_text() == "{{ messages }}"
     assert ShardSet.open(masked).is_masked
     assert not ShardSet.open(shards).is_masked
     for record in rows(tmp_path / "one"):
