@@ -88,6 +88,5 @@ say "done in $((SECONDS - start)) s. What there is now:"
 cat <<END
     $run/tuned/report.html    loss, validation, speed
     $run/tuned-hf             for transformers; apply_chat_template renders as it was trained
-    .venv/bin/longctx generate --checkpoint $run/tuned --chat --max-new-tokens 24 \\
-        --prompt "The secret code of apple is river. What is the secret code of apple?"
+    .venv/bin/longctx generate --checkpoint $run/tuned --chat --max-new-tokens 24 --prompts-file $work/questions.jsonl
 END

@@ -78,8 +78,8 @@ class ChatEncoder:
             texts = find_templates(tokenizer.files, tokenizer.path)
         if not texts:
             raise DataError(
-                f"tokenizer={tokenizer.path} has no chat template: it is a base model's. Give the one that the tuned "
-                "model is to have: --chat-template FILE, such as the chat_template.jinja of a sister model."
+                f"tokenizer={tokenizer.path} has no chat template: it is a base model's.\n`data build "
+                "--chat-template FILE` gives the tuned model one, such as the chat_template.jinja of a sister model."
             )
         now = None
         if rule.now:
