@@ -89,7 +89,8 @@ def test_a_checkpoint_without_a_tokenizer_is_said_to_have_none(shards, tmp_path,
     (tmp_path / "vocab.json").write_text("{}")
     if content is not None:
         (tmp_path / GENERATION_CONFIG).write_bytes(content)
-    loader = SimpleNamespace(shards=ShardSet.open(shards))
+    data_shards = ShardSet.open(shards)
+    loader = SimpleNamespace(shards=data_shards, folders=[data_shards])
     files = _tokenizer_files(tmp_path, cast(Any, loader), None, Mesh(rank=0, world_size=1, context=1))
     said = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
     assert "nothing to compare with" in said[0]
