@@ -25,6 +25,7 @@ from tyro.conf import arg
 
 from launcher.cluster.exit import is_for_console
 from launcher.wording import short_duration
+from longctx.errors import ConfigError
 from longctx.untrusted.terminal import for_terminal, spelled
 
 Result = TypeVar("Result")
@@ -72,6 +73,26 @@ def say_json(value: Any) -> None:
 def note(text: str) -> None:
     """Write a line for people to standard error, above a progress bar if there is one."""
     _write(sys.stderr, f"{text}\n")
+
+
+def read_line(prompt: str) -> str | None:
+    """Return the next line of standard input without its end, or None behind the last; a terminal shows the prompt.
+
+    ConfigError for a line that is no UTF-8.
+    """
+    try:
+        if sys.stdin.isatty() and sys.stdout.isatty():
+            # From here on lines can be edited, and earlier ones called back.
+            import readline  # noqa: F401, PLC0415
+
+            return input(prompt)
+        line = sys.stdin.readline()
+    except EOFError:
+        note("")
+        return None
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"standard input is no UTF-8 at byte {error.start:,}. Convert it first: iconv -t utf-8.") from error
+    return line.rstrip("\n") if line else None
 
 
 def _write(stream: TextIO, text: str) -> None:

@@ -3,30 +3,34 @@
 from __future__ import annotations
 
 import json
+import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
-from itertools import islice
+from itertools import chain, islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 from tyro.conf import OmitArgPrefixes, UseAppendAction, arg, create_mutex_group
 
-from launcher.cli.console import note, progress, write
+from launcher.cli.console import note, progress, read_line, write
 from launcher.cli.options import RankFlags
 from launcher.wording import plural
 from longctx.errors import ConfigError
 
 if TYPE_CHECKING:
+    from array import array
+
     from launcher.generation.options import Options
     from launcher.generation.run import Session
+    from launcher.generation.talk import Talk
     from longctx.generation.beams import Beams
     from longctx.generation.penalties import Penalties
     from longctx.generation.sampling import Greedy, Sample
     from longctx.tokenizer import Tokenizer
 
-_PROMPT = create_mutex_group(required=True, title="prompt")
+_PROMPT = create_mutex_group(required=False, title="prompt")
 Strings = UseAppendAction[list[str]]
 
 
@@ -127,7 +131,7 @@ def generate(
         prompts_file: JSON lines with a "prompt" each; a JSON line comes out for each, in the same order.
         max_new_tokens: Tokens to add at most.
         chat: Render each prompt, what a user says, or a line's "messages" by the model's chat template; end with the
-            reply.
+            reply. Without a prompt each line of standard input is a turn, answered before the next is read.
         system: Of a chat the system turn.
         choosing: How tokens are chosen.
         output: New file for the result, instead of standard output, where deepspeed writes as well.
@@ -161,7 +165,9 @@ def generate(
             return
         with progress(f"loading {opened.opened.folder}"):
             opened.load()
-        if options.has_many:
+        if options.talks:
+            _talk(opened, options)
+        elif options.has_many:
             _continue_all(opened, options)
         else:
             _continue_one(opened, options)
@@ -169,7 +175,16 @@ def generate(
 
 def _follow(session: Session, options: Options) -> None:
     session.load()
-    work = session.each() if options.has_many else session.stream()
+    if options.talks:
+        for _, tokens in session.replies(lambda: None):
+            _exhaust(tokens)
+    elif options.has_many:
+        _exhaust(session.each())
+    else:
+        _exhaust(session.stream())
+
+
+def _exhaust(work: Iterable[Any]) -> None:
     for _ in work:
         pass
 
@@ -182,16 +197,53 @@ def _continue_one(session: Session, options: Options) -> None:
     with progress(f"reading {len(prompt_ids):,} tokens"):
         first = list(islice(tokens, 1))
     read_seconds = time.monotonic() - started
-    text = _Text(session.opened.tokenizer, prompt_ids, options.stops)
-    ids: list[int] = []
     with _result_to(options.output) as write_out:
-        for part in (first, tokens):
-            for token in part:
-                ids.append(token)
-                write_out(text.add(token))
-        write_out(f"{text.finish()}\n")
-    _warn_of_unknown(text.num_unknown)
+        ids, _ = _write_text(session, prompt_ids, chain(first, tokens), write_out)
     _summarise(ids, session.stop_ids, read_seconds, time.monotonic() - started)
+
+
+def _talk(session: Session, options: Options) -> None:
+    """Answer the lines of standard input, each after what was said before it."""
+    from launcher.generation.talk import Talk
+
+    talk = Talk(options, session.opened)
+    if sys.stdin.isatty():
+        note("Say something. Ctrl-D ends the chat, Ctrl-C too.")
+    with closing(talk), _result_to(options.output) as write_out:
+        for prompt_ids, tokens in session.replies(lambda: _next_question(talk)):
+            ids, reply = _write_text(session, prompt_ids, tokens, write_out)
+            if len(ids) == options.max_new_tokens and ids[-1] not in session.stop_ids:
+                note(f"The reply ends at --max-new-tokens {options.max_new_tokens}.")
+            talk.hear(reply)
+
+
+def _next_question(talk: Talk) -> array[int] | None:
+    """The ids up to the reply to the next line, or None at the end of standard input."""
+    while (line := read_line("> ")) is not None:
+        if not line.strip():
+            continue
+        try:
+            return talk.ask(line)
+        except ConfigError as error:
+            note(str(error))
+    return None
+
+
+def _write_text(
+    session: Session, prompt_ids: Sequence[int], tokens: Iterable[int], write_out: Callable[[str], None]
+) -> tuple[list[int], str]:
+    """Write the text of a continuation as it comes, and a newline; return its ids and the text."""
+    text = _Text(session.opened.tokenizer, prompt_ids, session.options.stops)
+    ids: list[int] = []
+    parts: list[str] = []
+    for token in tokens:
+        ids.append(token)
+        parts.append(text.add(token))
+        write_out(parts[-1])
+    parts.append(text.finish())
+    write_out(f"{parts[-1]}\n")
+    _warn_of_unknown(text.num_unknown)
+    return ids, "".join(parts)
 
 
 def _continue_all(session: Session, options: Options) -> None:

@@ -21,9 +21,6 @@ def encode_chats(
     ConfigError for a conversation that is none, or that the chat template refuses; DataError for a model without one.
     """
     encoder = ChatEncoder(opened.tokenizer)
-    system: tuple[Message, ...] = ()
-    if source.system:
-        system = ({"role": "system", "content": source.system},)
     found = []
     try:
         for index, prompt in enumerate(prompts):
@@ -32,10 +29,17 @@ def encode_chats(
                     conversation = conversation_of(prompt.fields, "messages")
                 else:
                     conversation = Conversation(({"role": "user", "content": prompt.text},))
-                conversation = replace(conversation, messages=system + conversation.messages)
+                conversation = replace(conversation, messages=system_turn(source) + conversation.messages)
                 found.append(array("i", encoder.encode_prompt(conversation).tolist()))
             except (NoConversationError, NotCountedError) as error:
                 raise ConfigError(f"{prompt_place(source, index)}: {error}.") from error
         return found, encoder.turn_ends()
     finally:
         encoder.close()
+
+
+def system_turn(source: PromptSource) -> tuple[Message, ...]:
+    """Return the turn that ``--system`` gives, if it does."""
+    if not source.system:
+        return ()
+    return ({"role": "system", "content": source.system},)

@@ -42,6 +42,11 @@ class Options(Computation):
         check_strings(self.stops)
         if self.prompts.system and not self.prompts.chat:
             raise ConfigError("--system is the first turn of a chat: give --chat with it.")
+        if self.prompts.is_missing and not self.prompts.chat:
+            raise ConfigError(
+                "there is nothing to continue. Give --prompt TEXT, --prompt-file F or --prompts-file F; --chat without "
+                "one of these takes a turn from each line of standard input."
+            )
         if self.max_new_tokens < 0:
             raise ConfigError(f"--max-new-tokens {self.max_new_tokens} must not be negative.")
         if not self.has_many and self.max_sequences is not None:
@@ -58,6 +63,11 @@ class Options(Computation):
         """Whether the prompts are those of a file."""
         return self.prompts.lines is not None
 
+    @property
+    def talks(self) -> bool:
+        """Whether a user types the turns of a chat."""
+        return self.prompts.is_missing
+
 
 def _check_new_file(path: Path) -> None:
     """ConfigError unless a file can be made there."""
@@ -72,7 +82,7 @@ _EXAMPLE = 'Write lines like {"prompt": "def main("}.'
 
 @dataclass(frozen=True, kw_only=True)
 class PromptSource:
-    """Where prompts come from: one of the three."""
+    """Where prompts come from: one of the three, or for a chat none, when a user types its turns."""
 
     text: str | None = None
     file: Path | None = None
@@ -84,13 +94,20 @@ class PromptSource:
     system: str = ""
     """The system turn of a chat."""
 
+    @property
+    def is_missing(self) -> bool:
+        """Whether it is none of the three."""
+        return self.text is None and self.file is None and self.lines is None
+
     def read(self) -> list[Prompt]:
         """The prompts; ConfigError for a file that is not there, is not UTF-8, or has a line without a prompt."""
         if self.lines is not None:
             return _read_lines(self.lines, chat=self.chat)
         if self.file is not None:
             return [Prompt(_read_text(self.file, "--prompt-file"), {})]
-        return [Prompt(self.text or "", {})]
+        if self.text is not None:
+            return [Prompt(self.text, {})]
+        return []
 
 
 @dataclass(frozen=True)
@@ -152,6 +169,8 @@ def prompt_place(source: PromptSource, index: int) -> str:
         return f"--prompts-file {source.lines}, line {index + 1}"
     if source.file is not None:
         return f"--prompt-file {source.file}"
+    if source.is_missing:
+        return "the chat"
     return "the prompt"
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from array import array
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -52,23 +52,32 @@ class Session:
         self.prompt_ids = prompt_ids
         self.stop_ids = set(opened.tokenizer.special.stops).union(turn_ends)
         """A token of these ends a continuation."""
-        self._options, self._device = options, device
+        self.options = options
+        self._device = device
         self._model: Decoder | None = None
 
     def load(self) -> None:
         """Load the model."""
-        self._model = build_decoder(self.opened, self.mesh, getattr(torch, self._options.dtype), self._device)
+        self._model = build_decoder(self.opened, self.mesh, getattr(torch, self.options.dtype), self._device)
 
     def stream(self) -> Iterator[int]:
         """The tokens of the only prompt's continuation, each as soon as it is chosen, on every rank."""
         (prompt_ids,) = self.prompt_ids
-        request = Request(max_new_tokens=self._options.max_new_tokens, **self._choosing())
+        return self._streamed(prompt_ids)
+
+    def replies(self, ask: Callable[[], array[int] | None]) -> Iterator[tuple[array[int], Iterator[int]]]:
+        """Yield each prompt that ``ask`` returns on rank 0 and its continuation, until it returns None. Collective."""
+        while (prompt_ids := on_rank_0(ask)) is not None:
+            yield prompt_ids, self._streamed(prompt_ids)
+
+    def _streamed(self, prompt_ids: Sequence[int]) -> Iterator[int]:
+        request = Request(max_new_tokens=self.options.max_new_tokens, **self._choosing())
         return stream(self._loaded(), prompt_ids, request)
 
     def each(self) -> Iterator[tuple[int, list[int]]]:
         """Yield (prompt, new tokens) on rank 0, in the prompts' order, each as soon as those before it have ended."""
         model = self._loaded()
-        costs = [len(ids) + self._options.max_new_tokens for ids in self.prompt_ids]
+        costs = [len(ids) + self.options.max_new_tokens for ids in self.prompt_ids]
         shares, together = Shares(self.mesh, costs), self._together(max(costs))
         yield from shares.in_order(self._continued(model, shares.mine, together))
 
@@ -80,7 +89,7 @@ class Session:
         batch = generate_batch(
             model,
             [list(self.prompt_ids[index]) for index in indices],
-            self._options.max_new_tokens,
+            self.options.max_new_tokens,
             max_sequences=together,
             **self._choosing(),
         )
@@ -89,31 +98,31 @@ class Session:
 
     def _together(self, num_tokens: int) -> int:
         """Prompts of at most so many tokens, answers included, that each group has under way."""
-        if self._options.max_sequences is not None:
-            return self._options.max_sequences
-        if isinstance(self._options.strategy, Beams):
+        if self.options.max_sequences is not None:
+            return self.options.max_sequences
+        if isinstance(self.options.strategy, Beams):
             return 1
         return fitting_together(
             self.opened.model,
             self.mesh,
             self._device,
             num_tokens,
-            dtype=getattr(torch, self._options.dtype),
-            chunk_tokens=self._options.chunk_tokens,
+            dtype=getattr(torch, self.options.dtype),
+            chunk_tokens=self.options.chunk_tokens,
             most=MAX_SEQUENCES,
         )
 
     def _choosing(self) -> dict[str, Any]:
         """How tokens are chosen and when they end, for ``stream`` and ``generate_batch``."""
         stop_strings = None
-        if self._options.stops:
-            stop_strings = StopStrings(known_decoder(self.opened.tokenizer), self._options.stops)
+        if self.options.stops:
+            stop_strings = StopStrings(known_decoder(self.opened.tokenizer), self.options.stops)
         return {
-            "strategy": self._options.strategy,
-            "penalties": self._options.penalties,
+            "strategy": self.options.strategy,
+            "penalties": self.options.penalties,
             "stop_ids": self.stop_ids,
             "stop_strings": stop_strings,
-            "chunk_tokens": self._options.chunk_tokens,
+            "chunk_tokens": self.options.chunk_tokens,
         }
 
     def _loaded(self) -> Decoder:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor
 
@@ -13,7 +15,10 @@ _PADDING = 3
 
 
 def micro_batch(config: ResolvedConfig, step: int, rows_of_step: range) -> Stream:
-    """A micro-batch of these rows of a step, counted over all data ranks: packed rows that end in padding."""
+    """A micro-batch of these rows of a step, counted over all data ranks: packed rows that end in padding.
+
+    In every second step half of the tokens count in the loss, as of conversations.
+    """
     rows, tokens = len(rows_of_step), config.data.seq_len
     generator = torch.Generator().manual_seed((step << 20) + rows_of_step.start)
     ids: list[int] = []
@@ -23,7 +28,10 @@ def micro_batch(config: ResolvedConfig, step: int, rows_of_step: range) -> Strea
             ids += [row * tokens + number] * length
         ids += [PADDING_DOCUMENT] * (tokens - sum(lengths))
     tokens_BT = torch.randint(config.model.vocab_size, (rows * tokens,), generator=generator).view(rows, tokens)
-    return packed_rows(tokens_BT, torch.tensor(ids).view(rows, tokens))
+    stream = packed_rows(tokens_BT, torch.tensor(ids).view(rows, tokens))
+    if step % 2:
+        return replace(stream, counted=torch.rand(rows, tokens, generator=generator) < 0.5)
+    return stream
 
 
 def packed_rows(tokens_BT: Tensor, ids_BT: Tensor) -> Stream:

@@ -85,7 +85,7 @@ class ChatEncoder:
         if rule.now:
             now = datetime.datetime.fromisoformat(rule.now)
         self._templates = {name: ChatTemplate(text or "", name=_named(name), now=now) for name, text in texts.items()}
-        self._variables = _variables(tokenizer) | dict(rule.options)
+        self._variables = template_variables(tokenizer) | dict(rule.options)
         self._spellings = tokenizer.controls.spellings()
 
     @property
@@ -284,7 +284,7 @@ def _turn_end(tokenizer: Tokenizer, located: Located, text: str, start: int, sto
     return stop
 
 
-def _variables(tokenizer: Tokenizer) -> dict[str, Any]:
+def template_variables(tokenizer: Tokenizer) -> dict[str, Any]:
     """Return what templates know of special tokens."""
     found = variables(tokenizer.files, tokenizer.path)
     named = {"bos_token": tokenizer.special.bos, "eos_token": tokenizer.special.end}

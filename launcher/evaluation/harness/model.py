@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
-from typing import Any, NoReturn, TypeVar
+from typing import Any, TypeVar
 
 from lm_eval.api.instance import Instance
 from lm_eval.api.model import LM
@@ -16,6 +16,7 @@ from lm_eval.api.registry import register_model
 from tqdm import tqdm
 
 from launcher.evaluation.harness.batches import by_context, compact, portions
+from launcher.evaluation.harness.chats import Chats
 from launcher.evaluation.harness.ranks import Ranks
 from launcher.evaluation.harness.requests import Encoder, Generation, check_lengths, generation_of
 from launcher.evaluation.harness.settings import Settings, device_wish
@@ -62,6 +63,7 @@ class LongctxLM(LM):
         self._limit = self._settings.limit(self._subject.model)
         self._encoder = Encoder(self._subject.tokenizer)
         self._num_sampled = 0
+        self._chats: Chats | None = None
 
     @property
     def max_length(self) -> int:
@@ -136,18 +138,23 @@ class LongctxLM(LM):
                     bar.update(len(asked))
         return [answers[index] for index in range(len(requests))]
 
-    def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> NoReturn:
-        """ConfigError: prompts are plain text."""
-        raise ConfigError(
-            "longctx applies no chat template: a model continues plain text. Leave --apply_chat_template out, or "
-            "export the model (`convert --to hf`) and take --model hf."
-        )
+    def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
+        """The turns as text; without a prompt for a reply the last one goes on. From now on texts are such texts."""
+        self._encoder.reads_control = True
+        return self._chosen_chats().render(chat_history, asks=add_generation_prompt)
 
     def chat_template(self, chat_template: bool | str = False) -> str | None:
-        """None where no template is asked for; ConfigError otherwise."""
-        if chat_template:
-            self.apply_chat_template([])
-        return None
+        """The template that is asked for, by its name or ``True``; None if none is."""
+        if not chat_template:
+            return None
+        if isinstance(chat_template, str):
+            self._chats = Chats(self._subject.tokenizer, chat_template, self._settings.chat_options())
+        return self._chosen_chats().text
+
+    def _chosen_chats(self) -> Chats:
+        if self._chats is None:
+            self._chats = Chats(self._subject.tokenizer, options=self._settings.chat_options())
+        return self._chats
 
     def _check(self, needed: Sequence[int], what: str) -> None:
         advice = (

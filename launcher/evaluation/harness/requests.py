@@ -18,6 +18,7 @@ from longctx.generation.penalties import Penalties
 from longctx.generation.sampling import Greedy, Sample
 from longctx.generation.scoring import Pair
 from longctx.tokenizer import Tokenizer
+from longctx.tokenizer.rendered import encode_rendered
 from longctx.tokenizer.rows import check_rows
 
 MAX_NEW_TOKENS = 256
@@ -55,6 +56,8 @@ class Encoder:
         self.prefix: int = prefix
         """What a text without a context follows, and the first token of a perplexity."""
         self._spelt = tokenizer.piece(prefix)
+        self.reads_control = False
+        """Whether texts come from a chat template: the control tokens that they spell are control tokens."""
 
     def begin(self) -> list[int]:
         """Return the prefix, the one id before a text without a context; DataError if the model has no row for it."""
@@ -64,6 +67,8 @@ class Encoder:
         """The ids of a text, with the one that begins a document where the tokenizer puts one there."""
         if self._begins(text):
             return self._without_begin(text)
+        if self.reads_control:
+            return self._tokenizer.encode_prompt("") + self._without_begin(text)
         return self._tokenizer.encode_prompt(text)
 
     def pair(self, context: str, continuation: str) -> Pair:
@@ -103,6 +108,8 @@ class Encoder:
 
     def _without_begin(self, text: str) -> list[int]:
         """The ids of a text alone. Where it spells its first token, that is the token: a prompt may come with it."""
+        if self.reads_control:
+            return encode_rendered(self._tokenizer, text).ids.tolist()
         if not self._begins(text):
             return self._tokenizer.encode(text).tolist()
         return [*self.begin(), *self._tokenizer.encode(text.removeprefix(self._spelt)).tolist()]

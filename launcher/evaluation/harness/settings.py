@@ -13,7 +13,7 @@ from longctx.config import ModelConfig
 from longctx.errors import ConfigError
 from longctx.generation.reading import CHUNK_TOKENS, check_chunk_tokens
 
-_KINDS = {"Path": str, "Path | None": str, "str": str, "int": int, "bool": bool}
+_KINDS = {"Path": str, "Path | None": str, "str": str, "int": int, "bool": bool, "bool | None": bool}
 """What lm-eval makes of the text after ``name=``, by the field's type."""
 
 
@@ -39,6 +39,8 @@ class Settings:
     """Allow a ``max_length`` beyond the model's positions."""
     seed: int = 1234
     """Of what is sampled: the n-th sampled text is drawn from seed + n."""
+    enable_thinking: bool | None = None
+    """A variable of chat templates; None leaves it to them."""
 
     def __post_init__(self) -> None:
         if self.dtype not in ("float32", "bfloat16"):
@@ -70,6 +72,12 @@ class Settings:
         if missing:
             raise ConfigError("--model_args names no checkpoint. Write --model_args checkpoint=RUN_OR_HF_FOLDER")
         return cls(**values)
+
+    def chat_options(self) -> dict[str, bool]:
+        """The chat template's variables."""
+        if self.enable_thinking is None:
+            return {}
+        return {"enable_thinking": self.enable_thinking}
 
     def limit(self, model: ModelConfig) -> int:
         """Tokens that a text may have; ConfigError where the model has fewer positions than were asked for."""

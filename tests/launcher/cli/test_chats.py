@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import io
 import json
 import shutil
+import sys
 from collections.abc import Sequence
+from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 import transformers
 
 from data_pipeline.shards.reader import ShardSet
 from data_pipeline.texts import read_texts
+from launcher.cli import main
 from launcher.training.setup import build_run
 from launcher.training.trainer import Trainer
 from longctx.chat.conversation import Conversation
@@ -223,3 +228,70 @@ def test_tasks_are_asked_by_the_template(capsys, model, tmp_path):
     assert row["output"] == tokenizer.decode(new_ids)
     code, _, err = call(capsys, *words)
     assert (code, "chat: there" in err) == (2, True), err
+
+
+LINES = ("def main?", "", "And what is\tclass?")
+
+
+def tuned(model: Path, folder: Path) -> Path:
+    """A model with a template, which refuses a system turn."""
+    shutil.copytree(model, folder)
+    (folder / "chat_template.jinja").write_text(STRICT)
+    return folder
+
+
+def talk(lines: Sequence[str], *words: object) -> tuple[int, str, str]:
+    """Exit code, output and errors of a chat whose user says these lines."""
+    out, err, typed = io.StringIO(), io.StringIO(), sys.stdin
+    sys.stdin = io.StringIO("".join(f"{line}\n" for line in lines))
+    try:
+        with redirect_stdout(out), redirect_stderr(err):
+            code = main(["generate", "--max-new-tokens", "9", "--chat", *map(str, words)])
+    finally:
+        sys.stdin = typed
+    return code, out.getvalue(), err.getvalue()
+
+
+def test_each_reply_reads_all_that_was_said_before_it(model, tmp_path):
+    folder = tuned(model, tmp_path / "hf")
+    tokenizer = load_tokenizer(folder)
+    turns: list[dict[str, str]] = []
+    replies: list[str] = []
+    for line in filter(None, LINES):
+        turns.append({"role": "user", "content": line})
+        ids = ChatEncoder(tokenizer).encode_prompt(Conversation(tuple(turns))).tolist()
+        replies.append(tokenizer.decode(generate(load_model(folder), ids, 9, stop_ids=[1, STOP_ID])))
+        turns.append({"role": "assistant", "content": replies[-1]})
+    wanted = "".join(f"{reply}\n" for reply in replies)
+    code, out, err = talk(LINES, "--checkpoint", folder)
+    assert (code, out) == (0, wanted), err
+    assert "--max-new-tokens 9" in err
+    assert talk([], "--checkpoint", folder)[:2] == (0, "")
+    assert talk(LINES, "--checkpoint", folder, "--output", tmp_path / "said.txt")[:2] == (0, "")
+    assert (tmp_path / "said.txt").read_text() == wanted
+    run_distributed(_talk_on_a_rank, 2, folder, wanted, timeout=100)
+
+
+def _talk_on_a_rank(folder: Path, wanted: str) -> None:
+    code, out, err = talk(LINES, "--checkpoint", folder)
+    assert code == 0, err
+    # Rank 0 alone reads and writes.
+    assert out == (wanted if dist.get_rank() == 0 else "")
+
+
+def test_a_turn_without_a_reply_is_told_and_the_chat_goes_on(model, tmp_path):
+    """One that does not fit, and one that the template refuses; a base model has no chat at all."""
+    folder = tuned(model, tmp_path / "hf")
+    code, out, err = talk([LINES[0]], "--checkpoint", folder)
+    long = talk(["x" * 5000, LINES[0]], "--checkpoint", folder)
+    assert long[:2] == (code, out) == (0, out), err
+    assert "the chat: 5," in long[2]
+    code, out, err = talk(LINES[:1], "--checkpoint", folder, "--system", "Be short.")
+    assert (code, out, "Begin with a question" in err) == (0, "", True)
+    code, out, err = talk(LINES, "--checkpoint", model)
+    assert (code, out, "no chat template" in err) == (1, "", True)
+
+
+def test_nothing_to_continue_is_a_mistake(capsys, model):
+    code, out, err = call(capsys, "generate", "--checkpoint", model, "--max-new-tokens", 3)
+    assert (code, out, "--prompt TEXT" in err) == (2, "", True), err

@@ -15,9 +15,10 @@ from typing import Any
 
 import pytest
 
-from longctx.chat.conversation import conversation_of
+from longctx.chat.conversation import conversation_of, kind_of
 from longctx.chat.encode import ChatEncoder, NotCountedError
 from longctx.tokenizer import load_tokenizer
+from tests.longctx.chat.cases import CASES, reply, user
 from tests.longctx.chat.templates import FORGETFUL, MARKED, PLAIN, STRICT
 from tests.longctx.tokenizer.byte_level import BEGIN, END, tokenizer_json, write_tokenizer
 
@@ -38,39 +39,24 @@ TOOLS = [
         },
     }
 ]
-
-
-def turns(*texts: str, first: str = "user", **fields: Any) -> list[dict[str, Any]]:
-    """Turns of user and assistant one after the other; ``fields`` are of every reply."""
-    roles = ("user", "assistant") if first == "user" else ("assistant", "user")
-    found: list[dict[str, Any]] = [{"role": roles[n % 2], "content": text} for n, text in enumerate(texts)]
-    for message in found:
-        if message["role"] == "assistant":
-            message.update(fields)
-    return found
-
-
-CONVERSATIONS: dict[str, list[dict[str, Any]]] = {
-    "one turn": turns("Hi", "Hello."),
-    "several turns": turns("Hi", "Hello.", "How?", "Well.", "Why?", "So."),
-    "system": [{"role": "system", "content": "Be kind."}, *turns("Hi", "Hello.", "a", "b")],
-    "two replies": [*turns("Hi", "One."), {"role": "assistant", "content": "Two."}],
-    "empty reply": turns("Hi", ""),
-    "not Latin": turns("Привет 你好", "مرحبا 👋🏽 नमस्ते"),
-    "system in the middle": [*turns("Hi", "a"), {"role": "system", "content": "Be brief."}, *turns("b", "c")],
-    "reasoning": turns("Hi", "Hello.", reasoning_content="They greet."),
-    "reasoning in turns": turns("Hi", "Hello.", "b", "c", reasoning_content="hm"),
-    "spaces": turns("  Hi \n", "  Hello. \n\n"),
-    "reply first": turns("Hello.", "x", "y", first="assistant"),
-    "question last": turns("Hi", "Hello.", "x"),
-    "newline first": turns("Hi", "\nHello."),
-    "tools": [
-        {"role": "user", "content": "1+2?"},
-        {"role": "assistant", "content": "", "tool_calls": [CALL]},
-        {"role": "tool", "name": "add", "content": "3"},
-        {"role": "assistant", "content": "3."},
-    ],
+MORE: dict[str, dict[str, Any]] = {
+    "three turns": {"messages": [message for text in "abc" for message in (user(text), reply(text.upper()))]},
+    "a system turn, two turns": {
+        "messages": [{"role": "system", "content": "Be kind."}, user("a"), reply("b"), user("c"), reply("d")],
+    },
+    "a line first": {"messages": [user("Hi"), reply("\nHello.")]},
+    "a called tool": {
+        "messages": [
+            user("1+2?"),
+            reply("", tool_calls=[CALL]),
+            {"role": "tool", "name": "add", "content": "3"},
+            reply("3."),
+        ],
+        "tools": TOOLS,
+    },
 }
+SPELT = "control tokens in a question"
+"""Those of the template itself."""
 _CONTROL = re.compile(r"<\|[A-Za-z0-9_▁｜\- ]+\|>|<｜[^｜<>]+｜>|</?[a-z_]+>|\[/?[A-Z_]+\]")
 _NOT_SPECIAL = re.compile(r"</?(think|tool_call|tool_response|tools)>")
 
@@ -83,17 +69,24 @@ def outcomes(template: str, folder: Path) -> Iterator[tuple[str, str]]:
     (folder / "chat_template.jinja").write_text(template)
     theirs = transformers.PreTrainedTokenizerFast.from_pretrained(folder)
     encoder = ChatEncoder(load_tokenizer(folder))
-    for name, messages in CONVERSATIONS.items():
-        tools = TOOLS if name == "tools" else None
+    special = [text for text, _, is_special in added if is_special]
+    spelt = {"messages": [user("\n".join(("Say", *special, "now."))), reply("No.")]}
+    records = {**{name: record for name, (record, _) in CASES.items()}, **MORE, SPELT: spelt}
+    for name, record in records.items():
+        conversation = conversation_of(record, kind_of(record))
         wanted = ours = error = None
         try:
             wanted = theirs.apply_chat_template(
-                messages, tools=tools, return_dict=True, return_assistant_tokens_mask=True
+                list(conversation.messages),
+                tools=list(conversation.tools) or None,
+                return_dict=True,
+                return_assistant_tokens_mask=name != SPELT,
+                sanitize_control_tokens=name == SPELT,
             )
         except Exception as raised:
             error = raised
         try:
-            ours = encoder.encode(conversation_of({"messages": messages, "tools": tools}, "messages"))
+            ours = encoder.encode(conversation)
         except NotCountedError as refused:
             reason = refused.reason
             yield name, "both refuse" if error is not None else f"refused: {reason}"
@@ -102,7 +95,7 @@ def outcomes(template: str, folder: Path) -> Iterator[tuple[str, str]]:
             yield name, f"only theirs refuses: {error}"
         elif ours.ids.tolist() != wanted["input_ids"]:
             yield name, "other ids"
-        elif not encoder.marks_replies:
+        elif not encoder.marks_replies or "assistant_masks" not in wanted or not all(conversation.weights):
             yield name, "equal, mask derived"
         elif ours.counted.astype(int).tolist() != wanted["assistant_masks"]:
             yield name, "another mask"

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -143,9 +145,43 @@ def test_what_is_too_long_is_refused_and_never_cut(ours, monkeypatch):
             getattr(ours, kind)(instances(kind, arguments))
 
 
-def test_chat_templates_are_refused(ours):
+TURN = "{{ '[' + message.role + '] ' + message.content + eos_token }}"
+TRIMMED = TURN.replace("message.content", "(message.content | trim)")
+CHAT = (
+    "{% for message in messages %}{% if message.role == 'system' %}{{ raise_exception('no system turn') }}{% endif %}"
+    "TURN{% endfor %}{% if add_generation_prompt %}{{ '[assistant] ' }}{% endif %}"
+)
+QUESTION = [{"role": "user", "content": "def main(x)</s>: "}]
+ASKED = [QUESTION, [*QUESTION, {"role": "assistant", "content": "a"}, *QUESTION], [{"role": "system", "content": "s"}]]
+ASKED[2] = [*ASKED[2], *QUESTION]
+BEGUN = [[*QUESTION, {"role": "assistant", "content": text}] for text in ("Answer:", "Answer: ", " \n Answer:\n")]
+
+
+@pytest.mark.parametrize("template", [CHAT.replace("TURN", TURN), "{{ bos_token }}" + CHAT.replace("TURN", TRIMMED)])
+def test_chats_are_theirs(world, ours, tmp_path, template):
+    """Texts, ids, log-likelihoods and replies; also of a turn that goes on, and where a system turn is refused."""
+    from lm_eval.models.huggingface import HFLM
+
+    folder = Path(shutil.copytree(world / "hf", tmp_path / "hf"))
+    (folder / "chat_template.jinja").write_text(template)
+    theirs = HFLM(pretrained=str(folder), device="cpu", dtype="float32", batch_size=1, logits_cache=False)
+    ours = type(ours)(checkpoint=str(folder), batch_size=3)
+    assert ours.chat_template(chat_template=True) == theirs.chat_template(chat_template=True) == template
+    contexts = []
+    for turns, asks in [*((turns, True) for turns in ASKED), *((turns, False) for turns in BEGUN)]:
+        contexts.append(ours.apply_chat_template(copy.deepcopy(turns), asks))
+        assert contexts[-1] == theirs.apply_chat_template(copy.deepcopy(turns), asks)
+        assert ours._encoder.text(contexts[-1]) == theirs.tok_encode(contexts[-1])
+    pairs = instances("loglikelihood", [(context, end) for context in contexts for end in (" x", "y = 1\n")])
+    for one, other in zip(ours.loglikelihood(pairs), theirs.loglikelihood(pairs), strict=True):
+        assert one == (pytest.approx(other[0], abs=1e-4), other[1])
+    asked = instances("generate_until", [(context, {"until": ["\n\n"], "max_gen_toks": 9}) for context in contexts])
+    assert whole(ours.generate_until(asked)) == whole(theirs.generate_until(asked))
+
+
+def test_a_base_model_has_no_chat_template(ours):
     assert ours.chat_template() is None
-    with pytest.raises(ConfigError, match="no chat template"):
+    with pytest.raises(ConfigError, match="Leave --apply_chat_template out"):
         ours.chat_template(True)
 
 

@@ -1,0 +1,62 @@
+"""lm-eval's turns as text, by the model's chat template, as its class for Hugging Face models makes it of them."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from longctx.chat.encode import template_variables
+from longctx.chat.template import ChatTemplate, TemplateError
+from longctx.chat.template_files import DEFAULT, find_templates
+from longctx.errors import ConfigError
+from longctx.tokenizer import Tokenizer
+
+_TAG = "\U0010fffd "
+"""Marks where a turn stops: a character of no meaning, and a space, which is lost where a template trims turns."""
+
+log = logging.getLogger(__name__)
+
+
+class Chats:
+    """Turns as text, by one of a tokenizer's chat templates."""
+
+    def __init__(self, tokenizer: Tokenizer, name: str = DEFAULT, options: Mapping[str, Any] | None = None) -> None:
+        """ConfigError for a tokenizer without that template; ``options`` are variables of it."""
+        templates = find_templates(tokenizer.files, tokenizer.path)
+        if name not in templates:
+            there = f"There are: {', '.join(templates)}."
+            if not templates:
+                there = "It has none: it is a base model's. Leave --apply_chat_template out."
+            raise ConfigError(f"{tokenizer.path} has no chat template {name!r}. {there}")
+        self.text = templates[name]
+        self._template = ChatTemplate(self.text)
+        self._variables = template_variables(tokenizer) | dict(options or {})
+
+    def render(self, turns: Sequence[Mapping[str, str]], *, asks: bool) -> str:
+        """Return turns as text: with the prompt for a reply, or, unless it ``asks``, up to the end of the last turn.
+
+        TemplateError if the template refuses them. One that refuses system turns gets the others alone, and the log
+        says so.
+        """
+        try:
+            return self._rendered(turns, asks=asks)
+        except TemplateError:
+            others = [turn for turn in turns if turn["role"] != "system"]
+            if len(others) == len(turns):
+                raise
+            text = self._rendered(others, asks=asks)
+            log.warning("The chat template refuses a system turn: it is left out.")
+            return text
+
+    def _rendered(self, turns: Sequence[Mapping[str, str]], *, asks: bool) -> str:
+        messages = [dict(turn) for turn in turns]
+        if not asks:
+            messages[-1]["content"] += _TAG
+        text = self._template.render(messages, add_generation_prompt=asks, variables=self._variables).text
+        if asks:
+            return text
+        before, mark, behind = text.rpartition(_TAG[0])
+        if not mark:
+            raise ConfigError(f"the chat template leaves out the turn {turns[-1]['content'][:80]!r}, which is to go on.")
+        return before if behind.startswith(_TAG[1:]) else before.rstrip()

@@ -1,0 +1,45 @@
+"""``Talk``: a chat turn by turn, ``generate --chat`` without a prompt: what a user says, and the replies so far."""
+
+from __future__ import annotations
+
+from array import array
+
+from launcher.evaluation.opened import OpenedModel
+from launcher.generation.chats import system_turn
+from launcher.generation.options import Options, check_space
+from longctx.chat.conversation import ASSISTANT, Conversation
+from longctx.chat.encode import ChatEncoder, NotCountedError
+from longctx.errors import ConfigError
+
+
+class Talk:
+    """The turns of one chat. Each reply reads them anew: a template may change turns when others follow."""
+
+    def __init__(self, options: Options, opened: OpenedModel) -> None:
+        """DataError for a model without a chat template."""
+        self._options, self._opened = options, opened
+        self._encoder = ChatEncoder(opened.tokenizer)
+        self._turns = list(system_turn(options.prompts))
+
+    def ask(self, text: str) -> array[int]:
+        """Add a user's turn; return the ids of all with the prompt for a reply.
+
+        ConfigError, and the turn is not added, if the template refuses it or the reply has no space.
+        """
+        turns = [*self._turns, {"role": "user", "content": text}]
+        try:
+            ids = array("i", self._encoder.encode_prompt(Conversation(tuple(turns))).tolist())
+        except NotCountedError as error:
+            raise ConfigError(f"{error}.") from error
+        options = self._options
+        check_space(options.prompts, [len(ids)], options.max_new_tokens, self._opened, beyond=options.beyond_positions)
+        self._turns = turns
+        return ids
+
+    def hear(self, reply: str) -> None:
+        """Add the model's reply."""
+        self._turns.append({"role": ASSISTANT, "content": reply})
+
+    def close(self) -> None:
+        """End the processes that render."""
+        self._encoder.close()
