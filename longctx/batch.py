@@ -233,7 +233,7 @@ class Stream:
             behind = positions
             if name in fill:
                 behind = torch.full_like(positions, fill[name])
-            longer[name] = torch.cat((x, behind), dim=1)
+            longer[name] = torch.cat((x, behind.to(x.dtype)), dim=1)
         return replace(flat, **longer, documents=documents)
 
     def per_token(self) -> dict[str, Tensor]:

@@ -17,7 +17,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Annotated, Any, Protocol, TextIO, TypeVar
 
@@ -82,17 +82,21 @@ def read_line(prompt: str) -> str | None:
     """
     try:
         if sys.stdin.isatty() and sys.stdout.isatty():
-            # From here on lines can be edited, and earlier ones called back.
-            import readline  # noqa: F401, PLC0415
-
+            # Lines can be edited then, and earlier ones called back.
+            with suppress(ImportError):
+                import readline  # noqa: F401
             return input(prompt)
-        line = sys.stdin.readline()
+        if sys.stdin.isatty():
+            _write(sys.stderr, prompt)
+        line = sys.stdin.buffer.readline().decode()
     except EOFError:
         note("")
         return None
     except UnicodeDecodeError as error:
-        raise ConfigError(f"standard input is no UTF-8 at byte {error.start:,}. Convert it first: iconv -t utf-8.") from error
-    return line.rstrip("\n") if line else None
+        raise ConfigError(
+            f"a line of standard input is not UTF-8 at byte {error.start:,}. Convert it first: iconv -t utf-8."
+        ) from error
+    return line.rstrip("\r\n") if line else None
 
 
 def _write(stream: TextIO, text: str) -> None:

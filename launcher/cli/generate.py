@@ -10,14 +10,14 @@ from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
 from itertools import chain, islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 from tyro.conf import OmitArgPrefixes, UseAppendAction, arg, create_mutex_group
 
 from launcher.cli.console import note, progress, read_line, write
 from launcher.cli.options import RankFlags
 from launcher.wording import plural
-from longctx.errors import ConfigError
+from longctx.errors import ConfigError, LongCtxError
 
 if TYPE_CHECKING:
     from array import array
@@ -192,58 +192,76 @@ def _exhaust(work: Iterable[Any]) -> None:
 def _continue_one(session: Session, options: Options) -> None:
     started = time.monotonic()
     (prompt_ids,) = session.prompt_ids
-    tokens = session.stream()
-    # A bar and the text would share the terminal's last line: the bar is gone when the first token is there.
-    with progress(f"reading {len(prompt_ids):,} tokens"):
-        first = list(islice(tokens, 1))
-    read_seconds = time.monotonic() - started
     with _result_to(options.output) as write_out:
-        ids, _ = _write_text(session, prompt_ids, chain(first, tokens), write_out)
-    _summarise(ids, session.stop_ids, read_seconds, time.monotonic() - started)
+        written = _write_text(session, prompt_ids, session.stream(), write_out)
+    _summarise(written, session.stop_ids, time.monotonic() - started)
 
 
 def _talk(session: Session, options: Options) -> None:
     """Answer the lines of standard input, each after what was said before it."""
     from launcher.generation.talk import Talk
 
-    talk = Talk(options, session.opened)
+    talk, num_replies = Talk(options, session.opened), 0
     if sys.stdin.isatty():
-        note("Say something. Ctrl-D ends the chat, Ctrl-C too.")
+        note("Say something. Ctrl-D ends the chat.")
     with closing(talk), _result_to(options.output) as write_out:
         for prompt_ids, tokens in session.replies(lambda: _next_question(talk)):
-            ids, reply = _write_text(session, prompt_ids, tokens, write_out)
-            if len(ids) == options.max_new_tokens and ids[-1] not in session.stop_ids:
+            written = _write_text(session, prompt_ids, tokens, write_out)
+            if len(written.ids) == options.max_new_tokens and written.ids[-1] not in session.stop_ids:
                 note(f"The reply ends at --max-new-tokens {options.max_new_tokens}.")
-            talk.hear(reply)
+            talk.add_reply(written.text)
+            num_replies += 1
+    if not num_replies:
+        note("Nothing was said: standard input has no line.")
 
 
 def _next_question(talk: Talk) -> array[int] | None:
-    """The ids up to the reply to the next line, or None at the end of standard input."""
-    while (line := read_line("> ")) is not None:
-        if not line.strip():
-            continue
+    """Return the ids up to the reply to the next line, or None at the end of standard input.
+
+    LongCtxError for one that gets no reply; whoever types it is told and may say something else.
+    """
+    while True:
         try:
-            return talk.ask(line)
-        except ConfigError as error:
+            line = read_line("> ")
+            if line is None:
+                return None
+            if line.strip():
+                return talk.add_question(line)
+        except LongCtxError as error:
+            if not sys.stdin.isatty():
+                raise
             note(str(error))
-    return None
+
+
+class _Written(NamedTuple):
+    """A continuation that was written."""
+
+    ids: list[int]
+    text: str
+    read_seconds: float
+    """Until the first token."""
 
 
 def _write_text(
-    session: Session, prompt_ids: Sequence[int], tokens: Iterable[int], write_out: Callable[[str], None]
-) -> tuple[list[int], str]:
-    """Write the text of a continuation as it comes, and a newline; return its ids and the text."""
+    session: Session, prompt_ids: Sequence[int], tokens: Iterator[int], write_out: Callable[[str], None]
+) -> _Written:
+    """Write the text of a continuation as it comes, and a newline."""
+    started = time.monotonic()
+    # A bar and the text would share the terminal's last line: the bar is gone when the first token is there.
+    with progress(f"reading {len(prompt_ids):,} tokens"):
+        first = list(islice(tokens, 1))
+    read_seconds = time.monotonic() - started
     text = _Text(session.opened.tokenizer, prompt_ids, session.options.stops)
     ids: list[int] = []
     parts: list[str] = []
-    for token in tokens:
+    for token in chain(first, tokens):
         ids.append(token)
         parts.append(text.add(token))
         write_out(parts[-1])
     parts.append(text.finish())
     write_out(f"{parts[-1]}\n")
     _warn_of_unknown(text.num_unknown)
-    return ids, "".join(parts)
+    return _Written(ids, "".join(parts), read_seconds)
 
 
 def _continue_all(session: Session, options: Options) -> None:
@@ -323,8 +341,9 @@ def _warn_of_unknown(count: int) -> None:
         note(f"warning: left out {count} ids that the tokenizer does not have.")
 
 
-def _summarise(ids: list[int], ends: set[int], read_seconds: float, seconds: float) -> None:
+def _summarise(written: _Written, ends: set[int], seconds: float) -> None:
     """Say how many tokens came, in what time, and why they ended."""
+    ids, read_seconds = written.ids, written.read_seconds
     rate = ""
     if len(ids) > 1 and seconds > read_seconds:
         rate = f" ({(len(ids) - 1) / (seconds - read_seconds):.1f} a second after the first)"

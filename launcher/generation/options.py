@@ -47,6 +47,8 @@ class Options(Computation):
                 "there is nothing to continue. Give --prompt TEXT, --prompt-file F or --prompts-file F; --chat without "
                 "one of these takes a turn from each line of standard input."
             )
+        if self.talks and self.max_new_tokens == 0:
+            raise ConfigError("--max-new-tokens 0: a chat without replies is none. Give --max-new-tokens 256.")
         if self.max_new_tokens < 0:
             raise ConfigError(f"--max-new-tokens {self.max_new_tokens} must not be negative.")
         if not self.has_many and self.max_sequences is not None:
@@ -151,9 +153,10 @@ def check_space(
     many = ""
     if len(lengths) > 1:
         many = f" ({len(too_long)} of {len(lengths)} prompts are too long; this is the longest)"
-    advice = "Give a shorter prompt"
+    shorter = "a new chat" if source.is_missing else "a shorter prompt"
+    advice = f"Take {shorter}"
     if length < num_positions:
-        advice = f"Take --max-new-tokens {num_positions - length}, or a shorter prompt"
+        advice = f"Take --max-new-tokens {num_positions - length}, or {shorter}"
     check_positions(
         opened.model,
         length + max_new_tokens,

@@ -21,7 +21,7 @@ class Talk:
         self._encoder = ChatEncoder(opened.tokenizer)
         self._turns = list(system_turn(options.prompts))
 
-    def ask(self, text: str) -> array[int]:
+    def add_question(self, text: str) -> array[int]:
         """Add a user's turn; return the ids of all with the prompt for a reply.
 
         ConfigError, and the turn is not added, if the template refuses it or the reply has no space.
@@ -36,9 +36,9 @@ class Talk:
         self._turns = turns
         return ids
 
-    def hear(self, reply: str) -> None:
+    def add_reply(self, text: str) -> None:
         """Add the model's reply."""
-        self._turns.append({"role": ASSISTANT, "content": reply})
+        self._turns.append({"role": ASSISTANT, "content": text})
 
     def close(self) -> None:
         """End the processes that render."""

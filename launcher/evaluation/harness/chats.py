@@ -58,5 +58,5 @@ class Chats:
             return text
         before, mark, behind = text.rpartition(_TAG[0])
         if not mark:
-            raise ConfigError(f"the chat template leaves out the turn {turns[-1]['content'][:80]!r}, which is to go on.")
+            raise ConfigError(f"the chat template leaves out {turns[-1]['content'][:80]!r}, which is to go on.")
         return before if behind.startswith(_TAG[1:]) else before.rstrip()

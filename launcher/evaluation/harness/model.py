@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import sys
 from collections.abc import Sequence
 from typing import Any, TypeVar
@@ -21,6 +22,7 @@ from launcher.evaluation.harness.ranks import Ranks
 from launcher.evaluation.harness.requests import Encoder, Generation, check_lengths, generation_of
 from launcher.evaluation.harness.settings import Settings, device_wish
 from longctx.architecture.size import count_parameters
+from longctx.chat.template_files import DEFAULT, hash_templates
 from longctx.errors import ConfigError
 from longctx.generation.batch import MAX_SEQUENCES
 from longctx.generation.scoring import Pair, Score
@@ -72,8 +74,13 @@ class LongctxLM(LM):
 
     @property
     def tokenizer_name(self) -> str:
-        """What tells one tokenizer from another."""
-        return self._subject.tokenizer.fingerprint
+        """What tells one tokenizer with its templates from another: lm-eval keeps rendered requests under it."""
+        # It is asked for with a chat template alone, and then kept requests come without a call that renders.
+        self._encoder.reads_control = True
+        tokenizer = self._subject.tokenizer
+        chosen = self._chats.text if self._chats else ""
+        parts = [tokenizer.fingerprint, hash_templates(tokenizer.files, tokenizer.path), chosen]
+        return hashlib.sha256(repr([*parts, self._settings.enable_thinking]).encode()).hexdigest()
 
     def get_model_info(self) -> dict[str, Any]:
         """What lm-eval writes beside its results."""
@@ -139,22 +146,22 @@ class LongctxLM(LM):
         return [answers[index] for index in range(len(requests))]
 
     def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
-        """The turns as text; without a prompt for a reply the last one goes on. From now on texts are such texts."""
+        """Return turns as text; without a prompt for a reply the last one goes on."""
         self._encoder.reads_control = True
-        return self._chosen_chats().render(chat_history, asks=add_generation_prompt)
+        if self._chats is None:
+            self._chats = self._chats_of(DEFAULT)
+        return self._chats.render(chat_history, asks=add_generation_prompt)
 
     def chat_template(self, chat_template: bool | str = False) -> str | None:
-        """The template that is asked for, by its name or ``True``; None if none is."""
+        """Choose a template by its name, or with ``True`` the default, and return it; None if none is asked for."""
         if not chat_template:
             return None
-        if isinstance(chat_template, str):
-            self._chats = Chats(self._subject.tokenizer, chat_template, self._settings.chat_options())
-        return self._chosen_chats().text
+        self._encoder.reads_control = True
+        self._chats = self._chats_of(chat_template if isinstance(chat_template, str) else DEFAULT)
+        return self._chats.text
 
-    def _chosen_chats(self) -> Chats:
-        if self._chats is None:
-            self._chats = Chats(self._subject.tokenizer, options=self._settings.chat_options())
-        return self._chats
+    def _chats_of(self, name: str) -> Chats:
+        return Chats(self._subject.tokenizer, name, self._settings.chat_options())
 
     def _check(self, needed: Sequence[int], what: str) -> None:
         advice = (

@@ -40,13 +40,18 @@ class Settings:
     seed: int = 1234
     """Of what is sampled: the n-th sampled text is drawn from seed + n."""
     enable_thinking: bool | None = None
-    """A variable of chat templates; None leaves it to them."""
+    """A variable of chat templates: false, or None, which leaves it to them."""
 
     def __post_init__(self) -> None:
         if self.dtype not in ("float32", "bfloat16"):
             raise ConfigError(f"dtype={self.dtype}: take float32 or bfloat16.")
         if self.max_length < 0:
             raise ConfigError(f"max_length={self.max_length} must not be negative; 0 is the model's positions.")
+        if self.enable_thinking:
+            raise ConfigError(
+                "enable_thinking=true: a reply would be scored with its thoughts, which longctx does not cut away. "
+                "Take enable_thinking=false, or export the model (`convert --to hf`) and take --model hf."
+            )
         check_chunk_tokens(self.chunk_tokens)
 
     @classmethod
@@ -74,7 +79,7 @@ class Settings:
         return cls(**values)
 
     def chat_options(self) -> dict[str, bool]:
-        """The chat template's variables."""
+        """Return the chat template's variables."""
         if self.enable_thinking is None:
             return {}
         return {"enable_thinking": self.enable_thinking}

@@ -28,6 +28,7 @@ from longctx.evaluation import Haystack, Setting, find_tasks
 from longctx.generation.load import load_model
 from longctx.generation.loop import generate
 from longctx.tokenizer import load_tokenizer
+from tests.bounded import check_screen
 from tests.helpers import REPOSITORY, run_distributed
 from tests.launcher.cli.calls import call
 from tests.launcher.runs import tiny_start
@@ -230,7 +231,7 @@ def test_tasks_are_asked_by_the_template(capsys, model, tmp_path):
     assert (code, "chat: there" in err) == (2, True), err
 
 
-LINES = ("def main?", "", "And what is\tclass?")
+LINES = b"def main?\n\nAnd what is\tclass?\n"
 
 
 def tuned(model: Path, folder: Path) -> Path:
@@ -240,15 +241,15 @@ def tuned(model: Path, folder: Path) -> Path:
     return folder
 
 
-def talk(lines: Sequence[str], *words: object) -> tuple[int, str, str]:
-    """Exit code, output and errors of a chat whose user says these lines."""
-    out, err, typed = io.StringIO(), io.StringIO(), sys.stdin
-    sys.stdin = io.StringIO("".join(f"{line}\n" for line in lines))
+def talk(said: bytes, *words: object) -> tuple[int, str, str]:
+    """Exit code, output and errors of a chat with this standard input."""
+    out, err, own = io.StringIO(), io.StringIO(), sys.stdin
+    sys.stdin = io.TextIOWrapper(io.BytesIO(said))
     try:
         with redirect_stdout(out), redirect_stderr(err):
-            code = main(["generate", "--max-new-tokens", "9", "--chat", *map(str, words)])
+            code = main(["generate", "--chat", *map(str, words)])
     finally:
-        sys.stdin = typed
+        sys.stdin = own
     return code, out.getvalue(), err.getvalue()
 
 
@@ -257,41 +258,60 @@ def test_each_reply_reads_all_that_was_said_before_it(model, tmp_path):
     tokenizer = load_tokenizer(folder)
     turns: list[dict[str, str]] = []
     replies: list[str] = []
-    for line in filter(None, LINES):
+    for line in filter(None, LINES.decode().split("\n")):
         turns.append({"role": "user", "content": line})
         ids = ChatEncoder(tokenizer).encode_prompt(Conversation(tuple(turns))).tolist()
         replies.append(tokenizer.decode(generate(load_model(folder), ids, 9, stop_ids=[1, STOP_ID])))
         turns.append({"role": "assistant", "content": replies[-1]})
     wanted = "".join(f"{reply}\n" for reply in replies)
-    code, out, err = talk(LINES, "--checkpoint", folder)
+    words = ["--checkpoint", folder, "--max-new-tokens", 9]
+    code, out, err = talk(LINES, *words)
     assert (code, out) == (0, wanted), err
     assert "--max-new-tokens 9" in err
-    assert talk([], "--checkpoint", folder)[:2] == (0, "")
-    assert talk(LINES, "--checkpoint", folder, "--output", tmp_path / "said.txt")[:2] == (0, "")
+    assert talk(LINES, *words, "--output", tmp_path / "said.txt")[:2] == (0, "")
     assert (tmp_path / "said.txt").read_text() == wanted
-    run_distributed(_talk_on_a_rank, 2, folder, wanted, timeout=100)
+    code, out, err = talk(b"", *words)
+    assert (code, out, "Nothing was said" in err) == (0, "", True), err
+    run_distributed(_talk_on_a_rank, 2, words, wanted, timeout=100)
 
 
-def _talk_on_a_rank(folder: Path, wanted: str) -> None:
-    code, out, err = talk(LINES, "--checkpoint", folder)
+def _talk_on_a_rank(words: list[object], wanted: str) -> None:
+    code, out, err = talk(LINES, *words)
     assert code == 0, err
     # Rank 0 alone reads and writes.
     assert out == (wanted if dist.get_rank() == 0 else "")
 
 
-def test_a_turn_without_a_reply_is_told_and_the_chat_goes_on(model, tmp_path):
-    """One that does not fit, and one that the template refuses; a base model has no chat at all."""
-    folder = tuned(model, tmp_path / "hf")
-    code, out, err = talk([LINES[0]], "--checkpoint", folder)
-    long = talk(["x" * 5000, LINES[0]], "--checkpoint", folder)
-    assert long[:2] == (code, out) == (0, out), err
-    assert "the chat: 5," in long[2]
-    code, out, err = talk(LINES[:1], "--checkpoint", folder, "--system", "Be short.")
-    assert (code, out, "Begin with a question" in err) == (0, "", True)
-    code, out, err = talk(LINES, "--checkpoint", model)
-    assert (code, out, "no chat template" in err) == (1, "", True)
+WRONG: dict[str, tuple[bytes, list[object], str]] = {
+    "too long": (b"x" * 5000, ["--max-new-tokens", 9], "or a new chat"),
+    "refused": (LINES, ["--max-new-tokens", 9, "--system", "Be short."], "Begin with a question"),
+    "no UTF-8": (b"\xff\n", ["--max-new-tokens", 9], "not UTF-8"),
+    "no reply": (LINES, ["--max-new-tokens", 0], "--max-new-tokens 256"),
+    "many": (LINES, ["--max-new-tokens", 9, "--max-sequences", 2], "--prompts-file"),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_a_turn_without_a_reply_is_one_screen(model, tmp_path, name):
+    said, words, wanted = WRONG[name]
+    code, out, err = talk(said, "--checkpoint", tuned(model, tmp_path / "hf"), *words)
+    assert (code in (1, 2), out, wanted in err) == (True, "", True), err
+    check_screen(err)
+
+
+def test_whoever_types_a_turn_without_a_reply_may_say_something_else(model, tmp_path, monkeypatch):
+    """On a terminal."""
+    words = ["--checkpoint", tuned(model, tmp_path / "hf"), "--max-new-tokens", 9]
+    wanted = talk(LINES, *words)[1]
+    monkeypatch.setattr(io.TextIOWrapper, "isatty", lambda _: True)
+    code, out, err = talk(b"x" * 5000 + b"\n" + LINES, *words)
+    assert (code, out) == (0, wanted), err
+    assert "or a new chat" in err
+    assert err.count("> ") == 5
 
 
 def test_nothing_to_continue_is_a_mistake(capsys, model):
     code, out, err = call(capsys, "generate", "--checkpoint", model, "--max-new-tokens", 3)
     assert (code, out, "--prompt TEXT" in err) == (2, "", True), err
+    code, out, err = talk(LINES, "--checkpoint", model, "--max-new-tokens", 3)
+    assert (code, out, "no chat template" in err) == (1, "", True), err

@@ -19,6 +19,7 @@ from tests.bounded import check_screen
 from tests.longctx.chat.cases import CASES, counted, reply, said, user
 from tests.longctx.chat.templates import FORGETFUL, MARKED, PLAIN, STRICT, chat_tokenizer
 
+
 def conversation(record: dict[str, Any]) -> Conversation:
     return conversation_of(record, kind_of(record))
 

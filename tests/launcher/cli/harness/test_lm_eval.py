@@ -261,3 +261,27 @@ def test_the_command_gives_what_lm_eval_gives_by_itself(world, run, tasks, tmp_p
     assert refused.returncode != 0
     assert (refused.stdout + refused.stderr).count("Nothing is cut") == 1
     assert "Traceback" not in refused.stdout + refused.stderr
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_the_command_applies_a_chat_template_as_lm_eval_does(world, tasks, tmp_path, monkeypatch):
+    """Also to requests that lm-eval kept from an earlier call."""
+    folder = Path(shutil.copytree(world / "hf", tmp_path / "model"))
+    (folder / "chat_template.jinja").write_text(CHAT.replace("TURN", TURN))
+    monkeypatch.setenv("LM_HARNESS_CACHE_PATH", str(tmp_path / "kept"))
+    asked = ["--apply_chat_template", "--cache_requests", "true"]
+    hf = start(
+        [sys.executable, "-m", "lm_eval"],
+        command(tasks, tmp_path / "hf", "--model", "hf", "--model_args", f"pretrained={folder},dtype=float32", *asked),
+    )
+    assert hf.returncode == 0, hf.stdout + hf.stderr
+    wanted = results(tmp_path / "hf")
+    for name in ("first", "kept requests"):
+        done = start(
+            [sys.executable, "-m", "launcher.lm_eval"],
+            command(tasks, tmp_path / name, "--model_args", f"checkpoint={folder}", *asked),
+        )
+        assert done.returncode == 0, done.stdout + done.stderr
+        assert numbers(results(tmp_path / name)) == pytest.approx(numbers(wanted), abs=1e-4)
+    assert list((tmp_path / "kept").iterdir())

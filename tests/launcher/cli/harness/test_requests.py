@@ -9,8 +9,10 @@ from types import SimpleNamespace
 import pytest
 
 from launcher.evaluation.harness.batches import by_context, deal_by_cost, packs, portions
+from launcher.evaluation.harness.chats import Chats
 from launcher.evaluation.harness.requests import Encoder, Generation, check_lengths, generation_of
 from launcher.evaluation.harness.settings import Settings, device_wish
+from longctx.chat.template import TemplateError
 from longctx.config import ModelConfig
 from longctx.errors import ConfigError
 from longctx.generation.beams import Beams
@@ -18,6 +20,7 @@ from longctx.generation.penalties import Penalties
 from longctx.generation.sampling import Greedy, Sample
 from longctx.generation.scoring import Pair
 from longctx.tokenizer import load_tokenizer
+from tests.longctx.chat.templates import START, STOP, STRICT, chat_tokenizer
 
 
 @pytest.fixture(scope="session")
@@ -178,3 +181,31 @@ def test_batches():
         assert sorted(index for share in shares for index in share) == list(range(40))
         totals = [sum(costs[index] for index in share) for share in shares]
         assert max(totals) - min(totals) <= max(costs)
+
+
+def test_turns_go_on_where_the_template_leaves_them(tmp_path):
+    """With the spaces at their end if the template keeps them; and without a system turn if it refuses one."""
+    template = STRICT.replace("{{ message.content }}", "{{ message.content | trim }}")
+    for name, own, end in (("kept", STRICT, "An \n"), ("trimmed", template, "An")):
+        tokenizer = chat_tokenizer(tmp_path / name, own)
+        chats = Chats(tokenizer, options={"enable_thinking": False})
+        question, begun = {"role": "user", "content": "Q"}, {"role": "assistant", "content": "An \n"}
+        head = f"{START}user\nQ{STOP}\n{START}assistant\n"
+        assert chats.render([question], asks=True) == head
+        assert chats.render([question, begun], asks=False) == head + end
+        assert chats.render([{"role": "system", "content": "s"}, question], asks=True) == head
+        with pytest.raises(TemplateError, match="Begin with a question"):
+            chats.render([begun], asks=True)
+        encoder = Encoder(tokenizer)
+        assert encoder.text(head).count(261) == 0
+        encoder.reads_control = True
+        assert encoder.text(head).count(261) == 2
+        assert encoder.pair(head, "x").context + encoder.pair(head, "x").continuation == encoder.text(f"{head}x")
+    with pytest.raises(ConfigError, match="no chat template 'other'. There are: default"):
+        Chats(tokenizer, "other")
+
+
+def test_thoughts_are_not_scored():
+    with pytest.raises(ConfigError, match="enable_thinking=false"):
+        Settings.of({"checkpoint": "x", "enable_thinking": True})
+    assert Settings.of({"checkpoint": "x", "enable_thinking": False}).chat_options() == {"enable_thinking": False}
