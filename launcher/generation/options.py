@@ -153,8 +153,8 @@ def check_space(
     many = ""
     if len(lengths) > 1:
         many = f" ({len(too_long)} of {len(lengths)} prompts are too long; this is the longest)"
-    shorter = "a new chat" if source.is_missing else "a shorter prompt"
-    advice = f"Take {shorter}"
+    shorter = "begin a new chat" if source.is_missing else "give a shorter prompt"
+    advice = shorter.capitalize()
     if length < num_positions:
         advice = f"Take --max-new-tokens {num_positions - length}, or {shorter}"
     check_positions(

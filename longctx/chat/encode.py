@@ -133,7 +133,7 @@ class ChatEncoder:
             bounds = _bounds(replies, rendered.beginnings)
             spans = [(moved(start), moved(stop)) for start, stop in bounds]
             marked = [(moved(start), moved(stop)) for start, stop in rendered.spans]
-            counted = self._counted(template, conversation, located, restored.text, spans, marked, bool(asks))
+            counted = self._counted(template, located, restored, spans, marked, bool(asks))
         return EncodedChat(restored.text, located.ids, counted)
 
     def encode_prompt(self, conversation: Conversation) -> np.ndarray:
@@ -159,9 +159,8 @@ class ChatEncoder:
     def _counted(
         self,
         template: ChatTemplate,
-        conversation: Conversation,
         located: Located,
-        text: str,
+        restored: Restored,
         spans: list[Span],
         marked: list[Span],
         is_asked: bool,
@@ -175,19 +174,21 @@ class ChatEncoder:
             return located.within(marked)
         counted = np.zeros(len(located.ids), dtype=bool)
         for start, stop in spans:
-            self._check_prompt(located, text, start)
-            counted |= located.within([(start, _turn_end(self.tokenizer, located, text, start, stop))])
+            self._check_prompt(located, restored, start)
+            counted |= located.within([(start, _turn_end(self.tokenizer, located, restored.text, start, stop))])
         return counted
 
-    def _check_prompt(self, located: Located, text: str, start: int) -> None:
+    def _check_prompt(self, located: Located, restored: Restored, start: int) -> None:
         """Raise NotCountedError unless the ids before a reply are those of the prompt alone."""
+        text = restored.text
         before = int(np.searchsorted(located.stops, start, side="right"))
         # From the last control token on: what stands before it is encoded by itself in both.
         control = np.flatnonzero(self.tokenizer.is_control[located.ids[:before]])
         first, at = 0, 0
         if len(control):
             first, at = int(control[-1]) + 1, int(located.stops[control[-1]])
-        alone = encode_rendered(self.tokenizer, text[at:start]).ids
+        plain = [(begin - at, end - at) for begin, end in restored.plain if at <= begin and end <= start]
+        alone = encode_rendered(self.tokenizer, text[at:start], plain).ids
         if not np.array_equal(alone, located.ids[first:before]):
             raise NotCountedError(
                 JOINED,

@@ -241,10 +241,17 @@ def tuned(model: Path, folder: Path) -> Path:
     return folder
 
 
-def talk(said: bytes, *words: object) -> tuple[int, str, str]:
+class Typed(io.TextIOWrapper):
+    """Standard input of a terminal."""
+
+    def isatty(self) -> bool:
+        return True
+
+
+def talk(said: bytes, *words: object, stream: type[io.TextIOWrapper] = io.TextIOWrapper) -> tuple[int, str, str]:
     """Exit code, output and errors of a chat with this standard input."""
     out, err, own = io.StringIO(), io.StringIO(), sys.stdin
-    sys.stdin = io.TextIOWrapper(io.BytesIO(said))
+    sys.stdin = stream(io.BytesIO(said))
     try:
         with redirect_stdout(out), redirect_stderr(err):
             code = main(["generate", "--chat", *map(str, words)])
@@ -283,7 +290,7 @@ def _talk_on_a_rank(words: list[object], wanted: str) -> None:
 
 
 WRONG: dict[str, tuple[bytes, list[object], str]] = {
-    "too long": (b"x" * 5000, ["--max-new-tokens", 9], "or a new chat"),
+    "too long": (b"x" * 5000, ["--max-new-tokens", 9], "egin a new chat"),
     "refused": (LINES, ["--max-new-tokens", 9, "--system", "Be short."], "Begin with a question"),
     "no UTF-8": (b"\xff\n", ["--max-new-tokens", 9], "not UTF-8"),
     "no reply": (LINES, ["--max-new-tokens", 0], "--max-new-tokens 256"),
@@ -299,14 +306,12 @@ def test_a_turn_without_a_reply_is_one_screen(model, tmp_path, name):
     check_screen(err)
 
 
-def test_whoever_types_a_turn_without_a_reply_may_say_something_else(model, tmp_path, monkeypatch):
-    """On a terminal."""
+def test_whoever_types_a_turn_without_a_reply_may_say_something_else(model, tmp_path):
     words = ["--checkpoint", tuned(model, tmp_path / "hf"), "--max-new-tokens", 9]
     wanted = talk(LINES, *words)[1]
-    monkeypatch.setattr(io.TextIOWrapper, "isatty", lambda _: True)
-    code, out, err = talk(b"x" * 5000 + b"\n" + LINES, *words)
+    code, out, err = talk(b"x" * 5000 + b"\n" + LINES, *words, stream=Typed)
     assert (code, out) == (0, wanted), err
-    assert "or a new chat" in err
+    assert "egin a new chat" in err
     assert err.count("> ") == 5
 
 

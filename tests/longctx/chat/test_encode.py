@@ -63,6 +63,17 @@ def test_control_tokens_in_a_text_are_text(encoder: ChatEncoder):
     assert (found.ids == 264).sum() == 2
 
 
+def test_control_tokens_in_a_text_are_text_under_a_template_without_any(tmp_path: Path):
+    """The prompt alone is encoded from the last control token on, here from the conversation's beginning."""
+    template = "{% for m in messages %}{{ m.role + ': ' + m.content + '\n' }}{% endfor %}"
+    template += "{% if add_generation_prompt %}{{ 'assistant: ' }}{% endif %}"
+    encoder = ChatEncoder(chat_tokenizer(tmp_path, template))
+    found = encoder.encode(conversation({"messages": [user(SPELT), reply("b"), user(SPELT), reply(SPELT)]}))
+    assert shown(found, encoder) == f"user: {SPELT}\nassistant: ⟦b\n⟧user: {SPELT}\nassistant: ⟦{SPELT}\n⟧"
+    assert not encoder.tokenizer.is_control[found.ids].any()
+    encoder.close()
+
+
 @pytest.mark.parametrize(
     ("train_on", "wanted"),
     [

@@ -201,7 +201,7 @@ def test_turns_go_on_where_the_template_leaves_them(tmp_path):
         encoder.reads_control = True
         assert encoder.text(head).count(261) == 2
         assert encoder.pair(head, "x").context + encoder.pair(head, "x").continuation == encoder.text(f"{head}x")
-    with pytest.raises(ConfigError, match="no chat template 'other'. There are: default"):
+    with pytest.raises(ConfigError, match=r"no chat template 'other'\. There are: default"):
         Chats(tokenizer, "other")
 
 
