@@ -9,12 +9,12 @@ from pathlib import Path
 
 from longctx.chat.encode import ChatEncoder
 from longctx.chat.rule import ChatRule
-from longctx.chat.template_files import DEFAULT, TEMPLATE_FILE, find_templates
+from longctx.chat.template_files import DEFAULT, find_templates
 from longctx.tokenizer.contract import Tokenizer
-from longctx.tokenizer.special import GENERATION_CONFIG, read_object
-from longctx.tokenizer.templates import TEMPLATES, is_template
+from longctx.tokenizer.special import GENERATION_CONFIG, TOKENIZER_CONFIG, read_object
+from longctx.tokenizer.templates import TEMPLATE_FILE, TEMPLATES, is_template
 
-_ENDS = "eos_token_id"
+_ENDS, _SPLITS = "eos_token_id", "split_special_tokens"
 
 
 def with_chat(tokenizer: Tokenizer, rule: ChatRule) -> Tokenizer:
@@ -34,7 +34,7 @@ def with_chat(tokenizer: Tokenizer, rule: ChatRule) -> Tokenizer:
         encoder.close()
     # The first one stays the first: it is what follows a document of text.
     stops = dict.fromkeys(list(tokenizer.special.stops) + sorted(ends))
-    changed.files = _ending(changed.files, list(stops), tokenizer.path)
+    changed.files = _ending(_reading(changed.files, tokenizer.path), list(stops), tokenizer.path)
     return changed
 
 
@@ -47,7 +47,15 @@ def tuned_files(own: Mapping[str, bytes], data: Mapping[str, bytes], path: Path)
             file = TEMPLATE_FILE
         files[file] = text.encode()
     ends = _ends(own, path) + _ends(data, path)
-    return _ending(files, list(dict.fromkeys(ends)), path)
+    return _ending(_reading(files, path), list(dict.fromkeys(ends)), path)
+
+
+def _reading(files: Mapping[str, bytes], path: Path) -> dict[str, bytes]:
+    """Return the files with which transformers reads the control tokens that a template wrote, and no text of them."""
+    settings = read_object(files, TOKENIZER_CONFIG, path)
+    if not settings.get(_SPLITS):
+        return dict(files)
+    return {**files, TOKENIZER_CONFIG: (json.dumps({**settings, _SPLITS: False}, indent=2) + "\n").encode()}
 
 
 def _ends(files: Mapping[str, bytes], path: Path) -> list[int]:

@@ -10,9 +10,8 @@ import xxhash
 
 from longctx.errors import DataError
 from longctx.tokenizer.special import SPECIAL_TOKENS_MAP, TOKENIZER_CONFIG, read_object
-from longctx.tokenizer.templates import TEMPLATES
+from longctx.tokenizer.templates import TEMPLATE_FILE, TEMPLATES
 
-TEMPLATE_FILE = "chat_template.jinja"
 _OLD_FILE = "chat_template.json"
 DEFAULT, WITH_TOOLS = "default", "tool_use"
 """Names of templates: the one that is taken, and the one for conversations that have tools."""

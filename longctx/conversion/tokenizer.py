@@ -18,12 +18,12 @@ from longctx.tokenizer import Tokenizer, load_tokenizer
 from longctx.tokenizer.load import CARRIED_FILES, GENERATION_CONFIG, MODEL_FILE, has_tokenizer
 from longctx.tokenizer.remarks import frame_remarks, rows_remark
 from longctx.tokenizer.special import TOKENIZER_CONFIG, read_object
-from longctx.tokenizer.templates import hf_path
+from longctx.tokenizer.templates import TEMPLATE_FILE, has_templates, hf_path
 
 log = logging.getLogger(__name__)
 
-FAST_FILES = tuple(name for name in CARRIED_FILES if name not in (MODEL_FILE, GENERATION_CONFIG))
-"""Files that transformers reads a tokenizer from."""
+FAST_FILES = tuple(name for name in CARRIED_FILES if name not in (MODEL_FILE, GENERATION_CONFIG, TEMPLATE_FILE))
+"""Files that transformers reads a tokenizer from. A chat template is none: ``data build`` gives any tokenizer one."""
 
 
 def export_tokenizer(tokenizer: Tokenizer | str | Path, folder: str | Path, *, max_positions: int) -> dict[str, Any]:
@@ -115,6 +115,9 @@ def check_tokenizer(tokenizer: Tokenizer | str | Path, folder: str | Path, texts
     fast = _auto_tokenizer().from_pretrained(str(folder), local_files_only=True, trust_remote_code=False)
     # This instance shall not warn of long texts.
     fast.model_max_length = 2**60
+    if not came_from_hf(tokenizer) and has_templates(tokenizer.files):
+        # Beside a chat template transformers reads control tokens; of all other texts the ids are compared here.
+        fast.split_special_tokens = True
     texts, gives_back = _compared_texts(tokenizer, fast, texts)
     for text in texts:
         wanted, found = tokenizer.encode_prompt(text), fast(text)["input_ids"]

@@ -14,6 +14,7 @@ from typing import Any
 from longctx.errors import DataError
 from longctx.tokenizer.chunks import SPACE_MARK
 from longctx.tokenizer.sentencepiece_model import SentencePieceTokenizer
+from longctx.tokenizer.templates import has_templates
 
 _NEVER_CHOSEN = -1e4
 """Score of a control or byte piece in an exported Unigram: text that spells it is never cheaper as that piece."""
@@ -216,8 +217,8 @@ def _config(tokenizer: SentencePieceTokenizer, max_positions: int) -> dict[str, 
         config["unk_token"] = tokenizer.piece(tokenizer.processor.unk_id())
     return config | {
         "additional_special_tokens": others,
-        # Control symbols in a text are text, as for SentencePiece; control tokens are given as ids.
-        "split_special_tokens": True,
+        # Control symbols in a text are text, as for SentencePiece; but transformers reads what a template wrote.
+        "split_special_tokens": not has_templates(tokenizer.files),
         "clean_up_tokenization_spaces": False,
         "model_max_length": max_positions,
     }

@@ -6,11 +6,13 @@ Shards and checkpoints have no folders within; there such a file is ``additional
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
 from pathlib import Path
 
 from longctx.errors import DataError
 from longctx.files import check_link
 
+TEMPLATE_FILE = "chat_template.jinja"
 TEMPLATES = "additional_chat_templates"
 _NAME = r"[A-Za-z0-9_][A-Za-z0-9._+-]{0,99}"
 _IN_FOLDER = re.compile(rf"({_NAME})\.jinja")
@@ -22,6 +24,11 @@ _MOST = 64
 def is_template(name: str) -> bool:
     """Return whether a file of shards or of a checkpoint is a named chat template."""
     return _FLAT.fullmatch(name) is not None
+
+
+def has_templates(files: Iterable[str]) -> bool:
+    """Return whether a chat template is among the files of shards or of a checkpoint."""
+    return any(name == TEMPLATE_FILE or is_template(name) for name in files)
 
 
 def find_templates(folder: Path) -> dict[str, Path]:

@@ -30,8 +30,8 @@ from longctx.generation.loop import generate
 from longctx.tokenizer import load_tokenizer
 from tests.bounded import check_screen
 from tests.helpers import REPOSITORY, run_distributed
-from tests.launcher.cli.calls import call
-from tests.launcher.runs import tiny_start
+from tests.launcher.cli.calls import VOCAB_SIZE, call
+from tests.launcher.runs import tiny_config, tiny_start
 from tests.launcher.workers import leave_out_pictures
 from tests.longctx.chat.templates import FORGETFUL, MARKED, PLAIN, START, STOP, STRICT
 from tests.longctx.tokenizer.byte_level import tokenizer_json, write_model
@@ -64,11 +64,16 @@ def build(capsys, source: Path, tokenizer: Path, output: Path, *more: object, te
     return call(capsys, *words, "--validation-fraction", 0, *more)
 
 
-def train(shards: Path, output: Path, start: Path) -> None:
+def train(shards: Path, output: Path, start: Path | None) -> None:
+    """Tune a model, or train a new one."""
     leave_out_pictures()
-    changed = {"run.start_from": start, "data.seq_len": 64, "train.steps": 2, "train.tokens_per_step": 128}
-    changed |= {"train.lr": 1e-3, "validation.rows": 0, "checkpoint.every_steps": 2}
-    Trainer(build_run(tiny_start(shards, output, changed), torch.device("cpu"))).train()
+    model = {"model.vocab_size": VOCAB_SIZE}
+    if start is not None:
+        model = {"run.start_from": start}
+    changed: dict[str, Any] = {"data.seq_len": 64, "train.steps": 2, "train.tokens_per_step": 128, "train.lr": 1e-3}
+    changed |= {"validation.rows": 0, "checkpoint.every_steps": 2, **model}
+    config = (tiny_config if start is None else tiny_start)(shards, output, changed)
+    Trainer(build_run(config, torch.device("cpu"))).train()
 
 
 @pytest.mark.timeout(120)
@@ -98,6 +103,25 @@ def test_a_template_travels_from_the_shards_to_an_answer_and_to_transformers(cap
     found = [json.loads(line) for line in out.splitlines()]
     assert [row["continuation"] for row in found] == [wanted, wanted], err
     assert found[0]["id"] == 7
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("start", ["", "hf"])
+def test_transformers_reads_the_control_tokens_that_a_template_wrote(capsys, world, run, tmp_path, start):
+    """Of a tokenizer of our own, whose export else takes all that a text spells for text: new, and tuned further."""
+    assert run.parent == world, "the run's fixture makes the folder that is tuned further"
+    shards, output, exported = tmp_path / "shards", tmp_path / "run", tmp_path / "hf"
+    template = "{{ bos_token }}{% for m in messages %}{{ m.role + ': ' + m.content + eos_token }}{% endfor %}"
+    source = world / (start or "tokenizer.model")
+    code, _, err = build(capsys, write_chats(tmp_path, CHATS), source, shards, template=template)
+    assert code == 0, err
+    run_distributed(train, 2, shards, output, world / start if start else None, timeout=100)
+    code, _, err = call(capsys, "convert", "--to", "hf", output, exported)
+    assert code == 0, err
+    ours, theirs = load_tokenizer(exported), transformers.AutoTokenizer.from_pretrained(exported)
+    ids = theirs.apply_chat_template(CHATS[0], return_dict=False)
+    assert ids == ChatEncoder(ours).encode(Conversation(tuple(CHATS[0]), (), (True, True))).ids.tolist()
+    assert ids.count(ours.special.end) == 2
 
 
 def _file(folder: Path, text: str) -> Path:

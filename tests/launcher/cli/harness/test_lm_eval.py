@@ -157,13 +157,20 @@ ASKED[2] = [*ASKED[2], *QUESTION]
 BEGUN = [[*QUESTION, {"role": "assistant", "content": text}] for text in ("Answer:", "Answer: ", " \n Answer:\n")]
 
 
+def give_template(folder: Path, template: str) -> None:
+    """As a tuned model has it: transformers reads the control tokens that the template wrote."""
+    (folder / "chat_template.jinja").write_text(template)
+    settings = json.loads((folder / "tokenizer_config.json").read_text())
+    (folder / "tokenizer_config.json").write_text(json.dumps({**settings, "split_special_tokens": False}))
+
+
 @pytest.mark.parametrize("template", [CHAT.replace("TURN", TURN), "{{ bos_token }}" + CHAT.replace("TURN", TRIMMED)])
 def test_chats_are_theirs(world, ours, tmp_path, template):
     """Texts, ids, log-likelihoods and replies; also of a turn that goes on, and where a system turn is refused."""
     from lm_eval.models.huggingface import HFLM
 
     folder = Path(shutil.copytree(world / "hf", tmp_path / "hf"))
-    (folder / "chat_template.jinja").write_text(template)
+    give_template(folder, template)
     theirs = HFLM(pretrained=str(folder), device="cpu", dtype="float32", batch_size=1, logits_cache=False)
     ours = type(ours)(checkpoint=str(folder), batch_size=3)
     assert ours.chat_template(chat_template=True) == theirs.chat_template(chat_template=True) == template
@@ -268,7 +275,7 @@ def test_the_command_gives_what_lm_eval_gives_by_itself(world, run, tasks, tmp_p
 def test_the_command_applies_a_chat_template_as_lm_eval_does(world, tasks, tmp_path, monkeypatch):
     """Also to requests that lm-eval kept from an earlier call."""
     folder = Path(shutil.copytree(world / "hf", tmp_path / "model"))
-    (folder / "chat_template.jinja").write_text(CHAT.replace("TURN", TURN))
+    give_template(folder, CHAT.replace("TURN", TURN))
     monkeypatch.setenv("LM_HARNESS_CACHE_PATH", str(tmp_path / "kept"))
     asked = ["--apply_chat_template", "--cache_requests", "true"]
     hf = start(
