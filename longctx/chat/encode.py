@@ -121,7 +121,7 @@ class ChatEncoder:
             asks = [ask for turn in replies for ask in ((turn, False), (turn + 1, False))]
         rendered = self._rendered(template, conversation, guard, beginnings=asks)
         restored, places = _restored(guard, rendered.text)
-        located = encode_rendered(self.tokenizer, restored.text, restored.plain)
+        located = encode_rendered(self.tokenizer, *restored)
         growth = np.cumsum([0, *(stop - start - 1 for start, stop in restored.plain)])
 
         def moved(at: int) -> int:
@@ -133,7 +133,9 @@ class ChatEncoder:
             bounds = _bounds(replies, rendered.beginnings)
             spans = [(moved(start), moved(stop)) for start, stop in bounds]
             marked = [(moved(start), moved(stop)) for start, stop in rendered.spans]
-            counted = self._counted(template, located, restored, spans, marked, bool(asks))
+            if asks:
+                marked = [one for one in marked if any(start <= one[0] < stop for start, stop in spans)]
+            counted = self._counted(template, located, restored, spans, marked)
         return EncodedChat(restored.text, located.ids, counted)
 
     def encode_prompt(self, conversation: Conversation) -> np.ndarray:
@@ -144,7 +146,7 @@ class ChatEncoder:
         guard = Guard(self._spellings)
         rendered = self._rendered(self._template(conversation), conversation, guard, add_generation_prompt=True)
         restored, _ = _restored(guard, rendered.text)
-        return encode_rendered(self.tokenizer, restored.text, restored.plain).ids
+        return encode_rendered(self.tokenizer, *restored).ids
 
     def turn_ends(self) -> set[int]:
         """Return the control token that ends a reply, if the template writes one: a reply's last."""
@@ -163,14 +165,11 @@ class ChatEncoder:
         restored: Restored,
         spans: list[Span],
         marked: list[Span],
-        is_asked: bool,
     ) -> np.ndarray:
         """Return which ids count."""
         if self._train_on == "all":
             return located.within(spans)
         if template.marks_replies:
-            if is_asked:
-                marked = [one for one in marked if any(start <= one[0] < stop for start, stop in spans)]
             return located.within(marked)
         counted = np.zeros(len(located.ids), dtype=bool)
         for start, stop in spans:
@@ -187,7 +186,7 @@ class ChatEncoder:
         first, at = 0, 0
         if len(control):
             first, at = int(control[-1]) + 1, int(located.stops[control[-1]])
-        plain = [(begin - at, end - at) for begin, end in restored.plain if at <= begin and end <= start]
+        plain = [(begin - at, end - at) for begin, end in restored.plain if at <= begin < start]
         alone = encode_rendered(self.tokenizer, text[at:start], plain).ids
         if not np.array_equal(alone, located.ids[first:before]):
             raise NotCountedError(
