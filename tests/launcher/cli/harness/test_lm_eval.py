@@ -272,9 +272,9 @@ def test_the_command_gives_what_lm_eval_gives_by_itself(world, run, tasks, tmp_p
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-def test_the_command_applies_a_chat_template_as_lm_eval_does(world, tasks, tmp_path, monkeypatch):
+def test_the_command_applies_a_chat_template_as_lm_eval_does(run, tasks, tmp_path, monkeypatch):
     """Also to requests that lm-eval kept from an earlier call."""
-    folder = Path(shutil.copytree(world / "hf", tmp_path / "model"))
+    folder = Path(shutil.copytree(run.parent / "hf", tmp_path / "model"))
     give_template(folder, CHAT.replace("TURN", TURN))
     monkeypatch.setenv("LM_HARNESS_CACHE_PATH", str(tmp_path / "kept"))
     asked = ["--apply_chat_template", "--cache_requests", "true"]
