@@ -192,6 +192,7 @@ class Decoder(nn.Module):
             return (self.config.num_experts, *shape[1:])
         return tuple(shape)
 
+    @outside_graphs  # parts of it are compiled by ``Regions``; it plans by numbers that no graph may hold
     def forward(
         self,
         tokens_Bt: Tensor,
@@ -335,7 +336,6 @@ def _host_store(
     return _new_host_store(tokens_Bt, tables, decoder.config.num_layers)
 
 
-@outside_graphs  # a graph would have to hold the copies
 def _new_host_store(tokens_Bt: Tensor, tables: Sequence[RotaryTable | None], num_layers: int) -> HostStore:
     shared = [x for table in tables if table is not None for x in (table.cos, table.sin)]
     # What has less than a byte a token does not grow with the row: to move it takes longer than to keep it.
