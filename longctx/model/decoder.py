@@ -188,9 +188,7 @@ class Decoder(nn.Module):
 
     def logical_shape(self, name: str, shape: Sequence[int]) -> tuple[int, ...]:
         """Shape of the whole model's tensor of which the parameter ``name``, of this shape, is here."""
-        if is_expert_weight(name):
-            return (self.config.num_experts, *shape[1:])
-        return tuple(shape)
+        return (self.config.num_experts, *shape[1:]) if is_expert_weight(name) else tuple(shape)
 
     @outside_graphs  # parts of it are compiled by ``Regions``; it plans by numbers that no graph may hold
     def forward(
