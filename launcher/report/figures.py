@@ -206,9 +206,12 @@ def speed_figure(train: Sequence[Any], resumes: Sequence[int]) -> str:
     right.set_title("Seconds a step")
     finish(right, "step", "seconds", None)
     _log_if_spiky(right, seconds)
+    # The legend lies above the curves.
+    bottom, top = right.get_ylim()
     if right.get_yscale() == "linear":
-        # The legend lies above the curves.
-        right.set_ylim(bottom=0, top=1.3 * right.get_ylim()[1])
+        right.set_ylim(bottom=0, top=1.3 * top)
+    else:
+        right.set_ylim(top=top * (top / bottom) ** 0.3)
     right.legend(loc="upper right")
     _draw_work(below_left, train)
     memory = Series.of(train, "max_memory_bytes")

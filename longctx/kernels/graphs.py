@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import wraps
-from types import FunctionType
-from typing import ParamSpec, TypeVar, cast
+from typing import ParamSpec, TypeVar
 
 import torch
 
@@ -22,12 +21,8 @@ def outside_graphs(function: Callable[P, T]) -> Callable[P, T]:
 
     @wraps(function)
     def call(*args: P.args, **kwargs: P.kwargs) -> T:
-        chosen = function
         if torch.compiler.is_compiling():
-            chosen = left_out
-        return chosen(*args, **kwargs)
+            return left_out(*args, **kwargs)
+        return function(*args, **kwargs)
 
-    # The tracer counts what it compiles by code object, and gives up at eight: each function gets one of its own.
-    outer = cast(FunctionType, call)
-    outer.__code__ = outer.__code__.replace(co_name=function.__name__)
     return call

@@ -14,7 +14,6 @@ from torch import Tensor, nn
 from longctx.architecture.layers import layer_specs
 from longctx.config import ModelConfig
 from longctx.kernels.attention.contract import Scores
-from longctx.kernels.graphs import outside_graphs
 from longctx.kernels.regions import Run, call_function
 from longctx.model.attention.core import PassCore, Plan
 from longctx.model.attention.sequences import PassCache
@@ -25,7 +24,7 @@ from longctx.model.layers.mlp import FeedForward
 from longctx.model.layers.norms import build_norm
 from longctx.model.mixers.network import MixerNetwork
 from longctx.model.mixers.table import NETWORKS
-from longctx.model.recompute import RecomputeCache, recomputed, recomputed_in_graph
+from longctx.model.recompute import RecomputeCache, recomputed
 from longctx.model.rotary import RotaryTable
 
 Draws = tuple[Draw | None, Draw | None]
@@ -98,7 +97,6 @@ class Block(nn.Module):
             return self._run_with_store(x_BtM, table, call, call.store)
         return self._run_and_keep(x_BtM, table, call)
 
-    @outside_graphs  # a graph would have to hold the copies
     def _run_with_store(
         self, x_BtM: Tensor, table: RotaryTable | None, call: Call, store: HostStore
     ) -> tuple[Tensor, ...]:
@@ -108,8 +106,6 @@ class Block(nn.Module):
     def _run_and_keep(self, x_BtM: Tensor, table: RotaryTable | None, call: Call) -> tuple[Tensor, ...]:
         if call.keep == "all":
             return self._run(x_BtM, table, call, None)
-        if torch.compiler.is_compiling() and call.plan.in_graph:
-            return recomputed_in_graph(self._run, x_BtM, table, call, keep=call.keep)
         return recomputed(self._run, x_BtM, table, call, keep=call.keep, store=call.store)
 
     def _run(

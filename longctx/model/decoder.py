@@ -188,10 +188,9 @@ class Decoder(nn.Module):
 
     def logical_shape(self, name: str, shape: Sequence[int]) -> tuple[int, ...]:
         """Shape of the whole model's tensor of which the parameter ``name``, of this shape, is here."""
-        if is_expert_weight(name):
-            return (self.config.num_experts, *shape[1:])
-        return tuple(shape)
+        return (self.config.num_experts, *shape[1:]) if is_expert_weight(name) else tuple(shape)
 
+    @outside_graphs  # parts of it are compiled by ``Regions``; it plans by numbers that no graph may hold
     def forward(
         self,
         tokens_Bt: Tensor,
@@ -335,7 +334,6 @@ def _host_store(
     return _new_host_store(tokens_Bt, tables, decoder.config.num_layers)
 
 
-@outside_graphs  # a graph would have to hold the copies
 def _new_host_store(tokens_Bt: Tensor, tables: Sequence[RotaryTable | None], num_layers: int) -> HostStore:
     shared = [x for table in tables if table is not None for x in (table.cos, table.sin)]
     # What has less than a byte a token does not grow with the row: to move it takes longer than to keep it.

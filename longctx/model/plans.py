@@ -15,7 +15,6 @@ from longctx.batch import PackedDocuments
 from longctx.config import ModelConfig
 from longctx.errors import ConfigError
 from longctx.kernels.devices import on_cpu
-from longctx.kernels.graphs import outside_graphs
 from longctx.model.attention.cache import TokenChunk
 from longctx.model.attention.core import AttentionShapes, PassCore, Plan
 from longctx.model.attention.mask import AttentionMask
@@ -23,7 +22,6 @@ from longctx.model.attention.sequences import PassCache
 from longctx.model.mixers.table import NETWORKS
 
 
-@outside_graphs  # boundaries are data: a graph that read them would serve one batch
 def plan_layers(
     config: ModelConfig,
     cores: Mapping[Mixer, PassCore],
@@ -120,14 +118,12 @@ def place(
     return positions_Bt, longest
 
 
-@outside_graphs  # ids are data: a graph that read them would serve one batch
 def _longest(documents: PackedDocuments, document_ids: Tensor | None) -> int:
     if document_ids is not None:
         documents = documents.with_padding(document_ids)
     return documents.longest
 
 
-@outside_graphs  # lengths are data: a graph that read them would serve one batch
 def check_learned(positions_Bt: Tensor, longest: int, max_positions: int) -> None:
     """ConfigError where a learned table of ``max_positions`` rows has none for a token.
 

@@ -4,15 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
+from torch.utils.checkpoint import checkpoint
 
 from longctx.errors import ConfigError
-from longctx.kernels.graphs import outside_graphs
 from longctx.model.kept import HostStore, Keep, on_device
 
 _PARTS = {"attention": ("attention", "routing", "experts"), "inputs": ("routing",)}
@@ -104,7 +102,6 @@ class _WithValues(torch.autograd.Function):
         return dx, None
 
 
-@outside_graphs  # a recompute_cache is filled and emptied outside of any graph
 def recomputed(
     function: Callable[..., tuple[Tensor, ...]], *args: Any, keep: Keep = "attention", store: HostStore | None = None
 ) -> Any:
@@ -123,17 +120,3 @@ def recomputed(
         preserve_rng_state=False,
         context_fn=recompute_cache.contexts,
     )
-
-
-def recomputed_in_graph(function: Callable[..., tuple[Tensor, ...]], *args: Any, keep: Keep = "attention") -> Any:
-    """The same inside a graph of ``torch.compile``, which keeps the results of the kernels' operator, and experts' ids.
-
-    For cores whose work is that operator and nothing that a graph cannot hold.
-    """
-    # Ids are saved so that a token has the same experts in both runs, however its scores are rounded.
-    saved_operators = [torch.ops.aten.topk.default]
-    if keep == "attention":
-        saved_operators.append(torch.ops.longctx.attention_forward.default)
-    contexts = partial(create_selective_checkpoint_contexts, saved_operators)
-    # None: a graph has no recompute cache, the operators' results stand in for it.
-    return checkpoint(function, *args, None, use_reentrant=False, preserve_rng_state=False, context_fn=contexts)

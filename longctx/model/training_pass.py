@@ -13,7 +13,6 @@ from torch import Tensor
 
 from longctx.batch import PackedDocuments
 from longctx.config import ModelConfig
-from longctx.kernels.graphs import outside_graphs
 from longctx.kernels.processor import Products, fastest_products
 from longctx.model.experts.capacity import Capacity
 from longctx.model.experts.replay import RoutingReplay
@@ -131,7 +130,6 @@ def _of_seed(training_pass: TrainingPass, token_Bt: Tensor, row_tokens: int) -> 
     return token_Bt + moves_N[(token_Bt // row_tokens).clamp(min=0)]
 
 
-@outside_graphs  # boundaries are data: a graph that read them would serve one batch
 def document_ids_of(documents: PackedDocuments, tokens_Bt: Tensor) -> Tensor:
     """The document of every token, when these tokens are all there are."""
     if documents.num_tokens != tokens_Bt.numel():
@@ -146,7 +144,6 @@ def document_ids_of(documents: PackedDocuments, tokens_Bt: Tensor) -> Tensor:
     return ids_Bt.to(tokens_Bt.device, non_blocking=True)
 
 
-@outside_graphs  # boundaries are data: a graph that read them would serve one batch
 def token_indices(documents: PackedDocuments, positions_Bt: Tensor, document_ids_Bt: Tensor) -> Tensor:
     """The index of each token in the micro-batch, −1 for padding."""
     # The index does not depend on the rank or the layout that the token came by.

@@ -59,7 +59,6 @@ class CachedPlan:
     work: tuple[tuple[Work, ...], ...]
     """With the queries of each rank, by hop; one entry where every rank has all queries."""
     is_replicated: bool
-    in_graph: bool = False
 
     @classmethod
     def build(

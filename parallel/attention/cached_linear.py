@@ -37,7 +37,6 @@ class CachedLinearPlan:
     """Tokens of the chunk, on all ranks."""
     exchange: GatherStates | None
     """None where every rank has all tokens of the chunk."""
-    in_graph: bool = False
 
     @classmethod
     def build(cls, mask: AttentionMask, shapes: AttentionShapes, placement: object, mesh: Mesh) -> CachedLinearPlan:

@@ -8,7 +8,6 @@ from typing import Any
 from torch import Tensor
 
 from longctx.kernels.attention.contract import Scores
-from longctx.kernels.graphs import outside_graphs
 from longctx.model.attention.cache import LayerCache
 from longctx.model.attention.core import AttentionShapes, EachAlone
 from longctx.model.attention.mask import AttentionMask
@@ -38,7 +37,6 @@ class ContextParallelAttention(CoreOverRanks):
         )
         return ContextParallelPlan.build(schedule, self.mesh, shapes, self.options)
 
-    @outside_graphs  # keys, values and states travel between ranks
     def __call__(
         self,
         q_BtHD: Tensor,
@@ -58,7 +56,6 @@ class ContextParallelAttention(CoreOverRanks):
             q_BtHD, k_BtKD, v_BtKV, plan, scores=scores, sinks_H=sinks_H, recompute_cache=recompute_cache
         )
 
-    @outside_graphs  # results travel between ranks
     def attend_each(
         self,
         q_BtHD: Tensor,

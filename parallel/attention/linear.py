@@ -18,7 +18,6 @@ from torch import Tensor
 
 from longctx.errors import ConfigError
 from longctx.kernels.attention.contract import Scores
-from longctx.kernels.graphs import outside_graphs
 from longctx.kernels.linear_attention import CHUNK, Segments, StateExchange, linear_attention
 from longctx.model.attention.cache import LayerCache
 from longctx.model.attention.core import AttentionShapes
@@ -43,7 +42,6 @@ class ContextParallelLinearPlan:
     shapes: AttentionShapes
     """Of this rank's shard: rows of a flattened micro-batch count as the one sequence that the layout is over."""
     segments: Segments
-    in_graph: bool = False
 
     @classmethod
     def build(cls, states: StatePlan, mesh: Mesh, shapes: AttentionShapes) -> ContextParallelLinearPlan:
@@ -129,7 +127,6 @@ class ContextParallelLinearAttention(CoreOverRanks):
         states = StatePlan.build(layout, mask.documents, causal=mask.causal)
         return ContextParallelLinearPlan.build(states, self.mesh, shapes)
 
-    @outside_graphs  # keys, values and states travel between ranks
     def __call__(
         self,
         q_BtHD: Tensor,

@@ -73,7 +73,6 @@ class ContextParallelPlan:
     heads: HeadExchange
     transport: Transport
     kernel: AttentionKernel
-    in_graph: bool = False
 
     @classmethod
     def build(

@@ -17,7 +17,6 @@ from torch import Tensor
 from longctx.errors import ConfigError
 from longctx.kernels.attention.contract import Gradients, Scores
 from longctx.kernels.attention.sinks import apply_sinks, sinks_gradient
-from longctx.kernels.graphs import outside_graphs
 from longctx.kernels.processor import Products
 from longctx.model.attention.core import AttentionShapes
 from longctx.model.attention.work import attend_work, attend_work_backward
@@ -30,7 +29,6 @@ from parallel.transport.block import KeysAndValues, KVBlock, PartialResult
 from parallel.transport.ulysses import HeadExchange
 
 
-@outside_graphs  # keys, values and states travel between ranks
 def attend(
     q_BtHD: Tensor,
     k_BtKD: Tensor,

@@ -1,8 +1,7 @@
 """The kernels as PyTorch operators: ``longctx::attention_forward`` and ``longctx::attention_backward``.
 
-An operator is opaque to ``torch.compile``, which needs no more than the shapes of its results. Operators take plain
-values: the slices as their table (as data: other documents are no reason to compile again), the kernel by name and the
-scores field by field.
+A trace without data asks of an operator no more than the shapes of its results. Operators take plain values: the
+slices as their table, the kernel by name and the scores field by field.
 
 Axes: B batch, t query rows, s key rows, H query heads, K key/value heads, D query/key head size, V value head size,
 N buckets of a bias table.
@@ -23,7 +22,6 @@ _SCORES = (
     "str kernel, float scale, float? softcap, Tensor? alibi_slopes, Tensor? bias_table, int max_distance, "
     "bool bidirectional"
 )
-# the one definition of the namespace; longctx.model.experts.operators adds a fragment to it
 _library = torch.library.Library("longctx", "DEF")
 _library.define(f"attention_forward(Tensor q, Tensor k, Tensor v, Tensor slices, {_SCORES}) -> (Tensor, Tensor)")
 _library.define(

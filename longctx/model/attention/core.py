@@ -90,13 +90,8 @@ class AttentionShapes:
             )
 
 
-class Plan(Protocol):
-    """What a core does in every layer of one kind, for one forward pass; what is in it is the core's own."""
-
-    @property
-    def in_graph(self) -> bool:
-        """Whether ``torch.compile`` may hold the core's work in a graph: nothing but the kernels' operators."""
-        ...
+Plan = Any
+"""What a core does in every layer of one kind, for one forward pass; what is in it is the core's own."""
 
 
 class PassCore(Protocol):
@@ -173,7 +168,6 @@ class EachAlone:
     tokens: tuple[slice, ...]
     """Where their tokens are in the pass's row."""
     plans: tuple[Any, ...]
-    in_graph: bool = False
 
 
 def plan_alone(

@@ -58,7 +58,6 @@ class LocalPlan:
     """Rows that are to join them."""
     newest: CpuFlashKernel | None = None
     """The kernel where a single token sees all that the cache stores: there is no other work then."""
-    in_graph: bool = True
 
 
 class LocalAttention(AttentionCore):
@@ -256,9 +255,9 @@ def _is_newest(mask: AttentionMask, shapes: AttentionShapes) -> bool:
 
 
 def _eager(kernel: str, q_BtHD: Tensor) -> Callable[..., tuple[Tensor, Tensor]]:
-    """The kernel's ``forward``, as an operator only where that serves a graph or a trace."""
+    """The kernel's ``forward``, as an operator only where that serves a trace."""
     # To call an operator takes about as long as the attention of a generated token.
-    if type(q_BtHD) is Tensor and on_cpu(q_BtHD) and not torch.compiler.is_compiling():
+    if type(q_BtHD) is Tensor and on_cpu(q_BtHD):
         return KERNELS[kernel].forward
     return partial(ops.forward, kernel)
 

@@ -27,7 +27,6 @@ class ObservedPlan:
     inner: LocalPlan
     mask: AttentionMask
     shapes: AttentionShapes
-    in_graph: bool = False
 
 
 class ObservedAttention(AttentionCore):

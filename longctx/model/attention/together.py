@@ -153,7 +153,6 @@ class SequencesPlan:
     alone: EachAlone | None
     order_t: Tensor | None
     """Where each token's result is among those together and then alone; None where all are in order."""
-    in_graph: bool = False
 
     @classmethod
     def build(

@@ -23,7 +23,6 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from longctx.kernels.attention.contract import Scores
-from longctx.kernels.graphs import outside_graphs
 from longctx.model.block import Block, Call
 from longctx.model.chunks.heads import ByGroups, groups_in_turn
 from longctx.model.chunks.parts import Differentiate, LayerParts, leaves
@@ -55,7 +54,6 @@ class Attended(NamedTuple):
     """What backward needs besides, one a group of heads; none where there is no backward."""
 
 
-@outside_graphs  # values move, and weights' gradients are summed
 def chunked_layer(
     stream: ResidualStream, block: Block, handle: Tensor, table: RotaryTable | None, call: Call
 ) -> tuple[Tensor, ...]:

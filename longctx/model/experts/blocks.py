@@ -144,13 +144,8 @@ class SavedChunks:
     def __init__(self, blocks: Blocks, tokens: Tokens, weights: Weights, call: ExpertsCall) -> None:
         self.dtype = tokens.x_SM.dtype
         self.widths = saved_widths(call.run.recompute, weights, in_blocks=True)
-        if call.fixed_sizes:
-            # one chunk for as many assignments as the tokens could have: a graph's sizes know nothing of the routing
-            self.starts, num_saved = [0], tokens.experts_Sk.numel()
-        else:
-            self.starts, num_saved = self._cut(blocks), len(blocks.order_R)
-        self.stops = self.starts[1:]
-        self.stops.append(num_saved)
+        self.starts = self._cut(blocks)
+        self.stops = [*self.starts[1:], len(blocks.order_R)]
 
     def _cut(self, blocks: Blocks) -> list[int]:
         """First assignments of chunks that have ``CHUNK_BYTES`` or a little more."""

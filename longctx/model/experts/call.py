@@ -55,8 +55,6 @@ class ExpertsCall:
     """Whether it is certain that no backward pass follows."""
     only_graph: bool = False
     """Whether only the graph is wanted, for backward, and nobody reads the result."""
-    fixed_sizes: bool = False
-    """Whether the number and sizes of what is saved must not depend on the routing, as in a compiled graph."""
 
 
 def saved_widths(recompute: str, weights: Weights, *, in_blocks: bool) -> tuple[int, ...]:

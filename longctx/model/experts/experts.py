@@ -6,7 +6,6 @@ E experts, e experts of this process.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -16,11 +15,9 @@ from torch.autograd.function import once_differentiable
 
 from longctx.config import ModelConfig
 from longctx.kernels.dtypes import accumulate_dtype
-from longctx.kernels.graphs import outside_graphs
 from longctx.model.experts.call import ExpertsCall, Needs, Tokens, Weights
 from longctx.model.experts.compute_cpu import forward_few
 from longctx.model.experts.dispatch import ExpertRun, tiles_of
-from longctx.model.experts.operators import backward_in_graph, forward_in_graph
 from longctx.model.experts.tiles import Routed, backward_tiles, computes_in_blocks, forward_tiles, is_decoding
 from longctx.model.recompute import RecomputeCache
 
@@ -65,8 +62,7 @@ class Experts(nn.Module):
         assert run.dispatcher.local_experts == self.local_experts
         if run.recompute != "all" and (recompute_cache is not None or not self._is_trained(x_NM, gates_Nk)):
             run = replace(run, recompute="all")  # nothing is saved but what was given
-        is_eager = recompute_cache is None and not torch.compiler.is_compiling()
-        without_backward = is_eager and not torch.is_grad_enabled()
+        without_backward = recompute_cache is None and not torch.is_grad_enabled()
         only_graph = recompute_cache is not None and recompute_cache.recomputing and not values_again
         call = ExpertsCall(self.activation, run, without_backward=without_backward, only_graph=only_graph)
         if without_backward and not run.dispatcher.is_distributed:
@@ -75,10 +71,7 @@ class Experts(nn.Module):
                 # Nothing is sent or saved: what surrounds a tile takes longer than to compute so few tokens.
                 return forward_few(Tokens(x_NM, gates_Nk, experts_Nk, None), weights, call)[0]
             return forward_tiles(Routed(x_NM, gates_Nk, experts_Nk), weights, call)[0]
-        apply = _Experts.apply
-        if run.dispatcher.is_distributed:
-            apply = _apply_outside_graphs
-        return apply(
+        return _Experts.apply(
             x_NM,
             gates_Nk,
             experts_Nk,
@@ -125,8 +118,6 @@ class _Experts(torch.autograd.Function):
             ctx.num_saved = [0] * len(tiles_of(len(x_NM), call.run.tile_tokens))
             # NaN: should anyone read it, it will be noticed.
             out_NM = x_NM.new_full((), torch.nan, dtype=accumulate_dtype(x_NM.dtype)).expand(x_NM.shape)
-        elif torch.compiler.is_compiling():
-            out_NM, saved = forward_in_graph(routed, weights, call)
         else:
             out_NM, of_tiles, ctx.sizes = forward_tiles(routed, weights, call)
             saved = [tensor for of_tile in of_tiles for tensor in of_tile]
@@ -142,17 +133,14 @@ class _Experts(torch.autograd.Function):
         del tensors
         x, gates, _, gate_up, down, gate_up_bias, down_bias, _ = ctx.needs_input_grad
         needs = Needs(x, gates, gate_up, down, gate_up_bias, down_bias)
-        if torch.compiler.is_compiling():
-            grads: Sequence[Tensor | None] = backward_in_graph(dout_NM, routed, weights, saved, ctx.call, needs)
-        else:
-            # what is saved is now ours to free, unless the graph is kept for another backward pass
-            ctx.maybe_clear_saved_tensors()
-            of_tiles = []
-            # moved, not copied: a second list would keep every tensor alive to the end
-            for count in ctx.num_saved:
-                of_tiles.append(saved[:count])
-                del saved[:count]
-            grads = backward_tiles(dout_NM, routed, weights, of_tiles, ctx.sizes, ctx.call, needs)
+        # what is saved is now ours to free, unless the graph is kept for another backward pass
+        ctx.maybe_clear_saved_tensors()
+        of_tiles = []
+        # moved, not copied: a second list would keep every tensor alive to the end
+        for count in ctx.num_saved:
+            of_tiles.append(saved[:count])
+            del saved[:count]
+        grads = backward_tiles(dout_NM, routed, weights, of_tiles, ctx.sizes, ctx.call, needs)
         # the gates' gradients are made in any case; PyTorch wants none for what needs none
         wanted = list(grads)
         for index, is_needed in enumerate(needs):
@@ -160,8 +148,3 @@ class _Experts(torch.autograd.Function):
                 wanted[index] = None
         dx, dgates, dgate_up, ddown, dgate_up_bias, ddown_bias = wanted
         return dx, dgates, None, dgate_up, ddown, dgate_up_bias, ddown_bias, None
-
-
-@outside_graphs  # tokens are sent outside of any graph
-def _apply_outside_graphs(*inputs: Any) -> Tensor:
-    return _Experts.apply(*inputs)

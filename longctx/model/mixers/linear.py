@@ -22,7 +22,6 @@ class LocalLinearPlan:
 
     segments: Segments
     causal: bool
-    in_graph: bool = False
 
 
 class LocalLinearAttention(AttentionCore):

@@ -298,35 +298,3 @@ def test_choices_stay_when_logits_would_now_choose_otherwise(monkeypatch):
     seen.clear()
     lm(EXPERT_BATCH, TRAINING)
     assert not torch.equal(seen[0][1], ids), "it would have"
-
-
-@pytest.mark.slow
-def test_a_compiled_layer_keeps_its_choices_too():
-    """Inside a graph there is no recompute_cache; recomputation finds the ids, and attention's result, by their
-    operators."""
-    lm = of_experts(num_layers=1, keep="attention")
-    torch.compiler.reset()
-    compiled, results = torch.compile(lm, backend="aot_eager"), []
-    for f in (lm, compiled, compiled):  # the last time nothing is compiled, which would be counted
-        lm.zero_grad()
-        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
-            loss = lm.loss_sum(f(EXPERT_BATCH, TRAINING))
-            step_loss(loss, 0.1, 0.1).backward()
-        results.append((*loss.tensors(), *gradients(lm).values()))
-    ran = {event.key: event.count for event in profile.key_averages()}
-    assert ran["aten::topk"] == ran["longctx::attention_forward"] == 1
-    torch.testing.assert_close(results[1], results[0], atol=1e-5, rtol=1e-5)
-    torch.compiler.reset()
-
-
-@pytest.mark.slow
-def test_a_compiled_step_may_have_another_seed():
-    """Each step has its own; compiled in or not, it decides."""
-    lm = of_experts(num_layers=1, keep="all", residual_dropout=0.2)
-    torch.compiler.reset()
-    compiled = torch.compile(lm, backend="aot_eager")
-    for seed in (5, 5 + 0x9E3779B1, 2**62 + 3):
-        training_pass = TrainingPass(seed=seed, first_tokens=(7 * (seed % 3),))
-        wanted = lm(EXPERT_BATCH, training_pass)
-        torch.testing.assert_close(compiled(EXPERT_BATCH, training_pass), wanted, atol=1e-5, rtol=1e-5)
-    torch.compiler.reset()

@@ -73,6 +73,15 @@ def train(config, execution: Execution, dtype: torch.dtype) -> tuple[list[float]
     return losses, found, graphs
 
 
+def test_a_decoder_that_somebody_compiles_is_left_as_it_is():
+    """It compiles its own parts, and plans by numbers of documents that no graph may hold."""
+    decoder, batch = Decoder(MODELS["experts"]), batches()[0]
+    compiled = torch.compile(decoder, backend="eager")
+    inputs = batch.tokens, batch.positions, batch.cu_seqlens
+    assert torch.equal(compiled(*inputs), decoder(*inputs))
+    assert compile_count().graphs == 0
+
+
 def check(name: str, backend: str, *, keep: Keep = "all", store: Store = "device", chunk_tokens: int = 0) -> None:
     """Compiled float32 against eager float32, whose sums are only added in other orders."""
     losses, grads, nothing = train(MODELS[name], Execution(keep), torch.float32)

@@ -6,26 +6,20 @@ Axes: B rows, T tokens, H query heads, K key/value heads, D query/key head size,
 from __future__ import annotations
 
 import math
-from dataclasses import replace
 from itertools import pairwise
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch._dynamo.utils import counters
 
 from longctx.errors import ConfigError
 from longctx.kernels.attention.contract import RelativeBias, Scores
 from longctx.kernels.attention.sinks import apply_sinks, sinks_gradient
 from longctx.model.attention.cache import KVCache
-from longctx.model.attention.core import AttentionShapes
 from longctx.model.attention.local import LocalAttention, continuation_slices, document_slices
 from longctx.model.attention.mask import AttentionMask
-from longctx.model.decoder import Decoder
-from longctx.model.training_pass import Execution
 from tests.longctx.attention_cores import attend_once
-from tests.longctx.samples import dense_config, gradients, packed_batch, randomize
 from tests.rounding import ATTENTION, both_ways
 
 BUCKETS, FARTHEST = 6, 9
@@ -210,69 +204,3 @@ def test_requests_that_make_no_sense_are_refused():
     x = leaves(2, 4)
     with pytest.raises(ValueError, match="cu_seqlens"):
         attend_once(LocalAttention("blockwise"), x["q"], x["k"], x["v"], AttentionMask((0, 4)))
-
-
-BOUNDARIES = [[[5, 7]], [[3, 4, 5]], [[1, 1, 1, 9]], [[12]], [[6, 6]]]
-
-
-@pytest.fixture
-def fresh_compiler():
-    torch.compiler.reset()
-    counters.clear()
-    with torch._dynamo.config.patch(fail_on_recompile_limit_hit=True):  # it would go on uncompiled, with a warning
-        yield
-    torch.compiler.reset()
-
-
-def test_compiled_attention_is_one_graph_whatever_the_documents(fresh_compiler):
-    core = LocalAttention("blockwise")
-
-    def attention(x, plan):
-        return core(x["q"], x["k"], x["v"], plan=plan, **rules(x, rich=True))
-
-    compiled = torch.compile(attention, backend="aot_eager", fullgraph=True)
-    for [lengths] in BOUNDARIES[:3]:
-        cu_seqlens = (0, *torch.tensor(lengths).cumsum(0).tolist())
-        mask, x = AttentionMask(cu_seqlens, window=4, sink_tokens=1), leaves(1, 12)
-        plan = core.plan(mask, AttentionShapes.of(x["q"], x["k"], x["v"], rules(x, rich=True)["scores"]))
-        results = [
-            [out := f(x, plan), *torch.autograd.grad(out.sin().sum(), list(x.values()))] for f in (attention, compiled)
-        ]
-        torch.testing.assert_close(results[1], results[0])
-    assert counters["stats"]["unique_graphs"] <= 2  # the first row's, and one for any number of documents
-
-
-class OutsideOfGraphs(LocalAttention):
-    """As a core must be that communicates."""
-
-    def plan(self, *args, **kwargs):
-        return replace(super().plan(*args, **kwargs), in_graph=False)
-
-    @torch.compiler.disable
-    def __call__(self, *args, **kwargs):
-        return super().__call__(*args, **kwargs)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("keep", "changes"),
-    [("all", {}), ("attention", {}), ("attention", {"layers": ("sparse",), "window": 3, "sparse_stride": 4})],
-    ids=["all", "attention", "sparse"],
-)
-def test_compiled_decoder_equals_eager_and_serves_any_documents(keep, changes, fresh_compiler):
-    """Around a core that stays outside of graphs, and with one inside that is not run again by recomputation."""
-    core = OutsideOfGraphs() if keep == "all" else LocalAttention()
-    decoder = Decoder(dense_config(num_layers=1, **changes), {"softmax": core}, execution=Execution(keep))
-    randomize(decoder)
-    compiled = torch.compile(decoder, backend="eager" if keep == "all" else "aot_eager")
-    for lengths in BOUNDARIES:
-        batch, results = packed_batch(lengths), []
-        for f in (decoder, compiled):
-            decoder.zero_grad()
-            hidden = f(batch.tokens, batch.positions, batch.cu_seqlens)
-            hidden.square().sum().backward()
-            results.append((hidden, gradients(decoder)))
-        torch.testing.assert_close(results[1], results[0], atol=1e-5, rtol=1e-5)
-    breaks = len(counters["graph_break"])
-    assert breaks == (2 if keep == "all" else 1)  # at the boundaries of documents, and at the core
-    assert counters["stats"]["unique_graphs"] <= 5  # embedding, table, before and after the core, last norm

@@ -268,36 +268,6 @@ def test_what_is_frozen_gets_no_gradient(frozen):
         assert leaf.grad is None if name in still else torch.equal(leaf.grad, want), name
 
 
-@pytest.mark.few(3)
-@both_ways
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("options", [{}, {"tile_tokens": 12}, {"recompute": "none"}, {"recompute": "all"}], ids=str)
-def test_compiled_experts_are_one_graph(options, dtype, products):
-    """And the same bits: the operator runs the same code on the same rows."""
-    module, (x, gates, choices) = build(dtype, expert_bias=True), routed(dtype, nowhere=0.2)
-    run = ExpertRun(TokenDispatcher(), products=products, **options)
-
-    def layer(x, gates):
-        return module(x * 1, gates, choices, run) + 1
-
-    torch._dynamo.reset()
-    compiled = torch.compile(layer, backend="aot_eager", fullgraph=True)
-    for a, b in zip(outcome(compiled, module, x, gates), outcome(layer, module, x, gates), strict=True):
-        assert torch.equal(a, b)
-
-
-def test_operators_keep_what_they_promise_to_compilers():
-    module, (x, gates, choices) = build(torch.float32), routed(torch.float32)
-    given = [of.detach() for of in (x, gates)] + [choices, module.gate_up_proj.detach(), module.down_proj.detach()]
-    how = ("swiglu", 12, "activation", "native")
-    tests = ("test_schema", "test_faketensor")
-    torch.library.opcheck(torch.ops.longctx.experts_forward.default, (*given, None, None, *how), test_utils=tests)
-    _, *kept = torch.ops.longctx.experts_forward.default(*given, None, None, *how)
-    for needs in ([True] * 4 + [False] * 2, [False, True, True, False, False, False]):
-        arguments = (torch.randn(N, M), *given, None, None, kept, *how, needs)
-        torch.library.opcheck(torch.ops.longctx.experts_backward.default, arguments, test_utils=tests)
-
-
 def test_gradients_of_tiles_are_added_in_float32():
     """Steps of a thousandth of the sum would be lost in bfloat16."""
     weight = torch.zeros(2, 1, 1, dtype=torch.bfloat16)
