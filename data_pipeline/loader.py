@@ -352,7 +352,12 @@ class ValidationLoader:
 
     @cached_property
     def bytes_per_token(self) -> float | None:
-        """Mean bytes of text that a token of these rows stands for, as the folders' own means are; None if unknown."""
+        """Mean bytes of text that a token of these rows stands for, as the folders' own means are; None if unknown.
+
+        Of conversations it is: the mean is of all tokens, and a loss of those that count.
+        """
+        if any(shards.is_masked for shards in self.folders):
+            return None
         means = [shards.manifest.bytes_per_token for shards in self.folders]
         if len(means) == 1:
             return means[0]

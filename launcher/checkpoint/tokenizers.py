@@ -44,6 +44,15 @@ def check_same_tokenizer(checkpoint: Path, data: ShardSet) -> None:
     )
 
 
+def check_named_tokenizer(tokenizer: Tokenizer, data: ShardSet) -> None:
+    """DataError unless the data was built with this tokenizer, which a user names for a folder that has none."""
+    if tokenizer.fingerprint != data.manifest.tokenizer:
+        raise DataError(
+            f"{data.folder} was built with another tokenizer than {tokenizer.path}: ids would mean other text.\n"
+            f"Name the one that the data was built with: --tokenizer {data.folder}"
+        )
+
+
 def _check_whole(checkpoint: Path) -> None:
     """CheckpointError where a checkpoint's tokenizer is not the one that it was written with."""
     # Else a flipped bit in it would read as another tokenizer, with the advice to build the data again.

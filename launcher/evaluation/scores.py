@@ -20,7 +20,7 @@ import torch
 from data_pipeline.shards.reader import ShardSet
 from data_pipeline.shards.scores import ScoredDocument, Total, read_total, write_scores
 from data_pipeline.shards.verify import deal, open_verified
-from launcher.checkpoint.tokenizers import check_same_tokenizer
+from launcher.checkpoint.tokenizers import check_named_tokenizer, check_same_tokenizer
 from launcher.evaluation.computation import Computation
 from launcher.evaluation.model import build_decoder, check_finite
 from launcher.evaluation.opened import OpenedModel, check_positions, open_model
@@ -152,6 +152,8 @@ def _open(options: ScoreOptions) -> tuple[OpenedModel, ShardSet]:
     shards = open_verified(options.data)
     if options.tokenizer is None:
         check_same_tokenizer(opened.folder, shards)
+    else:
+        check_named_tokenizer(opened.tokenizer, shards)
     check_positions(
         opened.model,
         shards.longest_document(),

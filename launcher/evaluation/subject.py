@@ -15,7 +15,7 @@ from data_pipeline.shards.reader import ShardSet
 from data_pipeline.shards.verify import open_verified
 from data_pipeline.stores.urls import Location, below, locate
 from data_pipeline.texts import read_texts
-from launcher.checkpoint.tokenizers import check_same_tokenizer
+from launcher.checkpoint.tokenizers import check_named_tokenizer, check_same_tokenizer
 from launcher.evaluation.opened import OpenedModel, check_positions, open_model, run_of
 from launcher.evaluation.options import Options
 from launcher.run_folder import CONFIG_FILE
@@ -169,8 +169,5 @@ def _check_tokenizer(options: Options, subject: Subject, shards: ShardSet) -> No
     """DataError unless the shards' ids mean to the model what they say."""
     if options.tokenizer is None:
         check_same_tokenizer(subject.folder, shards)
-    elif subject.tokenizer.fingerprint != shards.manifest.tokenizer:
-        raise DataError(
-            f"{shards.folder} was built with another tokenizer than {options.tokenizer}: ids would mean other text.\n"
-            "Name the tokenizer that the data was built with, or a folder of plain text as --haystack."
-        )
+    else:
+        check_named_tokenizer(subject.tokenizer, shards)

@@ -27,6 +27,8 @@ def encode_chats(
             try:
                 if "messages" in prompt.fields:
                     conversation = conversation_of(prompt.fields, "messages")
+                    if source.system and conversation.messages[0]["role"] == "system":
+                        raise NoConversationError("it begins with a system turn, and --system is another one")
                 else:
                     conversation = Conversation(({"role": "user", "content": prompt.text},))
                 conversation = replace(conversation, messages=system_turn(source) + conversation.messages)

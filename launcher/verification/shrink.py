@@ -12,6 +12,8 @@ from longctx.config import ModelConfig
 
 TOKENS_A_RANK = 256
 """Most tokens of a row that a rank holds: several kernels' blocks, few enough for one process to hold all."""
+LEAST_TOKENS = 16
+"""Fewest tokens of a row, where it has them: a row has several documents, of which one spans ranks."""
 WIDTH, FFN_WIDTH, EXPERT_WIDTH, VOCABULARY = 256, 512, 64, 4096
 MICRO_BATCHES = 2
 """Enough to see that gradients of several are added up."""
@@ -66,8 +68,8 @@ def shrink(config: ResolvedConfig, world_size: int) -> Shrunk:
 def _row_tokens(config: ResolvedConfig) -> int:
     context, most = config.parallel.context, TOKENS_A_RANK * config.parallel.context
     if config.parallel.tokens_per_rank:
-        # Of all rows that lie side by side; no fewer than there are ranks, so that a rank has some.
-        most = max(context, most // config.train.micro_batch_rows)
+        # Of all rows that lie side by side; no fewer than make documents, and than there are ranks.
+        most = max(context, LEAST_TOKENS, most // config.train.micro_batch_rows)
     return min(config.data.seq_len, most)
 
 

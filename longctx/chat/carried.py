@@ -6,6 +6,7 @@ import copy
 import json
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from longctx.chat.encode import ChatEncoder
 from longctx.chat.rule import ChatRule
@@ -24,9 +25,12 @@ def with_chat(tokenizer: Tokenizer, rule: ChatRule) -> Tokenizer:
     there, a tuned model would go on and ask itself the next question.
     """
     changed = copy.copy(tokenizer)
-    changed.files = dict(tokenizer.files)
-    if rule.template is not None:
-        changed.files[TEMPLATE_FILE] = rule.template.encode()
+    changed.files = _reading(tokenizer.files, tokenizer.path)
+    if rule.template is not None or rule.options:
+        changed.files = _with_templates(changed.files, _texts(tokenizer, rule))
+    # Of a tokenizer without an end id one that ends a reply would become it, and texts of other ids.
+    if tokenizer.special.end is None:
+        return changed
     encoder = ChatEncoder(tokenizer, rule)
     try:
         ends = encoder.turn_ends()
@@ -34,18 +38,49 @@ def with_chat(tokenizer: Tokenizer, rule: ChatRule) -> Tokenizer:
         encoder.close()
     # The first one stays the first: it is what follows a document of text.
     stops = dict.fromkeys(list(tokenizer.special.stops) + sorted(ends))
-    changed.files = _ending(_reading(changed.files, tokenizer.path), list(stops), tokenizer.path)
+    changed.files = _ending(changed.files, list(stops), tokenizer.path)
     return changed
+
+
+def _texts(tokenizer: Tokenizer, rule: ChatRule) -> dict[str, str]:
+    """Return the rule's templates by name, which begin with its options as defaults: other values may be given."""
+    texts = {DEFAULT: rule.template or ""}
+    if rule.template is None:
+        texts = find_templates(tokenizer.files, tokenizer.path)
+    defaults = "".join(
+        f"{{% if {name} is not defined %}}{{% set {name} = {_literal(value)} %}}{{% endif %}}"
+        for name, value in rule.options.items()
+    )
+    # Behind a tag a template's first line break would be dropped.
+    begin = defaults and f"{defaults}{{{{ '' }}}}"
+    return {name: begin + text for name, text in texts.items()}
+
+
+def _literal(value: Any) -> str:
+    """Return how Jinja spells a value of JSON's types."""
+    if value is None:
+        return "none"
+    if isinstance(value, list):
+        return f"[{', '.join(map(_literal, value))}]"
+    if isinstance(value, Mapping):
+        return f"{{{', '.join(f'{json.dumps(key)}: {_literal(item)}' for key, item in value.items())}}}"
+    return json.dumps(value, ensure_ascii=False)
+
+
+def _with_templates(files: Mapping[str, bytes], texts: Mapping[str, str]) -> dict[str, bytes]:
+    """Return the files with these templates by name in place of those that have files of their own."""
+    found = {name: content for name, content in files.items() if name != TEMPLATE_FILE and not is_template(name)}
+    for name, text in texts.items():
+        file = f"{TEMPLATES}.{name}.jinja"
+        if name == DEFAULT:
+            file = TEMPLATE_FILE
+        found[file] = text.encode()
+    return found
 
 
 def tuned_files(own: Mapping[str, bytes], data: Mapping[str, bytes], path: Path) -> dict[str, bytes]:
     """Return a model's ``own`` files, with the chat template and the ends of replies of the ``data``."""
-    files = {name: content for name, content in own.items() if name != TEMPLATE_FILE and not is_template(name)}
-    for name, text in find_templates(data, path).items():
-        file = f"{TEMPLATES}.{name}.jinja"
-        if name == DEFAULT:
-            file = TEMPLATE_FILE
-        files[file] = text.encode()
+    files = _with_templates(own, find_templates(data, path))
     ends = _ends(own, path) + _ends(data, path)
     return _ending(_reading(files, path), list(dict.fromkeys(ends)), path)
 

@@ -58,10 +58,14 @@ class EncodedChat:
     """int32 [N]."""
     counted: np.ndarray
     """bool [N]: whether the loss of predicting this token counts."""
+    stops: np.ndarray
+    """int64 [N]: for each token the character of the text behind it."""
 
     def begin(self, num_tokens: int) -> EncodedChat:
-        """Return the first so many tokens; the text stays whole."""
-        return EncodedChat(self.text, self.ids[:num_tokens], self.counted[:num_tokens])
+        """Return the first so many tokens, at least one, and their text."""
+        kept = slice(num_tokens)
+        text = self.text[: self.stops[kept][-1]]
+        return EncodedChat(text, self.ids[kept], self.counted[kept], self.stops[kept])
 
 
 _USUAL = ChatRule()
@@ -136,7 +140,7 @@ class ChatEncoder:
             if asks:
                 marked = [one for one in marked if any(start <= one[0] < stop for start, stop in spans)]
             counted = self._counted(template, located, restored, spans, marked)
-        return EncodedChat(restored.text, located.ids, counted)
+        return EncodedChat(restored.text, located.ids, counted, located.stops)
 
     def encode_prompt(self, conversation: Conversation) -> np.ndarray:
         """Return the ids of a conversation with the prompt for its next reply, int32 [N].

@@ -218,6 +218,15 @@ def test_a_base_model_is_told_what_to_pass(capsys, model, tmp_path):
     assert (code, "--chat" in err) == (2, True), err
 
 
+def test_one_system_turn_and_not_another(capsys, model, tmp_path):
+    folder = Path(shutil.copytree(model, tmp_path / "hf"))
+    (folder / "chat_template.jinja").write_text(PLAIN)
+    (tmp_path / "lines.jsonl").write_text(json.dumps({"messages": [{"role": "system", "content": "A"}, *QUESTION]}))
+    words = ["generate", "--checkpoint", folder, "--max-new-tokens", 3, "--chat", "--system", "B"]
+    code, out, err = call(capsys, *words, "--prompts-file", tmp_path / "lines.jsonl")
+    assert (code, out, "line 1: it begins with a system turn" in err) == (2, "", True), err
+
+
 def test_tasks_are_asked_by_the_template(capsys, model, tmp_path):
     """A user's turn up to the last "Answer:", which begins the reply; the template's tokens count in the length."""
     folder = tmp_path / "hf"

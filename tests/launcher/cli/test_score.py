@@ -24,6 +24,7 @@ from longctx.tokenizer import load_tokenizer
 from tests.data_pipeline.lengths import write_lengths
 from tests.helpers import run_distributed
 from tests.launcher.cli.calls import call
+from tests.longctx.tokenizer.byte_level import tokenizer_json, write_tokenizer
 
 LENGTHS = [50, 1, 2, 7, 131, 3, 40, 40]
 TOLERANCE = 2e-5
@@ -142,4 +143,8 @@ def test_what_does_not_fit_is_one_screen(capsys, run, data, world, tmp_path):
         assert (code in (1, 2), out) == (True, ""), err
         assert said in err
         assert len(err.splitlines()) < 25
+    write_tokenizer(tmp_path / "another", tokenizer_json())
+    bare = shutil.copytree(world / "hf", tmp_path / "bare", ignore=shutil.ignore_patterns("tokenizer*"))
+    code, out, err = call(capsys, *words(bare, data, tmp_path / "scores"), "--tokenizer", tmp_path / "another")
+    assert (code, out, "built with another tokenizer" in err) == (1, "", True), err
     assert not (tmp_path / "scores").exists()

@@ -10,14 +10,17 @@ import numpy as np
 import pytest
 
 from data_pipeline.shards.marked import marked_text
+from longctx.chat.carried import with_chat
 from longctx.chat.conversation import Conversation, conversation_of, kind_of
 from longctx.chat.documents import chat_documents
 from longctx.chat.encode import ChatEncoder, EncodedChat, NotCountedError
 from longctx.chat.rule import ChatRule
 from longctx.errors import DataError
+from longctx.tokenizer import load_tokenizer
 from tests.bounded import check_screen
-from tests.longctx.chat.cases import CASES, counted, reply, said, user
-from tests.longctx.chat.templates import FORGETFUL, MARKED, PLAIN, STRICT, chat_tokenizer
+from tests.longctx.chat.cases import CASES, TOOLS, counted, reply, said, user
+from tests.longctx.chat.templates import FORGETFUL, MARKED, PLAIN, START, STOP, STRICT, chat_tokenizer
+from tests.longctx.tokenizer.byte_level import tokenizer_json, write_tokenizer
 
 
 def conversation(record: dict[str, Any]) -> Conversation:
@@ -173,6 +176,12 @@ def test_a_long_conversation_is_left_out_cut_or_split(tmp_path: Path):
     assert made(max_tokens=100)[0].startswith("more than 100 tokens: it has ")
     (begin,) = made(max_tokens=100, too_long="keep-begin")
     assert whole.startswith(begin.removesuffix("⟧"))
+    cut = ChatEncoder(tokenizer, ChatRule(max_tokens=100, too_long="keep-begin"))
+    (kept,) = chat_documents(conversation(LONG), cut)
+    cut.close()
+    assert isinstance(kept, EncodedChat)
+    assert tokenizer.encode(kept.text).tolist() != kept.ids.tolist(), "control tokens are text here"
+    assert kept.text == begin.replace("⟦", "").replace("⟧", ""), "as much text as tokens"
     parts = made(max_tokens=100, too_long="split-turns")
     assert all(part.startswith(said("system", "s")) for part in parts)
     assert "".join(part.removeprefix(said("system", "s")) for part in parts) == whole.removeprefix(said("system", "s"))
@@ -242,3 +251,39 @@ def test_ids_of_a_million_tokens_are_those_of_its_turns(tmp_path: Path):
     assert np.array_equal(found.ids[found.counted][:-1], own)
     assert len(found.ids) > 2 * len(own) > 1_000_000
     encoder.close()
+
+
+@pytest.mark.parametrize("given", [None, "\n{{ names }}" + PLAIN], ids=["its own", "given"])
+def test_what_is_carried_renders_as_the_rule_does(tmp_path: Path, given: str | None):
+    """With its options, for conversations with tools too, and other values may be given."""
+    own = "\n{% if enable_thinking is defined and not enable_thinking %}NOT {% endif %}{{ names }}" + PLAIN
+    tokenizer = chat_tokenizer(tmp_path / "own", own)
+    (tmp_path / "own" / "additional_chat_templates").mkdir()
+    (tmp_path / "own" / "additional_chat_templates" / "tool_use.jinja").write_text("{{ names }} TOOLS " + PLAIN)
+    tokenizer = load_tokenizer(tmp_path / "own")
+    options = {"enable_thinking": False, "names": ['a"ö', None, {"k": 1.5}, True]}
+    rule = ChatRule(template=given, options=options)
+    carried = with_chat(tokenizer, rule)
+    encoders = [ChatEncoder(tokenizer, rule), ChatEncoder(carried)]
+    for record in ({"messages": [user("a"), reply("b")]}, {"messages": [user("a"), reply("b")], "tools": TOOLS}):
+        wanted, found = [encoder.encode(conversation(record)) for encoder in encoders]
+        assert found.text == wanted.text
+        assert np.array_equal(found.ids, wanted.ids)
+        assert np.array_equal(found.counted, wanted.counted)
+        assert "1.5" in found.text
+    thinking = ChatEncoder(carried, ChatRule(options={"enable_thinking": True}))
+    assert "NOT" not in thinking.encode(conversation({"messages": [user("a"), reply("b")]})).text
+    for encoder in (*encoders, thinking):
+        encoder.close()
+
+
+def test_a_tokenizer_without_an_end_stays_without(tmp_path: Path):
+    """The end of a turn would become the end of its texts, and the tokenizer another one."""
+    write_tokenizer(tmp_path / "t", tokenizer_json((START, 261, True), (STOP, 262, True)), eos_token=None)
+    tokenizer = load_tokenizer(tmp_path / "t")
+    assert tokenizer.special.end is None
+    carried = with_chat(tokenizer, ChatRule(template=PLAIN))
+    for name, content in carried.files.items():
+        (tmp_path / "t" / name).write_bytes(content)
+    assert load_tokenizer(tmp_path / "t").fingerprint == tokenizer.fingerprint
+    assert load_tokenizer(tmp_path / "t").special.end is None
