@@ -89,7 +89,7 @@ def _train_parts(record: Mapping[str, Any]) -> list[str]:
         ("goodput", lambda x: f"goodput {x:.1%}"),
         ("stalled_seconds", lambda x: f"stalled {x:.1f} s"),
     )
-    parts = []
+    parts = ["no token counts"] if record["loss"] is None else []
     for key, form in formats:
         # Where a device cannot tell its peak memory, the record says 0.
         is_unknown = record.get(key) is None or (key == "max_memory_bytes" and not record[key])
@@ -105,6 +105,8 @@ def _train_parts(record: Mapping[str, Any]) -> list[str]:
 
 
 def _validation_parts(record: Mapping[str, Any]) -> list[str]:
+    if record["loss"] is None:
+        return ["validation: no token counts"]
     parts = [f"validation loss {record['loss']:.4f}"]
     entropy = record.get("unigram_entropy")
     if entropy is not None:
@@ -157,7 +159,7 @@ class LiveLine:
         """Show a step that was taken."""
         if self._bar is None:
             return
-        parts = [f"loss {record['loss']:.4f}"]
+        parts = ["no token counts" if record["loss"] is None else f"loss {record['loss']:.4f}"]
         if record.get("tokens_per_second"):
             parts.append(f"{short_number(record['tokens_per_second'])} tok/s")
         if seconds_left is not None:

@@ -154,7 +154,10 @@ def _moments(records: Sequence[Record]) -> tuple[list[float], list[float]]:
 def remarks(run: Run) -> list[str]:
     """Remarks that a reader must know before trusting the curves."""
     found = audit_remarks(run.audits)
-    broken = [r["step"] for r in run.train if r["loss"] is None or not math.isfinite(r["loss"])]
+    empty = [r["step"] for r in run.train if r["loss"] is None]
+    if empty:
+        found.append(f"No token counted in {plural(len(empty), 'step')}, first at step {empty[0]:,}.")
+    broken = [r["step"] for r in run.train if r["loss"] is not None and not math.isfinite(r["loss"])]
     if broken:
         found.append(f"The loss was not finite in {plural(len(broken), 'step')}, first at step {broken[0]:,}.")
     skipped = [r["step"] for r in run.train if "skipped" in r]

@@ -31,7 +31,9 @@ class History:
     """How many of these are the last ones."""
 
     def taken(self, loss: float, norm: float) -> History:
-        """After a step that was taken."""
+        """After a step that was taken; one in which no token counted has a loss of NaN, and is not among the others."""
+        if math.isnan(loss):
+            return replace(self, in_row=0)
         losses, norms = (*self.losses, loss)[-WINDOW:], (*self.norms, norm)[-WINDOW:]
         return replace(self, losses=losses, norms=norms, in_row=0)
 

@@ -138,7 +138,8 @@ class TrainStep:
         return {
             "kind": "train",
             "step": step.number,
-            "loss": step.loss,
+            # Of conversations that are longer than a row none may count: there is no loss then.
+            "loss": step.loss if run.engine.model.num_counted(counts) else None,
             "lr": step.lr,
             "grad_norm": step.grad_norm,
             **_speed(run, counts, totals, seconds=seconds, waited=step.waited),

@@ -113,11 +113,12 @@ class Trainer:
             record = self.take_step()
             writer.write(record)
             # All records up to the step of a checkpoint are written before it is committed.
-            self.run.saver.after_step(record["step"], record["loss"])
+            loss = math.nan if record["loss"] is None else record["loss"]
+            self.run.saver.after_step(record["step"], loss)
             self._stopping.saved(self.run.saver.seconds)
-            # One that was left out says nothing of what a loss should be.
-            if "skipped" not in record:
-                self._loss = record["loss"]
+            # One that was left out says nothing of what a loss should be, nor one in which no token counts.
+            if "skipped" not in record and record["loss"] is not None:
+                self._loss = loss
         except TrainingError as error:
             if error.record is not None:
                 writer.write(dict(error.record))
@@ -146,7 +147,7 @@ class Trainer:
         if self._sampler is not None:
             record["sample"] = self._sampler.sample()
         self._validation_losses.clear()
-        if math.isfinite(record["loss"]):
+        if record["loss"] is not None and math.isfinite(record["loss"]):
             self._validation_losses[self.progress.step] = record["loss"]
         writer.write({**record, "step": self.progress.step})
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
@@ -18,6 +19,8 @@ from longctx.objectives.task import Task
 from longctx.tokenizer import Tokenizer
 from parallel.comm.world import on_every_rank, sum_over_ranks
 from parallel.layout.sequence import num_parts
+
+log = logging.getLogger(__name__)
 
 
 def validate(
@@ -67,9 +70,11 @@ def validate(
     for total in (nll_by_bin, targets_by_bin, nll_by_source, targets_by_source, histogram):
         sum_over_ranks(total)
     num_targets = int(targets_by_bin.sum())
-    loss = float(nll_by_bin.sum()) / max(1, num_targets)
+    if not num_targets:
+        log.warning("No token of the validation rows counts, so there is no loss. More rows may: validation.rows=N.")
+    loss = float(nll_by_bin.sum()) / num_targets if num_targets else None
     bits_per_byte = None
-    if bytes_per_token:
+    if bytes_per_token and loss is not None:
         bits_per_byte = loss / math.log(2) / bytes_per_token
     record = {
         "kind": "validation",

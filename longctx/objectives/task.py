@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -122,9 +123,14 @@ class Task(nn.Module):
         return weighed(self.terms, sums, counts)
 
     def mean_loss(self, sums: Mapping[str, float], counts: Counts) -> float:
-        """The loss to report, of sums over all ranks."""
-        term = next(term for term in self.terms if term.name == self.reported)
-        return sums[term.name] / max(1, counts[term.count])
+        """The loss to report, of sums over all ranks; NaN if no token counts."""
+        if not self.num_counted(counts):
+            return math.nan
+        return sums[self.reported] / self.num_counted(counts)
+
+    def num_counted(self, counts: Counts) -> int:
+        """Return how many tokens the reported loss is a mean over."""
+        return counts[next(term.count for term in self.terms if term.name == self.reported)]
 
     def count(self, batches: Iterable[Countable]) -> dict[str, int]:
         """``denominators`` of several micro-batches."""

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from data_pipeline.shards.reader import ShardSet
+from launcher.metrics.record import read_metrics
 from longctx.checkpoint_format import list_checkpoints
 from longctx.tokenizer import load_tokenizer
 from tests.data_pipeline.lengths import write_lengths
@@ -74,3 +75,28 @@ def test_conversations_and_texts_in_one_mixture(shards, masked, tmp_path):
     assert not ShardSet.open(shards).is_masked
     for record in rows(tmp_path / "one"):
         assert set(record["source_tokens"]) == {"chats", "texts"}
+
+
+def test_a_step_in_which_nothing_counts_has_no_loss_and_is_none_to_measure_others_by(masked, tmp_path):
+    """Nor has a validation; the checkpoint behind it is proved by no loss of 0."""
+    changed = ALONE | {"train.tokens_per_step": ROW, "train.steps": 48, "train.spike_sigmas": 6, "validation.rows": 4}
+    changed |= {"data.validation": uncounted(masked, tmp_path / "uncounted"), "validation.every_steps": 24}
+    run(train, 1, masked, tmp_path / "run", changed)
+    records = read_metrics(tmp_path / "run")
+    steps = [record for record in records if record["kind"] == "train"]
+    losses = [record["loss"] for record in steps]
+    assert losses.count(None) == 12, "every fourth document"
+    assert min(loss for loss in losses if loss is not None) > 1
+    assert not any("skipped" in record for record in steps)
+    validations = [record for record in records if record["kind"] == "validation"]
+    assert [record["loss"] for record in validations] == [None, None]
+    assert validations[0]["num_targets"] == 0
+    log = (tmp_path / "run" / "logs" / "rank_0.log").read_text()
+    assert "No token of the validation rows counts" in log
+    assert "no token counts" in log
+
+
+def uncounted(masked: Path, folder: Path) -> Path:
+    """A folder in which no target counts: a document of one token has none, and the second one counts nowhere."""
+    assert write_lengths(folder, ShardSet.open(masked).tokenizer(), [1, 50, 1, 1], masked=True).is_masked
+    return folder
