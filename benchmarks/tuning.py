@@ -56,7 +56,8 @@ LARGE = SMALL | {
     "head_dim": 64,
     "intermediate_size": 704,
 }
-SHORT_ROW, PACKED_ROW = 1024, 4096
+SHORT_ROW, PACKED_ROW = 1024, 4104
+"""The second one is split evenly by one to four ranks, each in two parts."""
 LONG_ROW = 16_384
 SHORTEST, LONGEST = 1000, 16_000
 """Tokens of the long conversations."""
