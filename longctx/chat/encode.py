@@ -30,6 +30,7 @@ REFUSED = "the chat template refuses it"
 CHANGES_ITS_PAST = "the template changes a turn when others follow"
 JOINED = "a reply's first token is one with the prompt's last"
 SPELLS_CONTROL = "control tokens in its text"
+MARKED_ELSEWHERE = "the template marks replies elsewhere than it writes them"
 NOTHING_COUNTS = "no token counts"
 UNTRAINED = {
     CHANGES_ITS_PAST: "Train on the last reply alone (--train-on last), or on each as a document (--train-on each).",
@@ -37,6 +38,7 @@ UNTRAINED = {
     NOTHING_COUNTS: "Count other tokens: --train-on all. Or look whether the replies' role is assistant.",
     JOINED: "Give a template whose prompt ends with a line or a control token: --chat-template FILE.",
     SPELLS_CONTROL: "Take them out of the texts.",
+    MARKED_ELSEWHERE: "Let {% generation %} stand outside of macros and {% set %} blocks: --chat-template FILE.",
 }
 """Why a conversation cannot be trained on, and what would help."""
 
@@ -115,9 +117,10 @@ class ChatEncoder:
         guard = Guard(self._spellings)
         replies = _replies(conversation, train_on)
         asks: list[tuple[int, bool]] = []
+        counts_all = _counts_all(conversation, train_on)
         if train_on != "all" and not template.marks_replies:
             asks = [ask for turn in replies for ask in ((turn, True), (turn + 1, False))]
-        elif not _counts_all(conversation, train_on):
+        elif not counts_all:
             asks = [ask for turn in replies for ask in ((turn, False), (turn + 1, False))]
         rendered = self._rendered(template, conversation, guard, beginnings=asks)
         restored, places = _restored(guard, rendered.text)
@@ -129,11 +132,13 @@ class ChatEncoder:
             return at + int(growth[np.searchsorted(places, at)])
 
         counted = np.ones(len(located.ids), dtype=bool)
-        if asks or train_on != "all":
+        if train_on != "all" or not counts_all:
             bounds = _bounds(replies, rendered.beginnings)
             spans = [(moved(start), moved(stop)) for start, stop in bounds]
-            marked = [(moved(start), moved(stop)) for start, stop in rendered.spans]
-            if asks:
+            if rendered.spans is None and train_on != "all":
+                raise NotCountedError(MARKED_ELSEWHERE)
+            marked = [(moved(start), moved(stop)) for start, stop in rendered.spans or []]
+            if not counts_all:
                 marked = [one for one in marked if any(start <= one[0] < stop for start, stop in spans)]
             counted = self._counted(template, located, restored, spans, marked)
         return EncodedChat(restored.text, located.ids, counted)
@@ -173,26 +178,9 @@ class ChatEncoder:
             return located.within(marked)
         counted = np.zeros(len(located.ids), dtype=bool)
         for start, stop in spans:
-            self._check_prompt(located, restored, start)
+            _check_prompt(self.tokenizer, located, restored, start)
             counted |= located.within([(start, _turn_end(self.tokenizer, located, restored.text, start, stop))])
         return counted
-
-    def _check_prompt(self, located: Located, restored: Restored, start: int) -> None:
-        """Raise NotCountedError unless the ids before a reply are those of the prompt alone."""
-        text = restored.text
-        before = int(np.searchsorted(located.stops, start, side="right"))
-        # From the last control token on: what stands before it is encoded by itself in both.
-        control = np.flatnonzero(self.tokenizer.is_control[located.ids[:before]])
-        first, at = 0, 0
-        if len(control):
-            first, at = int(control[-1]) + 1, int(located.stops[control[-1]])
-        plain = [(begin - at, end - at) for begin, end in restored.plain if at <= begin < start]
-        alone = encode_rendered(self.tokenizer, text[at:start], plain).ids
-        if not np.array_equal(alone, located.ids[first:before]):
-            raise NotCountedError(
-                JOINED,
-                f"{text[max(0, start - 10) : start]!r} and {text[start : start + 10]!r}",
-            )
 
     def _rendered(self, template: ChatTemplate, conversation: Conversation, guard: Guard, **options: Any) -> Rendered:
         """Return a conversation as text, what would pass for control tokens hidden by the guard."""
@@ -271,6 +259,24 @@ def _bounds(replies: Sequence[int], beginnings: Sequence[int | str]) -> list[Spa
         assert isinstance(behind, int)
         spans.append((before, behind))
     return spans
+
+
+def _check_prompt(tokenizer: Tokenizer, located: Located, restored: Restored, start: int) -> None:
+    """Raise NotCountedError unless the ids before a reply are those of the prompt alone."""
+    text = restored.text
+    before = int(np.searchsorted(located.stops, start, side="right"))
+    # From the last control token on: what stands before it is encoded by itself in both.
+    control = np.flatnonzero(tokenizer.is_control[located.ids[:before]])
+    first, at = 0, 0
+    if len(control):
+        first, at = int(control[-1]) + 1, int(located.stops[control[-1]])
+    plain = [(begin - at, end - at) for begin, end in restored.plain if at <= begin < start]
+    alone = encode_rendered(tokenizer, text[at:start], plain).ids
+    if not np.array_equal(alone, located.ids[first:before]):
+        raise NotCountedError(
+            JOINED,
+            f"{text[max(0, start - 10) : start]!r} and {text[start : start + 10]!r}",
+        )
 
 
 def _turn_end(tokenizer: Tokenizer, located: Located, text: str, start: int, stop: int) -> int:

@@ -90,6 +90,33 @@ def test_what_is_trained_on(tmp_path: Path, template: str, train_on: Any, wanted
     encoder.close()
 
 
+@pytest.mark.parametrize("train_on", ["replies", "last", "all", "each"])
+@pytest.mark.parametrize("template", [PLAIN, MARKED], ids=["derived", "marked"])
+def test_nothing_counts_where_no_message_has_weight(tmp_path: Path, template: str, train_on: Any):
+    """Nor the replies before the last one, if that has none and the last one is asked for."""
+    encoder = ChatEncoder(chat_tokenizer(tmp_path, template), ChatRule(train_on=train_on))
+    messages = [{**user("a"), "weight": 0}, reply("b", weight=0), {**user("c"), "weight": 0}, reply("d", weight=0)]
+    assert not encoder.encode(conversation({"messages": messages})).counted.any()
+    if train_on == "last":
+        assert not encoder.encode(conversation({"messages": [user("a"), reply("b"), *messages[2:]]})).counted.any()
+    encoder.close()
+
+
+def test_a_mark_that_stands_elsewhere_than_its_text_is_refused(tmp_path: Path):
+    """In a macro behind a text of its own, and in a block that is kept; a prompt for a reply needs no marks."""
+    said = "{% generation %}{{ m.content + '<|im_end|>' }}{% endgeneration %}"
+    macro = "{% macro turn(m) %}{{ '<|im_start|>' + m.role + '\n' }}SAID{% endmacro %}".replace("SAID", said)
+    macro += "{% for message in messages %}{{ turn(message) }}{% endfor %}"
+    kept = "{% for m in messages %}{% set t %}SAID{% endset %}{{ '<|im_start|>' + m.role + '\n' + t }}{% endfor %}"
+    for name, template in (("macro", macro), ("kept", kept.replace("SAID", said))):
+        encoder = ChatEncoder(chat_tokenizer(tmp_path / name, template))
+        record = {"messages": [user("Hi there"), reply("Hello there")]}
+        with pytest.raises(NotCountedError, match="marks replies elsewhere"):
+            encoder.encode(conversation(record))
+        assert len(encoder.encode_prompt(conversation(record))) > 10
+        encoder.close()
+
+
 def test_all_but_what_has_no_weight(tmp_path: Path):
     encoder = ChatEncoder(chat_tokenizer(tmp_path), ChatRule(train_on="all"))
     record = {"messages": [user("a"), reply("b", weight=0), user("c")]}
