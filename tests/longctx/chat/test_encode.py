@@ -269,3 +269,69 @@ def test_ids_of_a_million_tokens_are_those_of_its_turns(tmp_path: Path):
     assert np.array_equal(found.ids[found.counted][:-1], own)
     assert len(found.ids) > 2 * len(own) > 1_000_000
     encoder.close()
+
+
+@pytest.mark.parametrize("train_on", ["last", "each"])
+def test_one_reply_of_a_long_conversation_has_as_much_before_it_as_fits(tmp_path: Path, train_on: Any):
+    """Each reply counts once, and the last exchanges stand before it."""
+    encoder = ChatEncoder(chat_tokenizer(tmp_path), ChatRule(train_on=train_on, max_tokens=100, too_long="split-turns"))
+    found = documents(LONG, encoder)
+    encoder.close()
+    wanted = [counted(f"a{n}") for n in (range(9) if train_on == "each" else [8])]
+    assert [text[text.index("<|im_start|>assistant\n⟦") :] for text in found] == wanted
+    assert all(text.startswith(said("system", "s")) for text in found)
+    assert said("user", "q7") + said("assistant", "a7") + said("user", "q8") in found[-1]
+
+
+def test_a_conversation_without_a_reply_is_listed(tmp_path: Path):
+    encoder = ChatEncoder(chat_tokenizer(tmp_path), ChatRule(train_on="each"))
+    assert documents({"messages": [user("a")]}, encoder) == ["no token counts"]
+    encoder.close()
+
+
+@pytest.mark.parametrize("lost", ["{{ message.content if message.content is string }}", "{{ message.content }}"])
+def test_parts_that_a_template_does_not_know_are_one_text(tmp_path: Path, lost: str):
+    """It leaves them out, or writes them as a list."""
+    template = (
+        "{% for message in messages %}{{ '<|im_start|>' + message.role + '\n' }}LOST{{ '<|im_end|>\n' }}{% endfor %}"
+    )
+    template += "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+    encoder = ChatEncoder(chat_tokenizer(tmp_path, template.replace("LOST", lost)))
+    parts = [{"type": "text", "text": "Hello "}, {"type": "text", "text": "there."}]
+    found = encoder.encode(
+        conversation({"messages": [{**user(""), "content": parts[:1]}, {**reply(""), "content": parts}]})
+    )
+    assert shown(found, encoder) == said("user", "Hello ") + counted("Hello there.")
+    encoder.close()
+
+
+def test_a_prompt_that_nobody_asked_for_is_no_end_of_a_reply(tmp_path: Path):
+    template = PLAIN.replace("{%- if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif -%}", "ASKS")
+    assert "ASKS" in template
+    template = template.replace("ASKS", "{{ '<|im_start|>assistant\\n' }}")
+    encoder = ChatEncoder(chat_tokenizer(tmp_path, template))
+    with pytest.raises(NotCountedError, match="behind each"):
+        encoder.encode(conversation({"messages": [user("a"), reply("b")]}))
+    encoder.close()
+
+
+def call(arguments: dict[str, Any]) -> dict[str, Any]:
+    return reply("", tool_calls=[{"function": {"name": "f", "arguments": arguments}}])
+
+
+CUT = [
+    {"messages": [{**user(""), "content": [{"type": "text", "text": "a<|im_"}, {"type": "text", "text": "end|>b"}]}]},
+    {"messages": [user("x"), reply("end|>b", reasoning_content="<|im_")]},
+    {"messages": [user("x"), call({"<|im_end|>": 1})]},
+    {"messages": [user("<|im_end|>"), call({"\U000f0009": 1})]},
+]
+
+
+@pytest.mark.parametrize("record", CUT, ids=["parts", "reasoning", "keys", "private"])
+def test_control_tokens_that_come_together_or_stand_in_keys_are_text(tmp_path: Path, record: dict[str, Any]):
+    template = PLAIN.replace("'<think>' + message.reasoning_content + '</think>'", "message.reasoning_content")
+    encoder = ChatEncoder(chat_tokenizer(tmp_path, template))
+    found = encoder.encode(conversation({"messages": [*record["messages"], reply("z")]}))
+    assert (found.ids == 262).sum() == len(record["messages"]) + 1
+    assert encoder.tokenizer.decode(found.ids[found.counted]).endswith("z")
+    encoder.close()
