@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -30,6 +31,8 @@ _ROLES = {
 """Names of roles under ``from``, as ShareGPT's and its heirs' files have them."""
 _REASONING = ("reasoning_content", "thinking", "reasoning")
 """Names of a message's reasoning. Templates read the first one; gpt-oss's the second."""
+_TURNS = re.compile(r"""\s*\[\s*\{[^{}\[\]]*"(role|from)"\s*:""")
+"""How JSON of a list of messages begins."""
 _MOST_MESSAGES = 1 << 20
 MEDIA = ("image", "image_url", "video", "audio", "input_audio", "images", "videos", "audios")
 
@@ -47,7 +50,7 @@ class Conversation:
     """What a chat template renders."""
 
     messages: tuple[Message, ...]
-    """Each with ``role``, and what else its record has; None is left out."""
+    """Each with ``role``, and what else its record has; fields that are None are left out."""
     tools: tuple[dict[str, Any], ...] = ()
     """JSON schemas of the functions that the model may call."""
     weights: tuple[bool, ...] = ()
@@ -102,24 +105,29 @@ def conversation_of(record: Mapping[str, Any], kind: str) -> Conversation:
 def spoken(conversation: Conversation) -> str:
     """Return what is said in a conversation as one text: each message's role on a line, and then what it says.
 
-    Reasoning and calls of tools are lines of JSON with sorted keys, so that the same ones are the same text.
+    Reasoning, tools and their calls are lines of JSON with sorted keys, so that the same ones are the same text; of
+    messages that do not count, too.
     """
     lines: list[str] = []
     for message in conversation.messages:
         lines.append(message["role"])
         content = message.get("content")
         if isinstance(content, list):
-            content = "".join(map(_part_text, content))
+            content = "".join(map(part_text, content))
         if content is not None:
             lines.append(content)
         # JSON, and not their own text: they are no part of what is said.
         for name in ("reasoning_content", "tool_calls"):
             if name in message:
                 lines.append(json.dumps(message[name], ensure_ascii=False, sort_keys=True))
+    if conversation.tools:
+        lines.append(json.dumps(conversation.tools, ensure_ascii=False, sort_keys=True))
+    if not all(conversation.weights):
+        lines.append(json.dumps(conversation.weights))
     return "\n".join(lines)
 
 
-def _part_text(part: Any) -> str:
+def part_text(part: Any) -> str:
     """Return the text of a content's part."""
     if isinstance(part, str):
         return part
@@ -129,7 +137,7 @@ def _part_text(part: Any) -> str:
 def _turns(record: Mapping[str, Any], field: str, role: str) -> list[Any]:
     """Return the messages of a field: a list of them, a text that is one, or JSON of a list."""
     value = record.get(field)
-    if isinstance(value, str) and role:
+    if isinstance(value, str) and role and not _TURNS.match(value):
         return [{"role": role, "content": value}]
     if isinstance(value, str):
         value = _parsed(value, field)
@@ -162,8 +170,9 @@ def _message(entry: Any, turn: int) -> Message:
     """Return a message with ``role`` and ``content`` under these names; NoConversationError for what is none."""
     if not isinstance(entry, Mapping):
         raise NoConversationError(f"it is {shown(entry)}, and no message", turn)
-    # All the way down: some templates ask of a part only whether it has the key ``image``.
-    message = _without_none(entry)
+    # Some templates ask of a part only whether it has the key ``image``. In arguments and schemas a null is a value.
+    kept = {key: copied(value, nulls=key == "tool_calls") for key, value in entry.items()}
+    message = {str(key): value for key, value in kept.items() if value is not None}
     if "role" not in message and "from" in message:
         said = message.pop("from")
         if not isinstance(said, str) or said not in _ROLES:
@@ -209,7 +218,7 @@ def _tool_calls(value: Any, turn: int) -> list[Any]:
         value = _parsed(value, "tool_calls", turn)
     if not isinstance(value, list) or not all(isinstance(call, Mapping) for call in value):
         raise NoConversationError(f"tool_calls={shown(value)} is no list of calls", turn)
-    return [_without_none(call) for call in value]
+    return [copied(call, nulls=True) for call in value]
 
 
 def _tools(value: Any) -> list[dict[str, Any]]:
@@ -220,15 +229,18 @@ def _tools(value: Any) -> list[dict[str, Any]]:
         value = _parsed(value, "tools")
     if not isinstance(value, list) or not all(isinstance(tool, Mapping) for tool in value):
         raise NoConversationError(f"tools={shown(value)} is no list of schemas")
-    return [_without_none(tool) for tool in value]
+    return [copied(tool, nulls=True) for tool in value]
 
 
-def _without_none(value: Any) -> Any:
-    """Return a value without the keys that a table puts where a record has none."""
+def copied(value: Any, *, nulls: bool) -> Any:
+    """Return a copy of a value of JSON's types; without ``nulls`` no object has a key whose value is null.
+
+    A table has such keys in every row, if one row has a value there. RecursionError if it is nested too deep.
+    """
     if isinstance(value, Mapping):
-        return {str(key): _without_none(item) for key, item in value.items() if item is not None}
+        return {str(key): copied(item, nulls=nulls) for key, item in value.items() if nulls or item is not None}
     if isinstance(value, list):
-        return [_without_none(item) for item in value]
+        return [copied(item, nulls=nulls) for item in value]
     return value
 
 

@@ -18,13 +18,16 @@ def chat_documents(conversation: Conversation, encoder: ChatEncoder) -> Iterator
 
 
 def _parts(conversation: Conversation, encoder: ChatEncoder) -> Iterator[Conversation]:
-    """Yield the conversation, or with ``each`` its beginning up to each reply."""
+    """Yield the conversation, or with ``each`` its beginning up to each reply, if there is one."""
     if encoder.rule.train_on != "each":
         yield conversation
         return
-    for turn, message in enumerate(conversation.messages):
-        if message["role"] == ASSISTANT and conversation.weights[turn]:
-            yield conversation.part(range(turn + 1))
+    roles = [message["role"] for message in conversation.messages]
+    replies = [turn for turn, role in enumerate(roles) if role == ASSISTANT and conversation.weights[turn]]
+    for turn in replies:
+        yield conversation.part(range(turn + 1))
+    if not replies:
+        yield conversation
 
 
 def _fitted(conversation: Conversation, encoder: ChatEncoder) -> Iterator[EncodedChat | NotCountedError]:
@@ -48,7 +51,10 @@ def _fitted(conversation: Conversation, encoder: ChatEncoder) -> Iterator[Encode
 def _split(
     conversation: Conversation, encoder: ChatEncoder, max_tokens: int
 ) -> Iterator[EncodedChat | NotCountedError]:
-    """Yield parts of whole exchanges, each with the system turn, as many exchanges each as fit."""
+    """Yield parts of whole exchanges, each with the system turn, as many exchanges each as fit.
+
+    If one reply counts, the part that ends with it alone.
+    """
     begin, exchanges = _exchanges(conversation)
 
     def part(first: int, count: int) -> EncodedChat | NotCountedError:
@@ -61,6 +67,11 @@ def _split(
             return _too_long(encoded, max_tokens)
         return encoded
 
+    if encoder.rule.train_on in ("last", "each"):
+        # One reply counts: as much of what precedes it as fits.
+        _, found = _most(lambda count: part(len(exchanges) - count, count), len(exchanges))
+        yield _counting(found)
+        return
     first = 0
     while first < len(exchanges):
         count, found = _most(lambda count, first=first: part(first, count), len(exchanges) - first)

@@ -9,6 +9,7 @@ do that drop earlier reasoning, is refused with the turn: what a model would be 
 from __future__ import annotations
 
 import datetime
+import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -16,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from longctx.chat.conversation import ASSISTANT, Conversation
+from longctx.chat.conversation import ASSISTANT, Conversation, part_text
 from longctx.chat.guard import Guard, Restored
 from longctx.chat.rule import ChatRule, TrainOn
 from longctx.chat.template import ChatTemplate, Rendered, TemplateError
@@ -30,6 +31,8 @@ REFUSED = "the chat template refuses it"
 CHANGES_ITS_PAST = "the template changes a turn when others follow"
 JOINED = "a reply's first token is one with the prompt's last"
 SPELLS_CONTROL = "control tokens in its text"
+PROMPTS_UNASKED = "the template writes the prompt for a reply behind each"
+MARKED_ELSEWHERE = "the template marks replies elsewhere than it writes them"
 NOTHING_COUNTS = "no token counts"
 UNTRAINED = {
     CHANGES_ITS_PAST: "Train on the last reply alone (--train-on last), or on each as a document (--train-on each).",
@@ -37,6 +40,8 @@ UNTRAINED = {
     NOTHING_COUNTS: "Count other tokens: --train-on all. Or look whether the replies' role is assistant.",
     JOINED: "Give a template whose prompt ends with a line or a control token: --chat-template FILE.",
     SPELLS_CONTROL: "Take them out of the texts.",
+    PROMPTS_UNASKED: "Let it do so if add_generation_prompt is true alone: --chat-template FILE.",
+    MARKED_ELSEWHERE: "Let {% generation %} stand outside of macros and {% set %} blocks: --chat-template FILE.",
 }
 """Why a conversation cannot be trained on, and what would help."""
 
@@ -91,6 +96,7 @@ class ChatEncoder:
         self._templates = {name: ChatTemplate(text or "", name=_named(name), now=now) for name, text in texts.items()}
         self._variables = template_variables(tokenizer) | dict(rule.options)
         self._spellings = tokenizer.controls.spellings()
+        self._prompts_unasked: dict[ChatTemplate, bool] = {}
 
     @property
     def marks_replies(self) -> bool:
@@ -119,13 +125,14 @@ class ChatEncoder:
         guard = Guard(self._spellings)
         replies = _replies(conversation, train_on)
         asks: list[tuple[int, bool]] = []
+        counts_all = _counts_all(conversation, train_on)
         if train_on != "all" and not template.marks_replies:
             asks = [ask for turn in replies for ask in ((turn, True), (turn + 1, False))]
-        elif not _counts_all(conversation, train_on):
+        elif not counts_all:
             asks = [ask for turn in replies for ask in ((turn, False), (turn + 1, False))]
         rendered = self._rendered(template, conversation, guard, beginnings=asks)
         restored, places = _restored(guard, rendered.text)
-        located = encode_rendered(self.tokenizer, *restored)
+        located = encode_rendered(self.tokenizer, restored.text, restored.plain)
         growth = np.cumsum([0, *(stop - start - 1 for start, stop in restored.plain)])
 
         def moved(at: int) -> int:
@@ -133,11 +140,13 @@ class ChatEncoder:
             return at + int(growth[np.searchsorted(places, at)])
 
         counted = np.ones(len(located.ids), dtype=bool)
-        if asks or train_on != "all":
+        if train_on != "all" or not counts_all:
             bounds = _bounds(replies, rendered.beginnings)
             spans = [(moved(start), moved(stop)) for start, stop in bounds]
-            marked = [(moved(start), moved(stop)) for start, stop in rendered.spans]
-            if asks:
+            if rendered.spans is None and train_on != "all":
+                raise NotCountedError(MARKED_ELSEWHERE)
+            marked = [(moved(start), moved(stop)) for start, stop in rendered.spans or []]
+            if not counts_all:
                 marked = [one for one in marked if any(start <= one[0] < stop for start, stop in spans)]
             counted = self._counted(template, located, restored, spans, marked)
         return EncodedChat(restored.text, located.ids, counted, located.stops)
@@ -150,7 +159,7 @@ class ChatEncoder:
         guard = Guard(self._spellings)
         rendered = self._rendered(self._template(conversation), conversation, guard, add_generation_prompt=True)
         restored, _ = _restored(guard, rendered.text)
-        return encode_rendered(self.tokenizer, *restored).ids
+        return encode_rendered(self.tokenizer, restored.text, restored.plain).ids
 
     def turn_ends(self) -> set[int]:
         """Return the control token that ends a reply, if the template writes one: a reply's last."""
@@ -175,28 +184,17 @@ class ChatEncoder:
             return located.within(spans)
         if template.marks_replies:
             return located.within(marked)
+        if template not in self._prompts_unasked:
+            self._prompts_unasked[template] = _prompts_unasked(
+                self.tokenizer, partial(template.render, variables=self._variables)
+            )
+        if self._prompts_unasked[template]:
+            raise NotCountedError(PROMPTS_UNASKED)
         counted = np.zeros(len(located.ids), dtype=bool)
         for start, stop in spans:
-            self._check_prompt(located, restored, start)
+            _check_prompt(self.tokenizer, located, restored, start)
             counted |= located.within([(start, _turn_end(self.tokenizer, located, restored.text, start, stop))])
         return counted
-
-    def _check_prompt(self, located: Located, restored: Restored, start: int) -> None:
-        """Raise NotCountedError unless the ids before a reply are those of the prompt alone."""
-        text = restored.text
-        before = int(np.searchsorted(located.stops, start, side="right"))
-        # From the last control token on: what stands before it is encoded by itself in both.
-        control = np.flatnonzero(self.tokenizer.is_control[located.ids[:before]])
-        first, at = 0, 0
-        if len(control):
-            first, at = int(control[-1]) + 1, int(located.stops[control[-1]])
-        plain = [(begin - at, end - at) for begin, end in restored.plain if at <= begin < start]
-        alone = encode_rendered(self.tokenizer, text[at:start], plain).ids
-        if not np.array_equal(alone, located.ids[first:before]):
-            raise NotCountedError(
-                JOINED,
-                f"{text[max(0, start - 10) : start]!r} and {text[start : start + 10]!r}",
-            )
 
     def _rendered(self, template: ChatTemplate, conversation: Conversation, guard: Guard, **options: Any) -> Rendered:
         """Return a conversation as text, what would pass for control tokens hidden by the guard."""
@@ -206,11 +204,14 @@ class ChatEncoder:
             raise NotCountedError(SPELLS_CONTROL, str(error)) from error
         render = partial(template.render, tools=tools or None, variables=self._variables)
         try:
-            return render(messages, **options)
+            rendered = render(messages, **options)
+            if _loses_parts(rendered.text, messages):
+                rendered = render(list(map(_with_joined_parts, messages)), **options)
         except TemplateError as error:
             if not error.is_refusal:
                 raise
             raise NotCountedError(REFUSED, f"message {_refused_turn(render, messages)}: {error.reason}") from error
+        return rendered
 
     def _template(self, conversation: Conversation) -> ChatTemplate:
         if conversation.tools and WITH_TOOLS in self._templates:
@@ -221,6 +222,45 @@ class ChatEncoder:
             f"tokenizer={self.tokenizer.path} has the chat templates {', '.join(self._templates)} and none of them is "
             "its default. Name one: --chat-template FILE."
         )
+
+
+def _loses_parts(text: str, messages: Sequence[Any]) -> bool:
+    """Return whether a template leaves out a content's parts, or writes them as a list."""
+    for message in messages:
+        content = message.get("content")
+        if not isinstance(content, list):
+            continue
+        spelt = (str(content), json.dumps(content), json.dumps(content, ensure_ascii=False))
+        if any(part_text(part).strip() not in text for part in content) or any(one in text for one in spelt):
+            return True
+    return False
+
+
+def _with_joined_parts(message: Any) -> Any:
+    """Return a message whose content is one text."""
+    if not isinstance(message.get("content"), list):
+        return message
+    return {**message, "content": "".join(map(part_text, message["content"]))}
+
+
+def _prompts_unasked(tokenizer: Tokenizer, render: Callable[..., Rendered]) -> bool:
+    """Return whether a template writes the prompt for a reply, or its beginning, behind every last message.
+
+    That is what another question takes away, and what stands before a reply, behind the end of the question.
+    """
+    said = ["one question", "one answer", "another question"]
+    turns = [{"role": role, "content": text} for role, text in zip(("user", ASSISTANT, "user"), said, strict=True)]
+    try:
+        answered, asked_again = render(turns[:2]).text, render(turns).text
+    except TemplateError:
+        return False
+    # By tokens: two of them may begin with the same characters.
+    located, other = (encode_rendered(tokenizer, text) for text in (answered, asked_again))
+    length = min(len(located.ids), len(other.ids))
+    differs = np.append(located.ids[:length] != other.ids[:length], True)
+    unasked = answered[located.stops[: differs.argmax()].max(initial=0) :].strip()
+    between = answered.partition(said[0])[2].partition(said[1])[0].lstrip()
+    return bool(unasked) and between.find(unasked) > 0
 
 
 def _refused_turn(render: Callable[[list[Any]], Rendered], messages: list[Any]) -> int:
@@ -275,6 +315,24 @@ def _bounds(replies: Sequence[int], beginnings: Sequence[int | str]) -> list[Spa
         assert isinstance(behind, int)
         spans.append((before, behind))
     return spans
+
+
+def _check_prompt(tokenizer: Tokenizer, located: Located, restored: Restored, start: int) -> None:
+    """Raise NotCountedError unless the ids before a reply are those of the prompt alone."""
+    text = restored.text
+    before = int(np.searchsorted(located.stops, start, side="right"))
+    # From the last control token on: what stands before it is encoded by itself in both.
+    control = np.flatnonzero(tokenizer.is_control[located.ids[:before]])
+    first, at = 0, 0
+    if len(control):
+        first, at = int(control[-1]) + 1, int(located.stops[control[-1]])
+    plain = [(begin - at, end - at) for begin, end in restored.plain if at <= begin < start]
+    alone = encode_rendered(tokenizer, text[at:start], plain).ids
+    if not np.array_equal(alone, located.ids[first:before]):
+        raise NotCountedError(
+            JOINED,
+            f"{text[max(0, start - 10) : start]!r} and {text[start : start + 10]!r}",
+        )
 
 
 def _turn_end(tokenizer: Tokenizer, located: Located, text: str, start: int, stop: int) -> int:

@@ -32,15 +32,20 @@ class Guard:
 
     def __init__(self, spellings: Sequence[str]) -> None:
         longest_first = sorted(spellings, key=len, reverse=True)
-        self._pattern = re.compile("|".join(map(re.escape, longest_first)) + "|" * bool(spellings) + _PRIVATE)
+        whole = [re.escape(spelling) for spelling in longest_first]
+        # Texts that a template joins may spell one together: what a text ends or begins with is hidden as well.
+        first = {re.escape(spelling[:stop]) for spelling in spellings for stop in range(2, len(spelling))}
+        last = {re.escape(spelling[start:]) for spelling in spellings for start in range(1, len(spelling) - 1)}
+        parts = [rf"(?:{_any(first)})\Z", rf"\A(?:{_any(last)})"]
+        self._pattern = re.compile("|".join(whole + parts + [_PRIVATE]))
         self._spelt: list[str] = []
 
     def hide(self, value: Any) -> Any:
-        """Return a value with every control token in its texts hidden; keys of objects stay."""
+        """Return a value with every control token in its texts and keys hidden."""
         if isinstance(value, str):
             return self._pattern.sub(self._character, value)
         if isinstance(value, Mapping):
-            return {key: self.hide(item) for key, item in value.items()}
+            return {self.hide(key): self.hide(item) for key, item in value.items()}
         if isinstance(value, list | tuple):
             return [self.hide(item) for item in value]
         return value
@@ -75,3 +80,8 @@ class Guard:
         if len(self._spelt) > _LAST - _FIRST:
             raise ValueError("it spells more than 65,000 control tokens")
         return chr(_FIRST + self._spelt.index(match[0]))
+
+
+def _any(parts: set[str]) -> str:
+    """Return what matches the longest of these, or nothing if there are none."""
+    return "|".join(sorted(parts, key=len, reverse=True)) or "(?!)"

@@ -52,8 +52,9 @@ class Rendered(NamedTuple):
     """A conversation as text."""
 
     text: str
-    spans: list[tuple[int, int]]
-    """First character and the one behind the last of each part that ``{% generation %}`` marks, in order."""
+    spans: list[tuple[int, int]] | None
+    """First character and the one behind the last of each part that ``{% generation %}`` marks, in order; None if a
+    macro or a kept block holds one, whose text is written elsewhere."""
     beginnings: list[int | str]
     """For each beginning that was asked for its characters, if the text begins so; else why not, "" if it differs."""
 
@@ -97,7 +98,9 @@ class ChatTemplate:
             "beginnings": list(beginnings),
         }
         answer = self._ask(json.dumps({**(variables or {}), **values}))
-        spans = [(start, stop) for start, stop in answer["spans"]]
+        spans = None
+        if answer["spans"] is not None:
+            spans = [(start, stop) for start, stop in answer["spans"]]
         return Rendered(answer["text"], spans, answer["beginnings"])
 
     def close(self) -> None:

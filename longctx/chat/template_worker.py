@@ -40,7 +40,7 @@ class Generation(jinja2.ext.Extension):
 
     def __init__(self, environment: jinja2.Environment) -> None:
         super().__init__(environment)
-        environment.extend(blocks=[], spans=[])
+        environment.extend(blocks=[], marks=[])
 
     def parse(self, parser: Any) -> jinja2.nodes.Node:
         """Return the node that notes where its body stands in the text."""
@@ -51,8 +51,7 @@ class Generation(jinja2.ext.Extension):
     def _noted(self, caller: Callable[[], str]) -> str:
         said = caller()
         environment: Any = self.environment
-        start = sum(map(len, environment.blocks))
-        environment.spans.append((start, start + len(said)))
+        environment.marks.append((sum(map(len, environment.blocks)), said))
         return said
 
 
@@ -129,6 +128,7 @@ def main() -> None:
 def _rendered(sandbox: Any, template: Any, values: dict[str, Any]) -> dict[str, Any]:
     """Return a conversation's text, the spans of characters that the template marks, and how long its beginnings are.
 
+    Spans are None if a mark does not stand where its text is written.
     ``beginnings`` asks for those of some messages each, with a prompt for the next one or without: their length, or
     what is wrong with them.
     """
@@ -154,12 +154,16 @@ def _rendered(sandbox: Any, template: Any, values: dict[str, Any]) -> dict[str, 
     return {"text": text, "spans": spans, "beginnings": found}
 
 
-def _text_of(sandbox: Any, template: Any, values: dict[str, Any]) -> tuple[str, list[tuple[int, int]]]:
+def _text_of(sandbox: Any, template: Any, values: dict[str, Any]) -> tuple[str, list[tuple[int, int]] | None]:
     sandbox.blocks.clear()
-    sandbox.spans.clear()
+    sandbox.marks.clear()
     for block in template.generate(**values):
         sandbox.blocks.append(block)
-    return "".join(sandbox.blocks), list(sandbox.spans)
+    text = "".join(sandbox.blocks)
+    # What a macro or {% set %} marks is written later, and elsewhere.
+    if any(not text.startswith(said, start) for start, said in sandbox.marks):
+        return text, None
+    return text, [(start, start + len(said)) for start, said in sandbox.marks]
 
 
 def _answer(action: Callable[[], dict[str, Any]]) -> None:

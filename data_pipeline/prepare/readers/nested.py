@@ -22,7 +22,7 @@ from data_pipeline.prepare.readers.records import (
     check_expansion,
     check_length,
 )
-from longctx.chat.conversation import MEDIA
+from longctx.chat.conversation import MEDIA, copied
 
 _BESIDE = ("tools", "system", *MEDIA)
 """Columns that a conversation may have beside its own."""
@@ -72,7 +72,7 @@ def records_in(batch: pa.RecordBatch, piece: Piece, first: int) -> Iterator[Reco
     for number in range(len(batch)):
         name = f"{piece.file.name}:{first + number}"
         if rows:
-            yield Record(name, rows[number])
+            yield Record(name, _present(rows[number]))
         else:
             yield _record(batch.slice(number, 1), name, piece)
 
@@ -84,11 +84,16 @@ def _record(row: pa.RecordBatch, name: str, piece: Piece) -> Record | Skip:
     check_length(num_bytes)
     check_expansion(num_bytes, piece.size)
     try:
-        return Record(name, row.to_pylist()[0])
+        return Record(name, _present(row.to_pylist()[0]))
     except UnicodeDecodeError as error:
         return Skip(name, "not UTF-8", str(error), is_fault=True)
     except _NO_VALUES as error:
         return Skip(name, NO_CONVERSATION, str(error), is_fault=True)
+
+
+def _present(row: dict[str, Any]) -> dict[str, Any]:
+    """Return a row whose values have no nulls within."""
+    return {name: copied(value, nulls=False) for name, value in row.items()}
 
 
 def as_bytes(column: pa.Array) -> pa.Array:

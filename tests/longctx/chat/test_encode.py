@@ -93,6 +93,33 @@ def test_what_is_trained_on(tmp_path: Path, template: str, train_on: Any, wanted
     encoder.close()
 
 
+@pytest.mark.parametrize("train_on", ["replies", "last", "all", "each"])
+@pytest.mark.parametrize("template", [PLAIN, MARKED], ids=["derived", "marked"])
+def test_nothing_counts_where_no_message_has_weight(tmp_path: Path, template: str, train_on: Any):
+    """Nor the replies before the last one, if that has none and the last one is asked for."""
+    encoder = ChatEncoder(chat_tokenizer(tmp_path, template), ChatRule(train_on=train_on))
+    messages = [{**user("a"), "weight": 0}, reply("b", weight=0), {**user("c"), "weight": 0}, reply("d", weight=0)]
+    assert not encoder.encode(conversation({"messages": messages})).counted.any()
+    if train_on == "last":
+        assert not encoder.encode(conversation({"messages": [user("a"), reply("b"), *messages[2:]]})).counted.any()
+    encoder.close()
+
+
+def test_a_mark_that_stands_elsewhere_than_its_text_is_refused(tmp_path: Path):
+    """In a macro behind a text of its own, and in a block that is kept; a prompt for a reply needs no marks."""
+    said = "{% generation %}{{ m.content + '<|im_end|>' }}{% endgeneration %}"
+    macro = "{% macro turn(m) %}{{ '<|im_start|>' + m.role + '\n' }}SAID{% endmacro %}".replace("SAID", said)
+    macro += "{% for message in messages %}{{ turn(message) }}{% endfor %}"
+    kept = "{% for m in messages %}{% set t %}SAID{% endset %}{{ '<|im_start|>' + m.role + '\n' + t }}{% endfor %}"
+    for name, template in (("macro", macro), ("kept", kept.replace("SAID", said))):
+        encoder = ChatEncoder(chat_tokenizer(tmp_path / name, template))
+        record = {"messages": [user("Hi there"), reply("Hello there")]}
+        with pytest.raises(NotCountedError, match="marks replies elsewhere"):
+            encoder.encode(conversation(record))
+        assert len(encoder.encode_prompt(conversation(record))) > 10
+        encoder.close()
+
+
 def test_all_but_what_has_no_weight(tmp_path: Path):
     encoder = ChatEncoder(chat_tokenizer(tmp_path), ChatRule(train_on="all"))
     record = {"messages": [user("a"), reply("b", weight=0), user("c")]}
@@ -287,3 +314,69 @@ def test_a_tokenizer_without_an_end_stays_without(tmp_path: Path):
         (tmp_path / "t" / name).write_bytes(content)
     assert load_tokenizer(tmp_path / "t").fingerprint == tokenizer.fingerprint
     assert load_tokenizer(tmp_path / "t").special.end is None
+
+
+@pytest.mark.parametrize("train_on", ["last", "each"])
+def test_one_reply_of_a_long_conversation_has_as_much_before_it_as_fits(tmp_path: Path, train_on: Any):
+    """Each reply counts once, and the last exchanges stand before it."""
+    encoder = ChatEncoder(chat_tokenizer(tmp_path), ChatRule(train_on=train_on, max_tokens=100, too_long="split-turns"))
+    found = documents(LONG, encoder)
+    encoder.close()
+    wanted = [counted(f"a{n}") for n in (range(9) if train_on == "each" else [8])]
+    assert [text[text.index("<|im_start|>assistant\n⟦") :] for text in found] == wanted
+    assert all(text.startswith(said("system", "s")) for text in found)
+    assert said("user", "q7") + said("assistant", "a7") + said("user", "q8") in found[-1]
+
+
+def test_a_conversation_without_a_reply_is_listed(tmp_path: Path):
+    encoder = ChatEncoder(chat_tokenizer(tmp_path), ChatRule(train_on="each"))
+    assert documents({"messages": [user("a")]}, encoder) == ["no token counts"]
+    encoder.close()
+
+
+@pytest.mark.parametrize("lost", ["{{ message.content if message.content is string }}", "{{ message.content }}"])
+def test_parts_that_a_template_does_not_know_are_one_text(tmp_path: Path, lost: str):
+    """It leaves them out, or writes them as a list."""
+    template = (
+        "{% for message in messages %}{{ '<|im_start|>' + message.role + '\n' }}LOST{{ '<|im_end|>\n' }}{% endfor %}"
+    )
+    template += "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+    encoder = ChatEncoder(chat_tokenizer(tmp_path, template.replace("LOST", lost)))
+    parts = [{"type": "text", "text": "Hello "}, {"type": "text", "text": "there."}]
+    found = encoder.encode(
+        conversation({"messages": [{**user(""), "content": parts[:1]}, {**reply(""), "content": parts}]})
+    )
+    assert shown(found, encoder) == said("user", "Hello ") + counted("Hello there.")
+    encoder.close()
+
+
+def test_a_prompt_that_nobody_asked_for_is_no_end_of_a_reply(tmp_path: Path):
+    template = PLAIN.replace("{%- if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif -%}", "ASKS")
+    assert "ASKS" in template
+    template = template.replace("ASKS", "{{ '<|im_start|>assistant\\n' }}")
+    encoder = ChatEncoder(chat_tokenizer(tmp_path, template))
+    with pytest.raises(NotCountedError, match="behind each"):
+        encoder.encode(conversation({"messages": [user("a"), reply("b")]}))
+    encoder.close()
+
+
+def call(arguments: dict[str, Any]) -> dict[str, Any]:
+    return reply("", tool_calls=[{"function": {"name": "f", "arguments": arguments}}])
+
+
+CUT = [
+    {"messages": [{**user(""), "content": [{"type": "text", "text": "a<|im_"}, {"type": "text", "text": "end|>b"}]}]},
+    {"messages": [user("x"), reply("end|>b", reasoning_content="<|im_")]},
+    {"messages": [user("x"), call({"<|im_end|>": 1})]},
+    {"messages": [user("<|im_end|>"), call({"\U000f0009": 1})]},
+]
+
+
+@pytest.mark.parametrize("record", CUT, ids=["parts", "reasoning", "keys", "private"])
+def test_control_tokens_that_come_together_or_stand_in_keys_are_text(tmp_path: Path, record: dict[str, Any]):
+    template = PLAIN.replace("'<think>' + message.reasoning_content + '</think>'", "message.reasoning_content")
+    encoder = ChatEncoder(chat_tokenizer(tmp_path, template))
+    found = encoder.encode(conversation({"messages": [*record["messages"], reply("z")]}))
+    assert (found.ids == 262).sum() == len(record["messages"]) + 1
+    assert encoder.tokenizer.decode(found.ids[found.counted]).endswith("z")
+    encoder.close()

@@ -25,7 +25,7 @@ from data_pipeline.prepare.joining import Join
 from data_pipeline.prepare.readers import nested
 from data_pipeline.prepare.readers.text import UNNAMED_JSON
 from data_pipeline.prepare.sources import Source, open_source
-from longctx.chat.conversation import Conversation, kind_of, spoken
+from longctx.chat.conversation import Conversation, conversation_of, kind_of, spoken
 from longctx.errors import DataError
 
 CALL = {"id": "c1", "type": "function", "function": {"name": "add", "arguments": {"a": 1, "b": 2}}}
@@ -513,3 +513,33 @@ class TestDamage:
         together = list(source)
         monkeypatch.setattr(nested, "_BYTES_TOGETHER", 10)
         assert list(source) == together
+
+
+def test_a_null_in_an_argument_is_a_value_in_json_and_none_in_a_table(tmp_path):
+    """transformers renders it; a table has such a key in every row, if one row has a value there."""
+    calls = [{"function": {"name": "f", "arguments": {"a": 1, "b": None}}}]
+    tools = [{"type": "function", "function": {"name": "f", "parameters": {"default": None}}}]
+    record = {"messages": [{"role": "assistant", "content": None, "tool_calls": calls}], "tools": tools}
+    found = conversation_of(record, "messages")
+    assert found.messages[0]["tool_calls"][0]["function"]["arguments"] == {"a": 1, "b": None}
+    assert "content" not in found.messages[0]
+    assert found.tools[0]["function"]["parameters"] == {"default": None}
+    pq.write_table(pa.Table.from_pylist([record]), tmp_path / "rows.parquet")
+    (document,) = open_source(str(tmp_path))
+    assert document.conversation.messages[0]["tool_calls"][0]["function"]["arguments"] == {"a": 1}
+
+
+def test_a_prompt_may_be_messages_in_a_cell(tmp_path):
+    turns = [json.dumps([{"role": "user", "content": "a"}]), json.dumps([{"role": "assistant", "content": "b"}])]
+    found = conversation_of({"prompt": turns[0], "completion": turns[1]}, "prompt")
+    assert [message["content"] for message in found.messages] == ["a", "b"]
+    text = conversation_of({"prompt": "[{1}]", "completion": '[{"a": 1}]'}, "prompt")
+    assert [message["content"] for message in text.messages] == ["[{1}]", '[{"a": 1}]']
+
+
+def test_what_is_said_is_not_the_same_with_other_tools_or_weights():
+    messages = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+    others = [{}, {"tools": [{"type": "function", "function": {"name": "f"}}]}]
+    texts = {spoken(conversation_of({"messages": messages, **other}, "messages")) for other in others}
+    texts.add(spoken(conversation_of({"messages": [messages[0], {**messages[1], "weight": 0}]}, "messages")))
+    assert len(texts) == 3
