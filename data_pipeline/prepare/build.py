@@ -132,14 +132,14 @@ def build_shards(
     started = time.monotonic()
     _say_cut(source, say)
     rule = duplicates or DuplicateRule()
-    chat = _chat_rule(source, chat, tokenizer, place)
+    chat = _chat_rule(source, chat, tokenizer, place, overwrite=overwrite)
     options: dict[str, Any] = {
         "validation_fraction": validation_fraction,
         "shard_tokens": shard_tokens,
         **rule.options(),
     }
     if chat is not None:
-        tokenizer = with_chat(tokenizer, chat)
+        tokenizer = with_chat(tokenizer, chat, say)
         options["chat"] = chat_options(tokenizer, chat)
     job = Job(
         read_as=source.read_as,
@@ -178,7 +178,9 @@ def _advance(source: Source, progress: Progress | None) -> Advance:
     return advance
 
 
-def _chat_rule(source: Source, chat: ChatRule | None, tokenizer: Tokenizer, output: Location) -> ChatRule | None:
+def _chat_rule(
+    source: Source, chat: ChatRule | None, tokenizer: Tokenizer, output: Location, *, overwrite: bool
+) -> ChatRule | None:
     """Return how the source's conversations are encoded; None for texts. DataError for a rule that means nothing."""
     if source.fields.kind == "text":
         if chat is not None:
@@ -186,7 +188,7 @@ def _chat_rule(source: Source, chat: ChatRule | None, tokenizer: Tokenizer, outp
         return None
     # A folder that is built already has its date: built again it is up to date.
     recorded = {}
-    if (output / MANIFEST_FILE).is_file():
+    if not overwrite and (output / MANIFEST_FILE).is_file():
         recorded = Manifest.load(output).options.get("chat", {})
     return settled(chat or ChatRule(), tokenizer, recorded)
 
@@ -336,7 +338,10 @@ def _check_trained(records: list[PartRecord], source: Source, chat: ChatRule) ->
     lines = left_out_lines(counts, source.left_out.examples)
     raise DataError(
         f"{lost:,} conversations of {source.spec} cannot be trained on, beside {kept:,} documents "
-        f"(--most-left-out {chat.most_left_out:g}).\n" + "\n".join(lines) + f"\n{UNTRAINED[most]}"
+        f"(--most-left-out {chat.most_left_out:g}).\n"
+        + "\n".join(lines)
+        + f"\n{UNTRAINED[most]}\nOther options begin anew, with --overwrite: what is encoded is of these. "
+        "--most-left-out goes on with it."
     )
 
 

@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import json
+import keyword
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from tyro.conf import arg
 
+from launcher.cli.options import Several, flat
 from longctx.errors import ConfigError
 from longctx.untrusted.reading import read_bounded
 
 if TYPE_CHECKING:
     from longctx.chat.rule import ChatRule
+
+_PYTHONS = {"True": "true", "False": "false", "None": "null"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,7 +27,7 @@ class Chats:
 
     chat_template: Annotated[Path | None, arg(metavar="FILE")] = None
     """Jinja file that renders conversations, in place of the tokenizer's own chat template."""
-    chat_option: Annotated[tuple[str, ...], arg(metavar="NAME=VALUE [NAME=VALUE ...]")] = ()
+    chat_option: Annotated[Several, arg(metavar="NAME=VALUE [NAME=VALUE ...]")] = field(default_factory=list)
     """Variables of the chat template, e.g. enable_thinking=false."""
     chat_date: str = ""
     """Date that a template writes, as 2026-11-27; today unless given."""
@@ -62,7 +66,7 @@ class Chats:
             too_long=self.too_long,
             most_left_out=self.most_left_out,
             now=_date(self.chat_date),
-            options=_variables(self.chat_option),
+            options=_variables(flat(self.chat_option)),
         )
 
 
@@ -79,13 +83,30 @@ def _date(given: str) -> str:
 
 def _variables(pairs: Sequence[str]) -> dict[str, Any]:
     """Return variables by name; a value is JSON, or a text if it is none."""
+    from longctx.chat.template import OWN_VARIABLES
+
     found: dict[str, Any] = {}
     for pair in pairs:
         name, mark, value = pair.partition("=")
-        if not mark or not name.isidentifier():
+        if not mark or not name.isidentifier() or keyword.iskeyword(name.capitalize()) or keyword.iskeyword(name):
             raise ConfigError(f"--chat-option {pair} is no NAME=VALUE, such as enable_thinking=false.")
-        try:
-            found[name] = json.loads(value)
-        except ValueError:
-            found[name] = value
+        if name in OWN_VARIABLES:
+            raise ConfigError(f"--chat-option {pair}: {name} is what each conversation gives. Leave it out.")
+        if name in found:
+            raise ConfigError(f"--chat-option {pair}: {name} is given twice.")
+        if value in _PYTHONS:
+            raise ConfigError(f"--chat-option {pair}: values are JSON's. Write {name}={_PYTHONS[value]}.")
+        found[name] = _value(value)
     return found
+
+
+def _value(text: str) -> Any:
+    """Return a value that JSON spells, or the text itself."""
+
+    def no_number(spelt: str) -> float:
+        raise ConfigError(f"--chat-option: JSON has no {spelt}. Write a number, or a text in quotes.")
+
+    try:
+        return json.loads(text, parse_constant=no_number)
+    except ValueError:
+        return text

@@ -9,9 +9,10 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
-from tyro.conf import UseAppendAction, arg
+from tyro.conf import arg
 
 from launcher.cli.console import human_bytes, note, say
+from launcher.cli.options import Several, flat
 from launcher.wording import plural
 from longctx.errors import ConfigError
 
@@ -22,8 +23,6 @@ if TYPE_CHECKING:
     from data_pipeline.prepare.parts.engine import Engine
     from data_pipeline.prepare.sources import Source
 
-Globs = UseAppendAction[list[list[str]]]
-
 
 @dataclass(frozen=True, kw_only=True)
 class Corpus:
@@ -32,13 +31,13 @@ class Corpus:
     source: Annotated[str, arg(metavar="PATH", help_behavior_hint="(required)")] = ""
     """Folder or file, or its URL (s3://, gs://): text, .json, .jsonl, .ndjson, .csv, .tsv, .parquet, .arrow, also .gz,
     .bz2, .xz, .zst; or "stdlib", the Python source of the standard library."""
-    include: Annotated[Globs, arg(metavar="GLOB [GLOB ...]")] = field(default_factory=list)
+    include: Annotated[Several, arg(metavar="GLOB [GLOB ...]")] = field(default_factory=list)
     """Read only relative paths that match, e.g. '*.jsonl.gz' (quote it for the shell)."""
-    exclude: Annotated[Globs, arg(metavar="GLOB [GLOB ...]")] = field(default_factory=list)
+    exclude: Annotated[Several, arg(metavar="GLOB [GLOB ...]")] = field(default_factory=list)
     """Leave out relative paths that match, e.g. 'test/*'; a folder that matches is not looked into."""
-    as_text: Annotated[Globs, arg(metavar="GLOB [GLOB ...]")] = field(default_factory=list)
+    as_text: Annotated[Several, arg(metavar="GLOB [GLOB ...]")] = field(default_factory=list)
     """Read files that match as plain text, whatever their ending, e.g. '*.json' among the files of a program."""
-    as_json: Annotated[Globs, arg(metavar="GLOB [GLOB ...]")] = field(default_factory=list)
+    as_json: Annotated[Several, arg(metavar="GLOB [GLOB ...]")] = field(default_factory=list)
     """Read files that match as JSON: lines, an array or values, whatever their ending, e.g. 'part-*'."""
     text_field: str = "text"
     """Field or column with the text in JSON, CSV, Parquet and Arrow."""
@@ -76,10 +75,10 @@ class Corpus:
             self.source,
             text_field=self.text_field,
             format=self.format,
-            include=_flat(self.include),
-            exclude=_flat(self.exclude),
-            as_text=_flat(self.as_text),
-            as_json=_flat(self.as_json),
+            include=flat(self.include),
+            exclude=flat(self.exclude),
+            as_text=flat(self.as_text),
+            as_json=flat(self.as_json),
             strict=self.strict,
             join=self._joining(),
             lengths=Lengths(min_bytes=self.min_bytes, max_bytes=self.max_bytes),
@@ -98,7 +97,7 @@ class Corpus:
                 continue
             arguments.append(f"--{f.name.replace('_', '-')}")
             if isinstance(value, list):
-                arguments += _flat(value)
+                arguments += flat(value)
             elif value is not True:
                 arguments.append(str(value))
         return arguments
@@ -237,8 +236,3 @@ def _unescaped(template: str) -> str:
     """A template with its newlines and tabs, which a shell passes on as two characters each."""
     escapes = {r"\\": "\\", r"\n": "\n", r"\t": "\t"}
     return re.sub(r"\\[\\nt]", lambda found: escapes[found[0]], template)
-
-
-def _flat(lists: list[list[str]]) -> list[str]:
-    """Every glob, whichever of the option's uses named it."""
-    return [glob for globs in lists for glob in globs]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from pathlib import Path
 from textwrap import indent
 from typing import TYPE_CHECKING, Annotated, Any
@@ -23,6 +24,7 @@ from launcher.cli.console import (
     table,
 )
 from launcher.cli.corpus import Corpus, Duplicates, Workers, duplicate_lines, read_so_far, say_left_out
+from launcher.cli.options import Several, flat
 from launcher.cluster.command import one_machine
 from launcher.cluster.exit import DONE, FAILED
 from launcher.wording import plural
@@ -36,6 +38,7 @@ if TYPE_CHECKING:
 _KEEP = Duplicates()
 _ALL_CORES = Workers()
 _REPLIES = Chats()
+_NONE: list[list[str]] = []
 _NOTHING_ASKED = (Corpus(), None, 0.05, None, False, False, _ALL_CORES, _KEEP, _REPLIES)
 """What ``data build --without`` may be given besides: the defaults."""
 _ShardFolder = Annotated[Positional[str], arg(metavar="DIR")]
@@ -50,7 +53,7 @@ def build(
     shard_tokens: int | None = None,
     exact: bool = False,
     overwrite: bool = False,
-    without: Annotated[tuple[str, ...], arg(metavar="SHARD [SHARD ...]")] = (),
+    without: Annotated[Several, arg(metavar="SHARD [SHARD ...]")] = _NONE,
     crew: OmitArgPrefixes[Workers] = _ALL_CORES,
     duplicates: OmitArgPrefixes[Duplicates] = _KEEP,
     chats: OmitArgPrefixes[Chats] = _REPLIES,
@@ -81,7 +84,7 @@ def build(
 
     if without:
         asked = (corpus, tokenizer, validation_fraction, shard_tokens, exact, overwrite, crew, duplicates, chats)
-        _leave_out(output, without, is_alone=asked == _NOTHING_ASKED, json=json)
+        _leave_out(output, flat(without), is_alone=asked == _NOTHING_ASKED, json=json)
         return
     if tokenizer is None:
         raise ConfigError("--tokenizer is missing. `longctx tokenizer train` makes one.")
@@ -281,7 +284,7 @@ def pack(
 # --------------------------------------------------------------------------------------------------- what they print
 
 
-def _leave_out(folder: str, shards: tuple[str, ...], *, is_alone: bool, json: bool) -> None:
+def _leave_out(folder: str, shards: Sequence[str], *, is_alone: bool, json: bool) -> None:
     """Leave shards out of a folder, and print what that means."""
     from data_pipeline.prepare.without import leave_out
 

@@ -47,7 +47,7 @@ class Flags:
     teacher_forced_from: int = 262_144
     """From this length on the right answer is read, not generated, where that measures the same."""
     chat: bool = False
-    """Ask as a user, by the model's chat template; what a prompt says behind its last "Answer:" begins the reply."""
+    """Ask as a user, by the model's chat template; the reply begins as a task's answer does ("Answer:")."""
     beyond_positions: bool = False
     """Allow lengths beyond the model's positions."""
     squad: Annotated[Path | None, arg(metavar="F")] = None

@@ -1,12 +1,20 @@
-"""Options that several verbs have: one of several words; on how many processes a decoder computes."""
+"""Options that several verbs have: one of several words, or several; on how many processes a decoder computes."""
 
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass
 from typing import Annotated, Any, Literal
 
-from tyro.conf import arg
+from tyro.conf import UseAppendAction, arg
 from tyro.constructors import PrimitiveConstructorSpec
+
+Several = UseAppendAction[list[list[str]]]
+"""An option with one value or more, which may be given more than once."""
+
+
+def flat(given: Several) -> list[str]:
+    """Return every value, whichever of the option's uses named it."""
+    return [value for values in given for value in values]
 
 
 def one_of(*choices: str, bare: str | None = None) -> PrimitiveConstructorSpec[str | None]:

@@ -65,7 +65,9 @@ class Options(Computation):
     def __post_init__(self) -> None:
         super().__post_init__()
         # The names, so that a wrong one costs nothing.
-        self.chosen()
+        tasks, measures, _ = self.chosen()
+        if self.chat:
+            _check_asking(tasks, measures)
         if not self.lengths or min(self.lengths) < 2:
             raise ConfigError(f"--lengths {_joined(self.lengths)}: give one length or more, of at least 2 tokens each.")
         if self.samples < 1:
@@ -131,6 +133,19 @@ def _numbers(text: str, kind: Callable[[str], Number], flag: str, wanted: str) -
         return [kind(part) for part in text.split(",") if part.strip()]
     except ValueError as error:
         raise ConfigError(f"{flag} {text}: give {wanted}.") from error
+
+
+def _check_asking(tasks: Sequence[Task], measures: Sequence[str]) -> None:
+    """Raise ConfigError if a chat template would change nothing, or a task asks no question."""
+    if not tasks:
+        raise ConfigError(
+            f"--chat changes nothing: {' and '.join(measures)} read texts as they are. Leave it out, or name a task."
+        )
+    mute = [task.name for task in tasks if not task.cue]
+    if mute:
+        raise ConfigError(
+            f"--chat: {' and '.join(mute)} give a text to continue and ask nothing. Leave out --chat, or these tasks."
+        )
 
 
 def _check_names(names: Sequence[str]) -> None:

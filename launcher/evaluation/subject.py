@@ -40,11 +40,11 @@ class Subject(OpenedModel):
 def open_subject(options: Options) -> Subject:
     """Open what the options name; an error of one screen where one is missing or they do not fit one another."""
     opened = open_model(options.checkpoint, options.tokenizer)
+    tasks, measures, _ = options.chosen()
     if options.chat:
-        opened = replace(opened, tokenizer=asking(opened.tokenizer))
+        opened = replace(opened, tokenizer=asking(opened.tokenizer, [task.cue for task in tasks]))
     _check_lengths(options, opened.model)
     text_folder, haystack = None, None
-    tasks, measures, _ = options.chosen()
     readers = [task.name for task in tasks if task.needs_haystack]
     if readers or measures:
         text_folder = _text_folder(options, opened.folder, (readers + measures)[0])

@@ -10,6 +10,7 @@ from launcher.evaluation.opened import OpenedModel
 from launcher.generation.options import Prompt, PromptSource, prompt_place
 from longctx.chat.conversation import Conversation, Message, NoConversationError, conversation_of
 from longctx.chat.encode import ChatEncoder, NotCountedError
+from longctx.chat.ends import turn_ends
 from longctx.errors import ConfigError
 
 
@@ -35,7 +36,7 @@ def encode_chats(
                 found.append(array("i", encoder.encode_prompt(conversation).tolist()))
             except (NoConversationError, NotCountedError) as error:
                 raise ConfigError(f"{prompt_place(source, index)}: {error}.") from error
-        return found, encoder.turn_ends()
+        return found, turn_ends(encoder)
     finally:
         encoder.close()
 

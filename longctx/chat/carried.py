@@ -4,22 +4,28 @@ from __future__ import annotations
 
 import copy
 import json
-from collections.abc import Mapping
+import logging
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from longctx.chat.encode import ChatEncoder
+from longctx.chat.encode import ChatEncoder, template_variables
+from longctx.chat.ends import turn_ends
 from longctx.chat.rule import ChatRule
 from longctx.chat.template_files import DEFAULT, find_templates
 from longctx.tokenizer.contract import Tokenizer
 from longctx.tokenizer.special import GENERATION_CONFIG, TOKENIZER_CONFIG, read_object
 from longctx.tokenizer.templates import TEMPLATE_FILE, TEMPLATES, is_template
 
+logger = logging.getLogger(__name__)
+
 _ENDS, _SPLITS = "eos_token_id", "split_special_tokens"
 
 
-def with_chat(tokenizer: Tokenizer, rule: ChatRule) -> Tokenizer:
+def with_chat(tokenizer: Tokenizer, rule: ChatRule, say: Callable[[str], None] = logger.info) -> Tokenizer:
     """Return the tokenizer with the rule's template among its files, and with the ids that end a reply.
+
+    ``say`` is told of a template that ends no reply.
 
     A program that generates ends at ``eos_token_id`` of generation_config.json: without a template's own end of turn
     there, a tuned model would go on and ask itself the next question.
@@ -28,14 +34,16 @@ def with_chat(tokenizer: Tokenizer, rule: ChatRule) -> Tokenizer:
     changed.files = _reading(tokenizer.files, tokenizer.path)
     if rule.template is not None or rule.options:
         changed.files = _with_templates(changed.files, _texts(tokenizer, rule))
+    encoder = ChatEncoder(tokenizer, rule)
+    try:
+        ends = turn_ends(encoder)
+    finally:
+        encoder.close()
+    if not ends:
+        say("the chat template ends no reply with a control token: what counts does not teach a model where to stop")
     # Of a tokenizer without an end id one that ends a reply would become it, and texts of other ids.
     if tokenizer.special.end is None:
         return changed
-    encoder = ChatEncoder(tokenizer, rule)
-    try:
-        ends = encoder.turn_ends()
-    finally:
-        encoder.close()
     # The first one stays the first: it is what follows a document of text.
     stops = dict.fromkeys(list(tokenizer.special.stops) + sorted(ends))
     changed.files = _ending(changed.files, list(stops), tokenizer.path)
@@ -43,14 +51,20 @@ def with_chat(tokenizer: Tokenizer, rule: ChatRule) -> Tokenizer:
 
 
 def _texts(tokenizer: Tokenizer, rule: ChatRule) -> dict[str, str]:
-    """Return the rule's templates by name, which begin with its options as defaults: other values may be given."""
+    """Return the rule's templates by name, which begin with its options as defaults: other values may be given.
+
+    Not for special tokens: a program gives each template those of the tokenizer.
+    """
     texts = {DEFAULT: rule.template or ""}
     if rule.template is None:
         texts = find_templates(tokenizer.files, tokenizer.path)
-    defaults = "".join(
-        f"{{% if {name} is not defined %}}{{% set {name} = {_literal(value)} %}}{{% endif %}}"
-        for name, value in rule.options.items()
-    )
+    own = template_variables(tokenizer)
+    defaults = ""
+    for name, value in rule.options.items():
+        given = f"{{% set {name} = {_literal(value)} %}}"
+        if name not in own:
+            given = f"{{% if {name} is not defined %}}{given}{{% endif %}}"
+        defaults += given
     # Behind a tag a template's first line break would be dropped.
     begin = defaults and f"{defaults}{{{{ '' }}}}"
     return {name: begin + text for name, text in texts.items()}

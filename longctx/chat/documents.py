@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 
 from longctx.chat.conversation import ASSISTANT, Conversation
-from longctx.chat.encode import NOTHING_COUNTS, ChatEncoder, EncodedChat, NotCountedError
+from longctx.chat.encode import CUT_BEFORE, NOTHING_COUNTS, ChatEncoder, EncodedChat, NotCountedError
 
 
 def chat_documents(conversation: Conversation, encoder: ChatEncoder) -> Iterator[EncodedChat | NotCountedError]:
@@ -41,7 +41,7 @@ def _fitted(conversation: Conversation, encoder: ChatEncoder) -> Iterator[Encode
     if rule.max_tokens is None or len(encoded.ids) <= rule.max_tokens:
         yield _counting(encoded)
     elif rule.too_long == "keep-begin":
-        yield _counting(encoded.begin(rule.max_tokens))
+        yield _counting(encoded.begin(rule.max_tokens), CUT_BEFORE)
     elif rule.too_long == "drop":
         yield _too_long(encoded, rule.max_tokens)
     else:
@@ -116,11 +116,11 @@ def _exchanges(conversation: Conversation) -> tuple[list[int], list[list[int]]]:
     return list(range(begin)), exchanges
 
 
-def _counting(found: EncodedChat | NotCountedError) -> EncodedChat | NotCountedError:
+def _counting(found: EncodedChat | NotCountedError, reason: str = NOTHING_COUNTS) -> EncodedChat | NotCountedError:
     """Return the same, or the error of a document in which nothing counts."""
     # The first token is nobody's target.
     if isinstance(found, EncodedChat) and not found.counted[1:].any():
-        return NotCountedError(NOTHING_COUNTS)
+        return NotCountedError(reason)
     return found
 
 

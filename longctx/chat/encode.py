@@ -29,15 +29,19 @@ from longctx.tokenizer.rendered import encode_rendered
 
 REFUSED = "the chat template refuses it"
 CHANGES_ITS_PAST = "the template changes a turn when others follow"
+BEGINS_OTHERWISE = "the template begins a reply otherwise than its prompt for one ends"
 JOINED = "a reply's first token is one with the prompt's last"
 SPELLS_CONTROL = "control tokens in its text"
 PROMPTS_UNASKED = "the template writes the prompt for a reply behind each"
 MARKED_ELSEWHERE = "the template marks replies elsewhere than it writes them"
 NOTHING_COUNTS = "no token counts"
+CUT_BEFORE = "no token counts in the part that is kept"
 UNTRAINED = {
-    CHANGES_ITS_PAST: "Train on the last reply alone (--train-on last), or on each as a document (--train-on each).",
+    CHANGES_ITS_PAST: "Make a document of each reply (--train-on each), or train on the last one (--train-on last).",
+    BEGINS_OTHERWISE: "Count all tokens (--train-on all), or give another template: --chat-template FILE.",
     REFUSED: "Look at the roles and their order, or give another template: --chat-template FILE.",
     NOTHING_COUNTS: "Count other tokens: --train-on all. Or look whether the replies' role is assistant.",
+    CUT_BEFORE: "Keep more (--max-tokens N), or the conversations' ends: --too-long split-turns.",
     JOINED: "Give a template whose prompt ends with a line or a control token: --chat-template FILE.",
     SPELLS_CONTROL: "Take them out of the texts.",
     PROMPTS_UNASKED: "Let it do so if add_generation_prompt is true alone: --chat-template FILE.",
@@ -124,12 +128,16 @@ class ChatEncoder:
         template = self._template(conversation)
         guard = Guard(self._spellings)
         replies = _replies(conversation, train_on)
-        asks: list[tuple[int, bool]] = []
+        prompted: list[bool] = []
         counts_all = _counts_all(conversation, train_on)
         if train_on != "all" and not template.marks_replies:
-            asks = [ask for turn in replies for ask in ((turn, True), (turn + 1, False))]
+            prompted = [True]
         elif not counts_all:
-            asks = [ask for turn in replies for ask in ((turn, False), (turn + 1, False))]
+            # Some templates end a conversation that asks for no reply: then a prompt is what precedes one.
+            prompted = [False, True]
+        asks: list[tuple[int, bool]] = []
+        if prompted:
+            asks = [ask for turn in replies for ask in (*((turn, asked) for asked in prompted), (turn + 1, False))]
         rendered = self._rendered(template, conversation, guard, beginnings=asks)
         restored, places = _restored(guard, rendered.text)
         located = encode_rendered(self.tokenizer, restored.text, restored.plain)
@@ -141,7 +149,8 @@ class ChatEncoder:
 
         counted = np.ones(len(located.ids), dtype=bool)
         if train_on != "all" or not counts_all:
-            bounds = _bounds(replies, rendered.beginnings)
+            behind_prompt = partial(self._is_behind_prompt, template, conversation, guard)
+            bounds = _bounds(replies, rendered.beginnings, len(prompted), behind_prompt)
             spans = [(moved(start), moved(stop)) for start, stop in bounds]
             if rendered.spans is None and train_on != "all":
                 raise NotCountedError(MARKED_ELSEWHERE)
@@ -160,16 +169,6 @@ class ChatEncoder:
         rendered = self._rendered(self._template(conversation), conversation, guard, add_generation_prompt=True)
         restored, _ = _restored(guard, rendered.text)
         return encode_rendered(self.tokenizer, restored.text, restored.plain).ids
-
-    def turn_ends(self) -> set[int]:
-        """Return the control token that ends a reply, if the template writes one: a reply's last."""
-        usual = Conversation(({"role": "user", "content": "a"}, {"role": ASSISTANT, "content": "b"}), (), (True, True))
-        try:
-            encoded = self.encode(usual)
-        except NotCountedError:
-            return set()
-        last = encoded.ids[encoded.counted][-1:]
-        return {int(token) for token in last if self.tokenizer.is_control[token]}
 
     def _counted(
         self,
@@ -195,6 +194,15 @@ class ChatEncoder:
             _check_prompt(self.tokenizer, located, restored, start)
             counted |= located.within([(start, _turn_end(self.tokenizer, located, restored.text, start, stop))])
         return counted
+
+    def _is_behind_prompt(self, template: ChatTemplate, conversation: Conversation, guard: Guard, turn: int) -> bool:
+        """Return whether a reply follows its prompt if nothing follows it."""
+        part = conversation.part(range(turn + 1))
+        try:
+            (found,) = self._rendered(template, part, guard, beginnings=[(turn, True)]).beginnings
+        except NotCountedError:
+            return True
+        return isinstance(found, int)
 
     def _rendered(self, template: ChatTemplate, conversation: Conversation, guard: Guard, **options: Any) -> Rendered:
         """Return a conversation as text, what would pass for control tokens hidden by the guard."""
@@ -301,15 +309,27 @@ def _counts_all(conversation: Conversation, train_on: TrainOn) -> bool:
     return all(conversation.weights) and train_on != "last"
 
 
-def _bounds(replies: Sequence[int], beginnings: Sequence[int | str]) -> list[Span]:
-    """Return the characters of each reply. NotCountedError names the first turn that changes its past."""
+def _bounds(
+    replies: Sequence[int], beginnings: Sequence[int | str], ways: int, behind_prompt: Callable[[int], bool]
+) -> list[Span]:
+    """Return the characters of each reply. NotCountedError names the first turn that changes its past.
+
+    ``beginnings`` are for each reply what precedes it in so many ``ways``, and what ends with it. ``behind_prompt``
+    says of a reply whether it follows its prompt at least if nothing follows it.
+    """
+    if not ways:
+        return []
     spans: list[Span] = []
-    for turn, before, behind in zip(replies, beginnings[::2], beginnings[1::2], strict=False):
+    for number, turn in enumerate(replies):
+        *starts, behind = beginnings[number * (ways + 1) : (number + 1) * (ways + 1)]
+        before = next((found for found in starts if isinstance(found, int)), starts[0])
         for found, what in ((before, "before it"), (behind, "up to it")):
             if isinstance(found, str):
+                reason = BEGINS_OTHERWISE
+                if found is behind or behind_prompt(turn):
+                    reason = CHANGES_ITS_PAST
                 raise NotCountedError(
-                    CHANGES_ITS_PAST,
-                    found or f"message {turn}: the text {what} is another one without what follows",
+                    reason, found or f"message {turn}: the text {what} is another one without what follows"
                 )
         assert isinstance(before, int)
         assert isinstance(behind, int)

@@ -3,33 +3,32 @@
 from __future__ import annotations
 
 import copy
+import re
+from collections.abc import Iterable
 from dataclasses import replace
 
 from longctx.chat.conversation import Conversation
 from longctx.chat.encode import ChatEncoder
+from longctx.chat.ends import turn_ends
 from longctx.tokenizer.contract import Tokenizer
 
-_ANSWER = "Answer:"
-"""How the part of a prompt begins that is the answer's own beginning, as in RULER."""
 
-
-def asking(tokenizer: Tokenizer) -> Tokenizer:
+def asking(tokenizer: Tokenizer, cues: Iterable[str]) -> Tokenizer:
     """Return the tokenizer with ``encode_prompt`` by its chat template, and with the ids that end a reply.
 
-    A prompt is a user's turn up to its last "Answer:", which begins the model's reply: tasks score what comes behind
-    it, as NVIDIA's RULER does with its templates. DataError for a tokenizer without a template.
+    A prompt is a user's turn up to the last of the ``cues`` in it, which begins the model's reply: tasks score what
+    comes behind it, as NVIDIA's RULER does with its templates. DataError for a tokenizer without a template.
     """
     encoder = ChatEncoder(tokenizer)
+    cue = re.compile("|".join(re.escape(one) for one in sorted(set(cues))))
 
     def encode(text: str) -> list[int]:
-        question, mark, begun = text.rpartition(_ANSWER)
-        if not mark:
-            question, begun = text, ""
-        turn = Conversation(({"role": "user", "content": question.rstrip()},))
-        return encoder.encode_prompt(turn).tolist() + tokenizer.encode(mark + begun).tolist()
+        begins = max((match.start() for match in cue.finditer(text)), default=len(text))
+        turn = Conversation(({"role": "user", "content": text[:begins].rstrip()},))
+        return encoder.encode_prompt(turn).tolist() + tokenizer.encode(text[begins:]).tolist()
 
     changed = copy.copy(tokenizer)
     changed.as_prompt = encode
-    ends = dict.fromkeys(list(tokenizer.special.stops) + sorted(encoder.turn_ends()))
+    ends = dict.fromkeys(list(tokenizer.special.stops) + sorted(turn_ends(encoder)))
     changed.special = replace(tokenizer.special, stops=tuple(ends))
     return changed

@@ -23,6 +23,8 @@ from longctx.untrusted.reading import printable
 
 MOST_CHARACTERS = 1 << 20
 """Of a template. The longest that are published have some 20,000."""
+OWN_VARIABLES = frozenset(("messages", "tools", "documents", "add_generation_prompt", "beginnings"))
+"""What each conversation gives a template, whatever its options say."""
 _SHOWN_CHARACTERS = 300
 _GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
 _WORKER = Path(__file__).with_name("template_worker.py")

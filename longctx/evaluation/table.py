@@ -79,6 +79,7 @@ _OWN: tuple[Task, ...] = (
         prompt_budget="repeated sentences",
         answer_tokens=16,
         build=build_passkey,
+        cue="The pass key is",
     ),
     FittedTask(
         name="kv_retrieval",
@@ -86,6 +87,7 @@ _OWN: tuple[Task, ...] = (
         prompt_budget="pairs of UUIDs",
         answer_tokens=48,
         build=_JSON_PAIRS.build,
+        cue="The value of the key",
     ),
     FittedTask(
         name="phonebook",
@@ -93,6 +95,7 @@ _OWN: tuple[Task, ...] = (
         prompt_budget="names and numbers",
         answer_tokens=24,
         build=_PHONEBOOK.build,
+        cue="The telephone number of",
     ),
     FittedTask(
         name="graphwalks_bfs",
@@ -121,6 +124,7 @@ _OWN: tuple[Task, ...] = (
         answer_tokens=256,
         build=requests.build_requests,
         rule=repeated_after_code,
+        cue="Assistant:",
         smallest=requests.SMALLEST,
         has_depth=False,
     ),
@@ -130,6 +134,7 @@ _OWN: tuple[Task, ...] = (
         prompt_budget="nonsense words",
         answer_tokens=96,
         build=copying.build_copy,
+        cue="",
         smallest=copying.SMALLEST,
     ),
     FittedTask(
@@ -138,6 +143,7 @@ _OWN: tuple[Task, ...] = (
         prompt_budget="pairs of nonsense words",
         answer_tokens=16,
         build=_RECALL.build,
+        cue="",
     ),
 )
 

@@ -94,6 +94,9 @@ class Task(ABC):
     answer_tokens: int
     """Tokens that are left for the answer."""
     rule: Score
+    cue: str = "Answer:"
+    """How the answer's own beginning starts, at its last occurrence in a prompt: a chat model is asked what precedes
+    it, and its reply begins with the rest. Empty for a text to continue, which asks nothing."""
     needs_haystack: bool = False
     """Whether ``Setting.haystack`` must be given."""
     has_depth: bool = False

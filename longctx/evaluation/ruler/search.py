@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property
 
 from longctx.errors import ConfigError
 from longctx.evaluation.task import too_short
@@ -45,10 +46,10 @@ class Budget:
     answer_tokens: int
     """Their ``--tokens_to_generate``."""
 
-    @property
+    @cached_property
     def reserved(self) -> int:
-        """Ids before every prompt, which they do not count. Their ``--model_template_token``."""
-        return len(self.tokenizer.begins_with)
+        """Ids before and behind every prompt, which they do not count. Their ``--model_template_token``."""
+        return len(self.tokenizer.encode_prompt(""))
 
     @property
     def total(self) -> int:

@@ -78,6 +78,7 @@ def _needle_task(name: str, measures: str, needles: Needles) -> RulerTask:
         prompt_budget={"noise": NOISE, "needle": KEYS, "essay": TEXT}[needles.haystack],
         answer_tokens=templates.NIAH.answer_tokens,
         texts=lambda budget, setting: needles.texts(budget, setting.seed, setting.haystack),
+        cue="The special magic",
         needs_haystack=needles.haystack == "essay",
     )
 

@@ -9,13 +9,14 @@ import sys
 from collections.abc import Sequence
 from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 import torch
 import torch.distributed as dist
 import transformers
 
+from data_pipeline.shards.manifest import MANIFEST_FILE
 from data_pipeline.shards.reader import ShardSet
 from data_pipeline.texts import read_texts
 from launcher.cli import main
@@ -23,7 +24,9 @@ from launcher.training.setup import build_run
 from launcher.training.trainer import Trainer
 from longctx.chat.conversation import Conversation
 from longctx.chat.encode import ChatEncoder
+from longctx.chat.ends import turn_ends
 from longctx.chat.questions import asking
+from longctx.chat.rule import ChatRule, TrainOn
 from longctx.evaluation import Haystack, Setting, find_tasks
 from longctx.generation.load import load_model
 from longctx.generation.loop import generate
@@ -134,9 +137,26 @@ def test_a_reply_ends_with_the_templates_end_of_turn(model, tmp_path):
     (tmp_path / "t").mkdir()
     for path in model.iterdir():
         (tmp_path / "t" / path.name).write_bytes(path.read_bytes())
-    for template, ends in [(PLAIN, {STOP_ID}), (MARKED, {STOP_ID}), ("{{ messages[-1].content }}", set())]:
+    line = MARKED.replace("{% endgeneration %}", "{{ '\n' }}{% endgeneration %}")
+    assert line != MARKED
+    # Of a reply that another begins than its prompt does, the first one behind its text.
+    other = PLAIN.replace("'<|im_start|>assistant\n'", "'<|im_start|>assistant\n<think>'")
+    assert other != PLAIN
+    silent = "{{ messages[-1].content }}"
+    for template in (PLAIN, MARKED, line, other, silent):
         (tmp_path / "t" / "chat_template.jinja").write_text(template)
-        assert ChatEncoder(load_tokenizer(tmp_path / "t")).turn_ends() == ends
+        tokenizer = load_tokenizer(tmp_path / "t")
+        for train_on in get_args(TrainOn):
+            found = turn_ends(ChatEncoder(tokenizer, ChatRule(train_on=train_on)))
+            assert found == (set() if template == silent else {STOP_ID})
+
+
+def test_a_template_that_ends_no_reply_is_said(capsys, model, tmp_path):
+    open_end = PLAIN.replace("{{ '<|im_end|>' }}", "")
+    code, _, err = build(capsys, write_chats(tmp_path, CHATS), model, tmp_path / "shards", template=open_end)
+    assert (code, "ends no reply with a control token" in err) == (0, True), err
+    code, _, err = build(capsys, write_chats(tmp_path, CHATS), model, tmp_path / "usual")
+    assert (code, "ends no reply" in err) == (0, False), err
 
 
 def two_systems(chat: list[dict[str, str]]) -> list[dict[str, str]]:
@@ -164,9 +184,26 @@ BAD: dict[str, tuple[list[Any], str, list[str]]] = {
         FORGETFUL,
         ["message 1: ", "--train-on last", "chats.jsonl:1 ("],
     ),
+    "a prompt that replies do not follow": (
+        CHATS,
+        PLAIN.replace("'<|im_start|>assistant\n'", "'<|im_start|>assistant\n<think>'"),
+        ["begins a reply otherwise", "message 1: ", "--train-on all", "chats.jsonl:1 ("],
+    ),
     "no reply": ([QUESTION] * 12, PLAIN, ["no token counts", "--train-on all"]),
     "a fault of the template": (CHATS, "{{ messages[99].content }}", ["message 0: ", "no element 99"]),
 }
+
+
+@pytest.mark.parametrize("train_on", ["replies", "last", "each"])
+def test_what_is_advised_for_a_prompt_that_replies_do_not_follow_works(capsys, model, tmp_path, train_on):
+    chats, template, _ = BAD["a prompt that replies do not follow"]
+    several = write_chats(tmp_path, [[*chat, *chat] for chat in chats])
+    code, _, err = build(capsys, several, model, tmp_path / "shards", "--train-on", train_on, template=template)
+    assert (code, "--train-on all" in err, "--train-on last" in err) == (1, True, False), err
+    code, _, err = build(
+        capsys, several, model, tmp_path / "shards", "--train-on", "all", "--overwrite", template=template
+    )
+    assert code == 0, err
 
 
 @pytest.mark.parametrize("name", BAD)
@@ -178,6 +215,68 @@ def test_conversations_that_cannot_be_trained_on_are_one_screen_with_the_row(cap
         assert text in err
     assert len(err.splitlines()) < 25
     assert not (tmp_path / "shards").exists()
+
+
+WRONG_OPTIONS = {
+    "enable_thinking": "enable_thinking=false",
+    "enable_thinking=False": "Write enable_thinking=false",
+    "n=NaN": "JSON has no NaN",
+    "messages=[]": "Leave it out",
+    "if=1": "no NAME=VALUE",
+    "none=1": "no NAME=VALUE",
+    "a=1 a=2": "a is given twice",
+}
+
+
+@pytest.mark.parametrize("given", WRONG_OPTIONS)
+def test_variables_that_mean_nothing_are_refused(capsys, model, tmp_path, given):
+    code, _, err = build(
+        capsys, write_chats(tmp_path, CHATS), model, tmp_path / "shards", "--chat-option", *given.split()
+    )
+    assert (code, WRONG_OPTIONS[given] in err) == (2, True), err
+
+
+def test_variables_may_be_given_one_by_one(capsys, model, tmp_path):
+    """Those of special tokens hold for every program that the model is tuned for."""
+    options = ("--chat-option", "who=Ann", "bos_token=<B>", "--chat-option", "n=[1, 2.5]")
+    template = "{{ bos_token }}{{ who }} {{ n }} {{ later | default('') }}" + PLAIN
+    code, _, err = build(capsys, write_chats(tmp_path, CHATS), model, tmp_path / "s", *options, template=template)
+    assert code == 0, err
+    shards = ShardSet.open(tmp_path / "s")
+    begin = "<B>Ann [1, 2.5] "
+    assert shards.tokenizer().decode(shards.document(0)).startswith(begin)
+    assert not (tmp_path / "hf").exists()
+    shards.tokenizer().save(Path(shutil.copytree(model, tmp_path / "hf")))
+    theirs = transformers.AutoTokenizer.from_pretrained(tmp_path / "hf")
+    assert theirs.apply_chat_template(QUESTION, tokenize=False, later="x").startswith(f"{begin}x<|im_start|>")
+
+
+def test_a_conversation_that_is_cut_before_its_reply_is_told_what_helps(capsys, model, tmp_path):
+    long = write_chats(tmp_path, CHATS)
+    short = ("--max-tokens", 8, "--too-long", "keep-begin")
+    code, _, err = build(capsys, long, model, tmp_path / "shards", *short)
+    assert (code, "--max-tokens N" in err, "--train-on all" in err) == (1, True, False), err
+    code, _, err = build(capsys, long, model, tmp_path / "shards", "--max-tokens", 90, *short[2:], "--overwrite")
+    assert code == 0, err
+
+
+def test_a_damaged_folder_is_built_anew_and_with_a_new_date(capsys, model, tmp_path):
+    """Its manifest is read for the date alone, which a folder that is not replaced keeps."""
+    chats, template = write_chats(tmp_path, CHATS), "{{ strftime_now('%Y') }}" + PLAIN
+    words = (capsys, chats, model, tmp_path / "shards")
+
+    def date() -> str:
+        return json.loads((tmp_path / "shards" / MANIFEST_FILE).read_text())["options"]["chat"]["now"]
+
+    assert build(*words, "--chat-date", "2001-02-03", template=template)[0] == 0
+    code, _, err = build(*words, template=template)
+    assert (code, date()) == (0, "2001-02-03"), err
+    code, _, err = build(*words, "--overwrite", template=template)
+    assert (code, date() > "2026") == (0, True), err
+    (tmp_path / "shards" / MANIFEST_FILE).write_text("{")
+    code, _, err = build(*words, "--overwrite", template=template)
+    assert code == 0, err
+    assert date() > "2026"
 
 
 def test_a_tenth_may_be_left_out_and_more_if_the_user_says_so(capsys, model, tmp_path):
@@ -250,7 +349,7 @@ def test_tasks_are_asked_by_the_template(capsys, model, tmp_path):
     (row,) = [json.loads(line) for line in (output / "results.jsonl").read_text().splitlines()]
     tokenizer = load_tokenizer(folder)
     haystack = Haystack(read_texts(REPOSITORY / "docs"), source="docs")
-    setting = Setting(tokenizer=asking(tokenizer), haystack=haystack)
+    setting = Setting(tokenizer=asking(tokenizer, ["Answer:"]), haystack=haystack)
     (task,) = find_tasks(["niah_word"])
     sample = next(task.samples(setting, 700, 1))
     question, _, begun = sample.prompt.rpartition("Answer:")
@@ -262,6 +361,13 @@ def test_tasks_are_asked_by_the_template(capsys, model, tmp_path):
     assert row["output"] == tokenizer.decode(new_ids)
     code, _, err = call(capsys, *words)
     assert (code, "chat: there" in err) == (2, True), err
+
+
+def test_tasks_that_ask_nothing_are_refused(capsys, model, tmp_path):
+    words = ["evaluate", "--checkpoint", model, "--output", tmp_path / "out", "--lengths", 700, "--chat", "--tasks"]
+    for tasks, said in (("probes,niah", "copy and associative_recall"), ("ppl", "ppl read texts as they are")):
+        code, _, err = call(capsys, *words, tasks)
+        assert (code, said in err) == (2, True), err
 
 
 LINES = b"def main?\n\nAnd what is\tclass?\n"

@@ -316,6 +316,17 @@ def test_a_tokenizer_without_an_end_stays_without(tmp_path: Path):
     assert load_tokenizer(tmp_path / "t").special.end is None
 
 
+def test_the_last_reply_of_a_template_that_ends_conversations_is_found(tmp_path: Path):
+    """As Phi-3's: an end token follows all that asks for no reply, so that no beginning of one is one of another."""
+    template = MARKED + "{% if not add_generation_prompt %}{{ '<|im_end|>' }}{% endif %}"
+    encoder = ChatEncoder(chat_tokenizer(tmp_path, template), ChatRule(train_on="last"))
+    found = encoder.encode(conversation({"messages": [user("a"), reply("b"), user("c"), reply("d")]}))
+    encoder.close()
+    assert shown(found, encoder) == "".join(
+        (said("user", "a"), said("assistant", "b"), said("user", "c"), counted("d"), "<|im_end|>")
+    )
+
+
 @pytest.mark.parametrize("train_on", ["last", "each"])
 def test_one_reply_of_a_long_conversation_has_as_much_before_it_as_fits(tmp_path: Path, train_on: Any):
     """Each reply counts once, and the last exchanges stand before it."""

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from longctx.chat.conversation import Conversation, conversation_of, kind_of, part_text
-from longctx.chat.encode import ChatEncoder, NotCountedError
+from longctx.chat.encode import BEGINS_OTHERWISE, ChatEncoder, NotCountedError
 from longctx.tokenizer import load_tokenizer
 from tests.longctx.chat.cases import CASES, reply, user
 from tests.longctx.chat.templates import FORGETFUL, MARKED, PLAIN, STRICT
@@ -118,6 +118,7 @@ ALLOWED = {
     "equal, mask derived",
     "equal, mask as theirs",
     "refused: the template changes a turn when others follow",
+    f"refused: {BEGINS_OTHERWISE}",
     "refused: the template writes the prompt for a reply behind each",
 }
 
