@@ -74,7 +74,7 @@ class TestHelp:
             "chats": Chats(),
             "exact": True,
             "overwrite": True,
-            "without": (),
+            "without": [],
             "json": True,
         }
 
