@@ -114,7 +114,10 @@ def _speed_figures(run: Run) -> list[Figure]:
         found.append(Figure(label="Tokens a second", value=short_number(median(speeds)), note="median, whole world"))
     work = known(run.train, "model_tflops")
     if work:
-        found.append(Figure(label="TFLOP/s", value=f"{median(work):.3g}", note="model FLOPs, a device, median"))
+        unit, rate = "TFLOP/s", median(work)
+        if rate < 0.1:
+            unit, rate = "GFLOP/s", rate * 1000
+        found.append(Figure(label=unit, value=f"{rate:.3g}", note="model FLOPs, a device, median"))
     used = known(run.train, "mfu")
     if used:
         found.append(Figure(label="MFU", value=f"{median(used):.1%}", note="model FLOPs utilisation, median"))
