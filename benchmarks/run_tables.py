@@ -1,4 +1,4 @@
-"""The tables of what surrounds a run's steps: its start, its corpus, its saves, its search for silent errors."""
+"""The tables of what surrounds a run's steps: start, corpus, saves, silent errors; and of tuning beside TRL."""
 
 from __future__ import annotations
 
@@ -97,3 +97,14 @@ def _sums_row(row: dict[str, Any]) -> list[str]:
         f"{row['of_replicas']:.3f}",
         f"{row['replicas_share']:.2%}",
     ]
+
+
+def of_tuning(result: dict[str, Any]) -> Table:
+    """The losses of twenty steps of tuning, and the CPU seconds of one, beside TRL's."""
+    bounds, seconds = result["bounds"], result["seconds"]["cpu_seconds"]
+    rows = [[bound["case"] or "a row each", f"{bound['figure']:.1e}", f"{bound['limit']:.0e}"] for bound in bounds[:-2]]
+    rows = [[f"losses, {case}", *figures] for case, *figures in rows]
+    for whose, bound in zip(("padded", "packed"), bounds[-2:], strict=True):
+        figure = f"{seconds['ours']:.1f} / {seconds[whose]:.1f} = **{bound['figure']:.2f}**"
+        rows.append([f"CPU seconds over TRL's, {whose}", figure, f"{bound['limit']:.1f}"])
+    return ["beside TRL", "figure", "bound"], rows

@@ -421,6 +421,7 @@ TABLES: dict[str, tuple[str, Callable[[Result], str]]] = {
     "audit-cost": ("audit", lambda result: markdown(*audit_tables.of_cost(result))),
     "data-start": ("data_plan", lambda result: markdown(*run_tables.of_corpora(result))),
     "data-blocks": ("data_plan", lambda result: markdown(*run_tables.of_blocks(result))),
+    "tuning": ("tuning", lambda result: markdown(*run_tables.of_tuning(result))),
     "faults": ("faults", lambda result: markdown(*faults.table(result))),
 }
 """By name: the benchmark whose result it is made from, and how."""
