@@ -68,9 +68,10 @@ def broken_step_after(run_folder: Path, step: int, before: float = math.inf) -> 
 
 
 def _is_finite(record: dict[str, Any]) -> bool:
-    """Whether loss and gradient were numbers; the gradient of a step whose loss was none is None."""
-    values = [record.get(key, 0.0) for key in ("loss", "grad_norm")]
-    return all(value is not None and math.isfinite(value) for value in values)
+    """Whether loss and gradient were finite; the gradient of a step that was left out may be None."""
+    loss, norm = record.get("loss"), record.get("grad_norm", 0.0)
+    # In a step without a loss no token counts.
+    return norm is not None and math.isfinite(norm) and (loss is None or math.isfinite(loss))
 
 
 @dataclass(frozen=True, kw_only=True)

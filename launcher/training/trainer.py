@@ -147,6 +147,8 @@ class Trainer:
         if self._sampler is not None:
             record["sample"] = self._sampler.sample()
         self._validation_losses.clear()
+        if record["loss"] is None and run.is_rank_0:
+            log.warning("No token of the validation rows counts: there is no loss. More rows may: validation.rows=N.")
         if record["loss"] is not None and math.isfinite(record["loss"]):
             self._validation_losses[self.progress.step] = record["loss"]
         writer.write({**record, "step": self.progress.step})

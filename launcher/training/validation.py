@@ -70,8 +70,6 @@ def validate(
     for total in (nll_by_bin, targets_by_bin, nll_by_source, targets_by_source, histogram):
         sum_over_ranks(total)
     num_targets = int(targets_by_bin.sum())
-    if not num_targets:
-        log.warning("No token of the validation rows counts, so there is no loss. More rows may: validation.rows=N.")
     loss = float(nll_by_bin.sum()) / num_targets if num_targets else None
     bits_per_byte = None
     if bytes_per_token and loss is not None:
@@ -95,11 +93,14 @@ def position_edges(seq_len: int) -> list[int]:
     return [0] + [2**n for n in range(max(0, seq_len - 1).bit_length())]
 
 
-def entropy(histogram: Tensor) -> float:
-    """−Σ p·ln p in nats of the distribution a histogram shows: the loss of the best model that knows no context."""
+def entropy(histogram: Tensor) -> float | None:
+    """Return −Σ p·ln p in nats of a histogram's distribution, the loss of the best model that knows no context.
+
+    None of an empty one.
+    """
     total = int(histogram.sum())
     if not total:
-        return math.nan
+        return None
     p = histogram[histogram > 0].double() / total
     return float(-(p * p.log()).sum())
 

@@ -65,8 +65,8 @@ def _texts(tokenizer: Tokenizer, rule: ChatRule) -> dict[str, str]:
         if name not in own:
             given = f"{{% if {name} is not defined %}}{given}{{% endif %}}"
         defaults += given
-    # Behind a tag a template's first line break would be dropped.
-    begin = defaults and f"{defaults}{{{{ '' }}}}"
+    # The line break behind a tag is dropped: the template begins a line, as by itself.
+    begin = defaults and f"{defaults}\n"
     return {name: begin + text for name, text in texts.items()}
 
 

@@ -33,6 +33,7 @@ _REASONING = ("reasoning_content", "thinking", "reasoning")
 """Names of a message's reasoning. Templates read the first one; gpt-oss's the second."""
 _TURNS = re.compile(r"""\s*\[\s*\{[^{}\[\]]*"(role|from)"\s*:""")
 """How JSON of a list of messages begins."""
+_SAID = {"content", "value", "tool_calls"}
 _MOST_MESSAGES = 1 << 20
 MEDIA = ("image", "image_url", "video", "audio", "input_audio", "images", "videos", "audios")
 
@@ -137,13 +138,25 @@ def part_text(part: Any) -> str:
 def _turns(record: Mapping[str, Any], field: str, role: str) -> list[Any]:
     """Return the messages of a field: a list of them, a text that is one, or JSON of a list."""
     value = record.get(field)
-    if isinstance(value, str) and role and not _TURNS.match(value):
+    if isinstance(value, str) and role and not _spells_turns(value, field):
         return [{"role": role, "content": value}]
     if isinstance(value, str):
         value = _parsed(value, field)
     if not isinstance(value, list):
         raise NoConversationError(f"{field} is {shown(value)}, and no list of messages")
     return value
+
+
+def _spells_turns(text: str, field: str) -> bool:
+    """Return whether a text is JSON of messages, and not one that begins as it does."""
+    if not _TURNS.match(text):
+        return False
+    _check_values(text, field)
+    try:
+        turns = json.loads(text)
+    except (ValueError, RecursionError):
+        return False
+    return isinstance(turns, list) and all(isinstance(turn, Mapping) and turn.keys() & _SAID for turn in turns)
 
 
 def _system(record: Mapping[str, Any], first: Message) -> str:
@@ -252,12 +265,16 @@ def _weight(value: Any, turn: int) -> bool:
 
 
 def _parsed(value: str, field: str, turn: int = -1) -> Any:
-    if _num_values(value) > MOST_JSON_VALUES:
-        raise NoConversationError(f"{field} has more than {MOST_JSON_VALUES:,} values", turn)
+    _check_values(value, field, turn)
     try:
         return json.loads(value)
     except (ValueError, RecursionError) as error:
         raise NoConversationError(f"{field} is {shown(value)}, and no JSON", turn) from error
+
+
+def _check_values(text: str, field: str, turn: int = -1) -> None:
+    if _num_values(text) > MOST_JSON_VALUES:
+        raise NoConversationError(f"{field} has more than {MOST_JSON_VALUES:,} values", turn)
 
 
 def _num_values(text: str) -> int:

@@ -55,6 +55,10 @@ def _split(
 
     If one reply counts, the part that ends with it alone.
     """
+    is_one = encoder.rule.train_on in ("last", "each")
+    if is_one:
+        replies = [turn for turn, message in enumerate(conversation.messages) if message["role"] == ASSISTANT]
+        conversation = conversation.part(range(max(replies, default=-1) + 1))
     begin, exchanges = _exchanges(conversation)
 
     def part(first: int, count: int) -> EncodedChat | NotCountedError:
@@ -67,16 +71,22 @@ def _split(
             return _too_long(encoded, max_tokens)
         return encoded
 
-    if encoder.rule.train_on in ("last", "each"):
+    if is_one and exchanges:
         # One reply counts: as much of what precedes it as fits.
         _, found = _most(lambda count: part(len(exchanges) - count, count), len(exchanges))
         yield _counting(found)
         return
-    first = 0
+    first, empty, counts = 0, NotCountedError(NOTHING_COUNTS), False
     while first < len(exchanges):
         count, found = _most(lambda count, first=first: part(first, count), len(exchanges) - first)
-        yield _counting(found)
+        found = _counting(found)
+        # A question behind the last reply, or exchanges without weight, are no conversation that is lost.
+        if isinstance(found, EncodedChat) or found.reason != empty.reason:
+            counts = True
+            yield found
         first += count
+    if not counts:
+        yield empty
 
 
 def _most(

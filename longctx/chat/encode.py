@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from longctx.chat.conversation import ASSISTANT, Conversation, part_text
-from longctx.chat.guard import Guard, Restored
+from longctx.chat.guard import Guard, Restored, Spellings
 from longctx.chat.rule import ChatRule, TrainOn
 from longctx.chat.template import ChatTemplate, Rendered, TemplateError
 from longctx.chat.template_files import DEFAULT, WITH_TOOLS, find_templates, variables
@@ -99,7 +99,7 @@ class ChatEncoder:
             now = datetime.datetime.fromisoformat(rule.now)
         self._templates = {name: ChatTemplate(text or "", name=_named(name), now=now) for name, text in texts.items()}
         self._variables = template_variables(tokenizer) | dict(rule.options)
-        self._spellings = tokenizer.controls.spellings()
+        self._spellings = Spellings(tokenizer.controls.spellings())
         self._prompts_unasked: dict[ChatTemplate, bool] = {}
 
     @property
@@ -211,15 +211,22 @@ class ChatEncoder:
         except ValueError as error:
             raise NotCountedError(SPELLS_CONTROL, str(error)) from error
         render = partial(template.render, tools=tools or None, variables=self._variables)
+        joined = list(map(_with_joined_parts, messages))
+        if joined != messages:
+            # Some templates know parts; others leave them out, write them as a list, or fail on one.
+            try:
+                rendered = render(messages, **options)
+                if not _loses_parts(rendered.text, messages):
+                    return rendered
+            except TemplateError as error:
+                if not error.is_refusal:
+                    raise
         try:
-            rendered = render(messages, **options)
-            if _loses_parts(rendered.text, messages):
-                rendered = render(list(map(_with_joined_parts, messages)), **options)
+            return render(joined, **options)
         except TemplateError as error:
             if not error.is_refusal:
                 raise
-            raise NotCountedError(REFUSED, f"message {_refused_turn(render, messages)}: {error.reason}") from error
-        return rendered
+            raise NotCountedError(REFUSED, f"message {_refused_turn(render, joined)}: {error.reason}") from error
 
     def _template(self, conversation: Conversation) -> ChatTemplate:
         if conversation.tools and WITH_TOOLS in self._templates:
@@ -268,7 +275,13 @@ def _prompts_unasked(tokenizer: Tokenizer, render: Callable[..., Rendered]) -> b
     differs = np.append(located.ids[:length] != other.ids[:length], True)
     unasked = answered[located.stops[: differs.argmax()].max(initial=0) :].strip()
     between = answered.partition(said[0])[2].partition(said[1])[0].lstrip()
-    return bool(unasked) and between.find(unasked) > 0
+    if not unasked:
+        return False
+    at = between.find(unasked)
+    if at == 0 and answered.partition(said[1])[2].strip() == unasked:
+        # The end of a reply, if it is that of a question as well.
+        return unasked not in tokenizer.controls.spellings()
+    return at >= 0
 
 
 def _refused_turn(render: Callable[[list[Any]], Rendered], messages: list[Any]) -> int:
@@ -347,7 +360,7 @@ def _check_prompt(tokenizer: Tokenizer, located: Located, restored: Restored, st
     if len(control):
         first, at = int(control[-1]) + 1, int(located.stops[control[-1]])
     plain = [(begin - at, end - at) for begin, end in restored.plain if at <= begin < start]
-    alone = encode_rendered(tokenizer, text[at:start], plain).ids
+    alone = encode_rendered(tokenizer, text[at:start], plain, is_beginning=at == 0).ids
     if not np.array_equal(alone, located.ids[first:before]):
         raise NotCountedError(
             JOINED,

@@ -7,7 +7,7 @@ on such a character as on any letter.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from longctx.tokenizer.control import Span
@@ -27,23 +27,50 @@ class Restored(NamedTuple):
     """Where control tokens are text."""
 
 
-class Guard:
-    """One conversation's spellings of control tokens."""
+class Spellings:
+    """Finds in a text what spells control tokens, or a part of one that another text may complete."""
 
     def __init__(self, spellings: Sequence[str]) -> None:
         longest_first = sorted(spellings, key=len, reverse=True)
-        whole = [re.escape(spelling) for spelling in longest_first]
-        # Texts that a template joins may spell one together: what a text ends or begins with is hidden as well.
-        first = {re.escape(spelling[:stop]) for spelling in spellings for stop in range(2, len(spelling))}
-        last = {re.escape(spelling[start:]) for spelling in spellings for start in range(1, len(spelling) - 1)}
-        parts = [rf"(?:{_any(first)})\Z", rf"\A(?:{_any(last)})"]
-        self._pattern = re.compile("|".join(whole + parts + [_PRIVATE]))
+        self._whole = re.compile("|".join([*map(re.escape, longest_first), _PRIVATE]))
+        self._begins = {spelling[:stop] for spelling in spellings for stop in range(2, len(spelling))}
+        self._ends = {spelling[start:] for spelling in spellings for start in range(1, len(spelling) - 1)}
+        self._longest = max(map(len, spellings), default=0)
+
+    def find(self, text: str) -> Iterator[Span]:
+        """Yield the spans to hide, in order.
+
+        Texts that a template joins may spell a token together: what a text begins or ends with is hidden as well.
+        """
+        at = 0
+        if not self._whole.match(text):
+            at = next((n for n in self._lengths(len(text)) if text[:n] in self._ends), 0)
+        if at:
+            yield 0, at
+        for match in self._whole.finditer(text, at):
+            yield match.span()
+            at = match.end()
+        length = len(text)
+        rest = next((n for n in self._lengths(length - at) if text[length - n :] in self._begins), 0)
+        if rest:
+            yield length - rest, length
+
+    def _lengths(self, most: int) -> range:
+        """Return how long a part of a token may be, descending to two characters."""
+        return range(min(most, self._longest - 1), 1, -1)
+
+
+class Guard:
+    """One conversation's spellings of control tokens."""
+
+    def __init__(self, spellings: Spellings) -> None:
+        self._spellings = spellings
         self._spelt: list[str] = []
 
     def hide(self, value: Any) -> Any:
         """Return a value with every control token in its texts and keys hidden."""
         if isinstance(value, str):
-            return self._pattern.sub(self._character, value)
+            return self._hidden(value)
         if isinstance(value, Mapping):
             return {self.hide(key): self.hide(item) for key, item in value.items()}
         if isinstance(value, list | tuple):
@@ -74,14 +101,19 @@ class Guard:
         parts.append(text[at:])
         return Restored("".join(parts), plain), places
 
-    def _character(self, match: re.Match[str]) -> str:
-        if match[0] not in self._spelt:
-            self._spelt.append(match[0])
+    def _hidden(self, text: str) -> str:
+        parts: list[str] = []
+        at = 0
+        for start, stop in self._spellings.find(text):
+            parts += text[at:start], self._character(text[start:stop])
+            at = stop
+        parts.append(text[at:])
+        return "".join(parts)
+
+    def _character(self, spelt: str) -> str:
+        """Return what stands for a spelling. ValueError for too many of them."""
+        if spelt not in self._spelt:
+            self._spelt.append(spelt)
         if len(self._spelt) > _LAST - _FIRST:
             raise ValueError("it spells more than 65,000 control tokens")
-        return chr(_FIRST + self._spelt.index(match[0]))
-
-
-def _any(parts: set[str]) -> str:
-    """Return what matches the longest of these, or nothing if there are none."""
-    return "|".join(sorted(parts, key=len, reverse=True)) or "(?!)"
+        return chr(_FIRST + self._spelt.index(spelt))

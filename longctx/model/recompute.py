@@ -108,7 +108,7 @@ def recomputed(
     """``function(*args, recompute_cache)``, of which only the arguments and what the recompute_cache keeps survive
     until backward.
 
-    Under ``torch.compile`` this stays outside of the graphs, and what it calls is not compiled.
+    Under ``torch.compile`` it stays outside of the graphs, as ``Decoder.forward`` does.
     """
     recompute_cache = RecomputeCache(keep, store.put if store is not None else None)
     # A layer draws no random numbers, so there is no generator state to carry to the second run.

@@ -15,30 +15,33 @@ from longctx.tokenizer.control import Located, Span
 from longctx.tokenizer.rows import check_rows
 
 
-def encode_rendered(tokenizer: Tokenizer, text: str, plain: Sequence[Span] = ()) -> Located:
+def encode_rendered(
+    tokenizer: Tokenizer, text: str, plain: Sequence[Span] = (), *, is_beginning: bool = True
+) -> Located:
     """Return the ids of a rendered conversation, without begin and end.
 
     In the spans of ``plain``, ascending, control tokens are text. The ids are those of transformers'
-    ``tokenizer(text, add_special_tokens=False)`` if there are no such spans.
+    ``tokenizer(text, add_special_tokens=False)`` if there are no such spans. If it is no conversation's beginning, a
+    control token stands right before it.
     """
     parts: list[Located] = []
     at = 0
     for start, stop, token in tokenizer.controls.find(text, plain):
-        parts.append(_section(tokenizer, text, at, start))
+        parts.append(_section(tokenizer, text, at, start, is_beginning=is_beginning))
         place = np.array([token], np.int32), np.array([start], np.int64), np.array([stop], np.int64)
         parts.append(Located(*place))
         at = stop
-    parts.append(_section(tokenizer, text, at, len(text)))
+    parts.append(_section(tokenizer, text, at, len(text), is_beginning=is_beginning))
     located = Located.joined(parts)
     check_rows(tokenizer, located.ids, "the conversation")
     return located
 
 
-def _section(tokenizer: Tokenizer, text: str, start: int, stop: int) -> Located:
+def _section(tokenizer: Tokenizer, text: str, start: int, stop: int, *, is_beginning: bool) -> Located:
     """Return the ids of the text between two control tokens."""
     if start == stop:
         return Located.joined([])
-    begins = start == 0 or tokenizer.sections_begin_anew
+    begins = (start == 0 and is_beginning) or tokenizer.sections_begin_anew
     chunks = (Chunk(part, is_first and begins) for part, is_first in tokenizer.cut(text[start:stop]))
     located: list[Located] = []
     at = start

@@ -85,7 +85,7 @@ class NonFinite(StepHook):
             checkpoint = newest_checkpoint(run)
         return BrokenStep(
             step=step.number,
-            loss=step.loss,
+            loss=step.loss if run.engine.model.num_counted(step.counts) else None,
             grad_norm=grad_norm,
             routers=self._routers,
             gradients=gradients,
@@ -108,7 +108,8 @@ class BrokenStep:
     """A step that cannot be taken, and what its user needs to go on."""
 
     step: int
-    loss: float
+    loss: float | None
+    """None if no token counts."""
     grad_norm: float | None
     """None when the loss or a router was not finite either: then the gradient says nothing more."""
     routers: Sequence[str]
@@ -194,15 +195,19 @@ class BrokenStep:
             # The loss may well be finite: a token whose logits are not goes to no expert that counts.
             return f"router logits of step {self.step} are not finite: {first_names(self.routers, thing='layers')}."
         if self.grad_norm is not None:
-            return (
-                f"the gradient of step {self.step} is not finite: norm {self.grad_norm:g}, though loss {self.loss:g}."
-            )
-        if math.isfinite(self.loss):
+            return f"the gradient of step {self.step} is not finite: norm {self.grad_norm:g}, though {self._loss_said}."
+        if self.loss is None or math.isfinite(self.loss):
             return (
                 f"a part of the objective of step {self.step} is not finite (z-loss, label smoothing, balance loss or "
-                f"router z-loss), though loss {self.loss:g}."
+                f"router z-loss), though {self._loss_said}."
             )
         return f"the loss of step {self.step} is not finite: {self.loss:g}, over all ranks."
+
+    @property
+    def _loss_said(self) -> str:
+        if self.loss is None:
+            return "no token counts"
+        return f"loss {self.loss:g}"
 
     def _way_out(self) -> str:
         """Where to go on from, and what to change."""

@@ -213,6 +213,14 @@ def test_the_first_step_after_it_that_was_not_finite(broken_run):
     assert broken_step_after(broken_run / "nowhere", 4) is None
 
 
+def test_a_step_in_which_no_token_counts_is_not_broken(tmp_path):
+    commit(tmp_path, 2)
+    record(tmp_path, 3, None, 0.0)
+    assert broken_step_after(tmp_path, 2) is None
+    record(tmp_path, 4, None, float("inf"))
+    assert broken_step_after(tmp_path, 2) == 4
+
+
 def step_of(path: Path | None) -> int:
     assert path is not None
     return int(path.name[-6:])

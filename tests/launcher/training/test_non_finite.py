@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,9 +12,11 @@ import pytest
 import torch
 from torch import Tensor
 
+from launcher.config.sections import TrainSection
 from launcher.metrics.record import Record
 from launcher.report.page import remarks
 from launcher.report.run import load_run
+from launcher.training.hooks.non_finite import BrokenStep
 from launcher.training.run import Run
 from launcher.training.trainer import Trainer
 from longctx.checkpoint_format import list_checkpoints
@@ -68,6 +71,17 @@ BREAKS: dict[str, tuple[Callable[[Run], None], list[str]]] = {
         ["the gradient of step 3 is not finite: norm inf, though loss ", f"finite: {EXPERT}."],
     ),
 }
+
+
+def test_a_step_in_which_no_token_counts_has_no_loss_to_speak_of():
+    broken = BrokenStep(
+        step=3, loss=None, grad_norm=math.inf, routers=(), gradients=(), weights=(), spike="", refused="", ranks=(),
+        in_row=0, rows="", train=TrainSection(), checkpoint=None,
+    )  # fmt: skip
+    assert "norm inf, though no token counts." in broken.message()
+    part = replace(broken, grad_norm=None)
+    assert "a part of the objective of step 3 is not finite" in part.message()
+    assert part.error().record["loss"] is None
 
 
 def kept(run: Run) -> dict[tuple[str, str, int], Tensor]:

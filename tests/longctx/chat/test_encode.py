@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
 from data_pipeline.shards.marked import marked_text
 from longctx.chat.carried import with_chat
@@ -280,7 +282,11 @@ def test_ids_of_a_million_tokens_are_those_of_its_turns(tmp_path: Path):
     encoder.close()
 
 
-@pytest.mark.parametrize("given", [None, "\n{{ names }}" + PLAIN], ids=["its own", "given"])
+@pytest.mark.parametrize(
+    "given",
+    [None, "\n{{ names }}" + PLAIN, "  {% if true %}\n  {{ names }}{% endif %}" + PLAIN],
+    ids=["its own", "given", "indented"],
+)
 def test_what_is_carried_renders_as_the_rule_does(tmp_path: Path, given: str | None):
     """With its options, for conversations with tools too, and other values may be given."""
     own = "\n{% if enable_thinking is defined and not enable_thinking %}NOT {% endif %}{{ names }}" + PLAIN
@@ -339,15 +345,36 @@ def test_one_reply_of_a_long_conversation_has_as_much_before_it_as_fits(tmp_path
     assert said("user", "q7") + said("assistant", "a7") + said("user", "q8") in found[-1]
 
 
+@pytest.mark.parametrize("train_on", ["replies", "last", "each", "all"])
+def test_what_follows_the_last_reply_is_no_conversation_that_is_lost(tmp_path: Path, train_on: Any):
+    record = {"messages": [*LONG["messages"], user("and " * 12)]}
+    rule = ChatRule(train_on=train_on, max_tokens=100, too_long="split-turns")
+    encoder = ChatEncoder(chat_tokenizer(tmp_path), rule)
+    found, wanted = documents(record, encoder), documents(LONG, encoder)
+    encoder.close()
+    assert found[: len(wanted)] == wanted
+    assert len(found) == len(wanted) + (train_on == "all")
+
+
+def test_a_long_conversation_without_a_reply_is_listed_once(tmp_path: Path):
+    encoder = ChatEncoder(chat_tokenizer(tmp_path), ChatRule(max_tokens=50, too_long="split-turns"))
+    record = {"messages": [user("q" * 20), {**reply("a"), "weight": 0}] * 4}
+    assert documents(record, encoder) == ["no token counts"]
+    encoder.close()
+
+
 def test_a_conversation_without_a_reply_is_listed(tmp_path: Path):
     encoder = ChatEncoder(chat_tokenizer(tmp_path), ChatRule(train_on="each"))
     assert documents({"messages": [user("a")]}, encoder) == ["no token counts"]
     encoder.close()
 
 
-@pytest.mark.parametrize("lost", ["{{ message.content if message.content is string }}", "{{ message.content }}"])
+@pytest.mark.parametrize(
+    "lost",
+    ["{{ message.content if message.content is string }}", "{{ message.content }}", "{{ '' + message.content }}"],
+)
 def test_parts_that_a_template_does_not_know_are_one_text(tmp_path: Path, lost: str):
-    """It leaves them out, or writes them as a list."""
+    """It leaves them out, writes them as a list, or fails on one."""
     template = (
         "{% for message in messages %}{{ '<|im_start|>' + message.role + '\n' }}LOST{{ '<|im_end|>\n' }}{% endfor %}"
     )
@@ -369,6 +396,41 @@ def test_a_prompt_that_nobody_asked_for_is_no_end_of_a_reply(tmp_path: Path):
     with pytest.raises(NotCountedError, match="behind each"):
         encoder.encode(conversation({"messages": [user("a"), reply("b")]}))
     encoder.close()
+
+
+def test_a_space_before_a_document_is_none_before_a_part_of_one(tmp_path: Path):
+    """As Mistral's tokenizers add one: the ids of a prompt in its place are not those of a text of its own."""
+    letters = ["▁", *map(chr, range(32, 127)), "\n"]
+    made = Tokenizer(models.BPE(vocab={letter: at for at, letter in enumerate(letters)}, merges=[]))
+    made.pre_tokenizer = pre_tokenizers.Metaspace(replacement="▁", prepend_scheme="first", split=False)
+    made.decoder = decoders.Metaspace(replacement="▁", prepend_scheme="first", split=False)
+    made.add_special_tokens([AddedToken(text, special=True, normalized=False) for text in ("</s>", START, STOP)])
+    made.save(str(tmp_path / "tokenizer.json"))
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"eos_token": "</s>", "chat_template": PLAIN}))
+    encoder = ChatEncoder(load_tokenizer(tmp_path))
+    found = encoder.encode(conversation({"messages": [user("a"), reply("b")]}))
+    assert shown(found, encoder) == said("user", "a") + counted("b")
+    encoder.close()
+
+
+VICUNA = "{% for m in messages %}{% if m.role == 'user' %}USER: {{ m.content }} {% else %}{{ m.content }}END{% endif %}"
+
+
+@pytest.mark.parametrize("end", ["<|im_end|>", ""])
+def test_a_prompt_behind_white_space_that_nobody_asked_for_is_one_too(tmp_path: Path, end: str):
+    """It is all that stands before a reply, as the end of a turn is in a template that writes no more there."""
+    template = VICUNA.replace("END", end)
+    always = f"{template}{{% if m.role == 'user' or loop.last %}}ASSISTANT:{{% endif %}}{{% endfor %}}"
+    only_ends = "{% for m in messages %}{{ m.content }}{% if m.role == 'user' or loop.last %}<|im_end|>{% endif %}"
+    for text, counts in ((always, False), (only_ends + "{% endfor %}", True)):
+        encoder = ChatEncoder(chat_tokenizer(tmp_path / str(counts), text))
+        asked = conversation({"messages": [user("a"), reply("b")]})
+        if counts:
+            assert shown(encoder.encode(asked), encoder) == "a<|im_end|>⟦b<|im_end|>⟧"
+        else:
+            with pytest.raises(NotCountedError, match="behind each"):
+                encoder.encode(asked)
+        encoder.close()
 
 
 def call(arguments: dict[str, Any]) -> dict[str, Any]:

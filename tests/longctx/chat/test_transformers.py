@@ -91,10 +91,10 @@ def outcomes(template: str, folder: Path) -> Iterator[tuple[str, str]]:
             reason = refused.reason
             yield name, "both refuse" if error is not None else f"refused: {reason}"
             continue
-        if wanted is None:
+        if wanted is None and list(conversation.messages) == joined(conversation):
             yield name, f"only theirs refuses: {error}"
-        elif ours.ids.tolist() != wanted["input_ids"]:
-            # A template that knows no parts leaves them out, or writes them as a list; ours gives it their text.
+        elif wanted is None or ours.ids.tolist() != wanted["input_ids"]:
+            # A template that knows no parts fails, leaves them out, or writes them as a list; ours gives it their text.
             wanted = theirs.apply_chat_template(joined(conversation), return_dict=True)
             yield name, "equal, parts joined" if ours.ids.tolist() == wanted["input_ids"] else "other ids"
         elif not encoder.marks_replies or "assistant_masks" not in wanted or not all(conversation.weights):
@@ -108,8 +108,11 @@ def outcomes(template: str, folder: Path) -> Iterator[tuple[str, str]]:
 
 def joined(conversation: Conversation) -> list[dict[str, Any]]:
     """The messages with contents that are one text each."""
-    texts = ["".join(map(part_text, message.get("content") or [])) for message in conversation.messages]
-    return [{**message, "content": text} for message, text in zip(conversation.messages, texts, strict=True)]
+    lists = [isinstance(message.get("content"), list) for message in conversation.messages]
+    return [
+        {**message, "content": "".join(map(part_text, message["content"]))} if is_list else message
+        for message, is_list in zip(conversation.messages, lists, strict=True)
+    ]
 
 
 ALLOWED = {

@@ -535,6 +535,8 @@ def test_a_prompt_may_be_messages_in_a_cell(tmp_path):
     assert [message["content"] for message in found.messages] == ["a", "b"]
     text = conversation_of({"prompt": "[{1}]", "completion": '[{"a": 1}]'}, "prompt")
     assert [message["content"] for message in text.messages] == ["[{1}]", '[{"a": 1}]']
+    for begun in ('[{"role": "admin", "level": 3}]', '[{"role": "user", "content": "a"}]\nMake a table of this.'):
+        assert conversation_of({"prompt": begun, "completion": "b"}, "prompt").messages[0]["content"] == begun
 
 
 def test_what_is_said_is_not_the_same_with_other_tools_or_weights():
