@@ -261,7 +261,7 @@ def _with_joined_parts(message: Any) -> Any:
 def _prompts_unasked(tokenizer: Tokenizer, render: Callable[..., Rendered]) -> bool:
     """Return whether a template writes the prompt for a reply, or its beginning, behind every last message.
 
-    That is what another question takes away, and what stands before a reply, behind the end of the question.
+    That is what another question takes away, and what stands between a question and its reply.
     """
     said = ["one question", "one answer", "another question"]
     turns = [{"role": role, "content": text} for role, text in zip(("user", ASSISTANT, "user"), said, strict=True)]
@@ -278,9 +278,9 @@ def _prompts_unasked(tokenizer: Tokenizer, render: Callable[..., Rendered]) -> b
     if not unasked:
         return False
     at = between.find(unasked)
-    if at == 0 and answered.partition(said[1])[2].strip() == unasked:
-        # The end of a reply, if it is that of a question as well.
-        return unasked not in tokenizer.controls.spellings()
+    if at == 0 and unasked in tokenizer.controls.spellings():
+        # The end of a conversation, if a question's is the same, but for a token that alone is the prompt.
+        return between.rstrip() == unasked != answered.partition(said[1])[2].strip()
     return at >= 0
 
 
