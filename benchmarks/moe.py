@@ -285,12 +285,14 @@ class Sent:
     def __exit__(self, *_: object) -> None:
         dist.all_to_all_single = self._single
 
-    def _counted(self, output: Any, given: Any, out_sizes: Any = None, sizes: Any = None, **options: Any) -> Any:
-        ranks, own = dist.get_world_size(options.get("group")), dist.get_rank(options.get("group"))
+    def _counted(
+        self, output: Any, given: Any, out_sizes: Any = None, sizes: Any = None, group: Any = None, **options: Any
+    ) -> Any:
+        ranks, own = dist.get_world_size(group), dist.get_rank(group)
         parts = sizes if sizes is not None else [len(given) // ranks] * ranks
         others = sum(parts) - parts[own]
         self.bytes += others * given[:1].numel() * given.element_size() if len(given) else 0
-        return self._single(output, given, out_sizes, sizes, **options)
+        return self._single(output, given, out_sizes, sizes, group, **options)
 
 
 def share_of_step(case: Case, degree: int, rounds: int) -> dict[str, Any]:

@@ -23,7 +23,7 @@ import threading
 import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -33,6 +33,9 @@ from benchmarks.start import make_shards
 from longctx.conversion.checkpoint_writer import save_masters
 from longctx.conversion.tensors import parameter_shapes
 from longctx.kernels.memory import available_bytes
+
+if TYPE_CHECKING:
+    from launcher.config.sections import RunConfig
 
 RANKS = 2
 GIB = 1 << 30
@@ -130,7 +133,7 @@ def _own_bytes() -> int:
     return sum(int(line.split()[1]) << 10 for line in lines if line.startswith(("RssAnon:", "RssShmem:")))
 
 
-def load_config(data: Path, output: Path, settings: dict[str, Any]) -> Any:
+def load_config(data: Path, output: Path, settings: dict[str, Any]) -> RunConfig:
     """A run's config of these settings."""
     from launcher.config.load import load_run_config
 
@@ -165,7 +168,7 @@ def start(data: Path, output: Path, settings: dict[str, Any], origin: dict[str, 
     with PeakMemory() as memory, contextlib.redirect_stdout(io.StringIO()):
         run = build_run(config, torch.device("cpu"))
     seconds, cpu_seconds = time.perf_counter() - began, time.process_time() - cpu_began
-    need = memory_of_rank(config, run.model, RANKS)
+    need = memory_of_rank(run.config, run.model, RANKS)
     share = need.weights + need.optimizer
     return {"seconds": seconds, "cpu_seconds": cpu_seconds, "peak": memory.rise, "share": share}
 
