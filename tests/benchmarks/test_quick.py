@@ -1,4 +1,4 @@
-"""Every benchmark runs to its end on little; what it measures then says nothing, and so its bounds are not looked at."""
+"""Every benchmark runs to its end on little; what it measures then says nothing: its bounds are not looked at."""
 
 from __future__ import annotations
 
