@@ -289,7 +289,7 @@ class Sent:
         self, output: Any, given: Any, out_sizes: Any = None, sizes: Any = None, group: Any = None, **options: Any
     ) -> Any:
         ranks, own = dist.get_world_size(group), dist.get_rank(group)
-        parts = sizes if sizes is not None else [len(given) // ranks] * ranks
+        parts = sizes or [len(given) // ranks] * ranks
         others = sum(parts) - parts[own]
         self.bytes += others * given[:1].numel() * given.element_size() if len(given) else 0
         return self._single(output, given, out_sizes, sizes, group, **options)

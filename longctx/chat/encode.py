@@ -211,22 +211,7 @@ class ChatEncoder:
         except ValueError as error:
             raise NotCountedError(SPELLS_CONTROL, str(error)) from error
         render = partial(template.render, tools=tools or None, variables=self._variables)
-        joined = list(map(_with_joined_parts, messages))
-        if joined != messages:
-            # Some templates know parts; others leave them out, write them as a list, or fail on one.
-            try:
-                rendered = render(messages, **options)
-                if not _loses_parts(rendered.text, messages):
-                    return rendered
-            except TemplateError as error:
-                if not error.is_refusal:
-                    raise
-        try:
-            return render(joined, **options)
-        except TemplateError as error:
-            if not error.is_refusal:
-                raise
-            raise NotCountedError(REFUSED, f"message {_refused_turn(render, joined)}: {error.reason}") from error
+        return _rendered_messages(render, messages, **options)
 
     def _template(self, conversation: Conversation) -> ChatTemplate:
         if conversation.tools and WITH_TOOLS in self._templates:
@@ -237,6 +222,26 @@ class ChatEncoder:
             f"tokenizer={self.tokenizer.path} has the chat templates {', '.join(self._templates)} and none of them is "
             "its default. Name one: --chat-template FILE."
         )
+
+
+def _rendered_messages(render: Callable[..., Rendered], messages: list[Any], **options: Any) -> Rendered:
+    """Return messages as text; parts of their contents are joined if the template knows none."""
+    joined = list(map(_with_joined_parts, messages))
+    if joined != messages:
+        # Some templates know parts; others leave them out, write them as a list, or fail on one.
+        try:
+            rendered = render(messages, **options)
+            if not _loses_parts(rendered.text, messages):
+                return rendered
+        except TemplateError as error:
+            if not error.is_refusal:
+                raise
+    try:
+        return render(joined, **options)
+    except TemplateError as error:
+        if not error.is_refusal:
+            raise
+        raise NotCountedError(REFUSED, f"message {_refused_turn(render, joined)}: {error.reason}") from error
 
 
 def _loses_parts(text: str, messages: Sequence[Any]) -> bool:
