@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import math
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
@@ -19,8 +18,6 @@ from longctx.objectives.task import Task
 from longctx.tokenizer import Tokenizer
 from parallel.comm.world import on_every_rank, sum_over_ranks
 from parallel.layout.sequence import num_parts
-
-log = logging.getLogger(__name__)
 
 
 def validate(
