@@ -7,6 +7,7 @@ certificates). A hash makes sure that it is the file these tests were written fo
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 import tarfile
@@ -58,7 +59,8 @@ def unpacked(source: Source, cache: Path, names: tuple[str, ...]) -> Path:
     folder = cache / f"{source.project}-{source.version}"
     if all((folder / name).is_file() for name in names):
         return folder
-    archive = cache / f"{source.project}-{source.version}.archive"
+    # Processes that run these tests at once fetch it each: a file is renamed when it is whole.
+    archive = cache / f"{source.project}-{source.version}-{os.getpid()}.archive"
     arguments = (source.project, source.version, source.sha256, "wheel" if source.is_wheel else "", str(archive))
     try:
         run = subprocess.run(
@@ -86,4 +88,6 @@ def _unpack(source: Source, archive: Path, folder: Path, names: tuple[str, ...])
                 content = member.read()
         path = folder / name
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_bytes(content)
+        whole = path.with_name(f"{path.name}.{os.getpid()}")
+        whole.write_bytes(content)
+        whole.replace(path)
