@@ -29,7 +29,7 @@ def mix32(x: int) -> int:
 
 
 class MaskedAttention:
-    """A core that forms every score of the flattened rows and masks what lies in another document or ahead."""
+    """A core that forms every score of the flattened rows and masks what lies in another document or, if causal, ahead."""
 
     def plan(self, mask, shapes, placement=None):
         return mask
@@ -41,7 +41,9 @@ class MaskedAttention:
         q, k, v = (x.reshape(1, B * T, -1, D).transpose(1, 2) for x in (q_BtHD, k_BtKD, v_BtKD))
         lengths = torch.tensor(plan.documents.bounds).diff()
         document = torch.arange(len(lengths)).repeat_interleave(lengths)
-        seen = (document[:, None] == document) & torch.ones(B * T, B * T, dtype=torch.bool).tril()
+        seen = document[:, None] == document
+        if plan.causal:
+            seen = seen.tril()
         out = functional.scaled_dot_product_attention(q, k, v, attn_mask=seen, enable_gqa=True)
         return out.transpose(1, 2).reshape(B, T, H, D)
 

@@ -140,6 +140,7 @@ def _layout(config: RunConfig, machine: Machine, data: Data) -> Choice:
         packed=data.is_packed or config.train.micro_batch_rows > 1,
         reaches=[mixer.reach for mixer in mixers_of(model)],
         side_by_side=parallel.tokens_per_rank > 0,
+        causal=model.causal,
     )
     return Choice(config.changed({"parallel.layout": layout}), f"parallel.layout=auto is {layout}: {reason}.")
 

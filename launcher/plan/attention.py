@@ -111,7 +111,9 @@ def _of_documents(model: ModelConfig, mixer: Mixer, lengths: Sequence[int], rank
     """FLOPs of whole documents, divided over so many ranks."""
     found: dict[Part, float] = {}
     for length, count in Counter(lengths).items():
-        part = Part("causal", length)
+        part = Part("full", length)
+        if mixer.causal:
+            part = Part("causal", length)
         if 0 < mixer.window < length:
             part = Part("window", mixer.window)
         found[part] = found.get(part, 0.0) + count * mixer.flops(model, [length]) / ranks
@@ -148,6 +150,11 @@ def _is_causal(table: np.ndarray) -> np.ndarray:
 
 def _schedule(mixer: Mixer, parallel: ParallelSection, documents: PackedDocuments) -> Schedule:
     layout = SequenceLayout.build(
-        parallel.layout, documents.num_tokens, parallel.context, documents, ulysses=parallel.ulysses
+        parallel.layout,
+        documents.num_tokens,
+        parallel.context,
+        documents,
+        ulysses=parallel.ulysses,
+        causal=mixer.causal,
     )
     return Schedule.build(layout, documents, mixer.causal, mixer.window or None, stride=mixer.stride)

@@ -310,6 +310,8 @@ def _without_rows(config: ResolvedConfig, world: World) -> ResolvedConfig:
 def _masked_flops(config: ResolvedConfig, lengths: tuple[int, ...]) -> float:
     """FLOPs, forward and backward, of the pairs that the causal masks of full layers leave out."""
     model = config.model.config()
+    if not model.causal:
+        return 0.0
     full = sum(count for mixer, count in mixers_of(model).items() if mixer.reach is None and not mixer.stride)
     left_out = sum(n * n for n in lengths) - attended_pairs(lengths)
     return 3.0 * full * 2 * model.num_heads * (model.head_dim + model.value_dim) * left_out

@@ -14,8 +14,10 @@ import torch
 
 from data_pipeline.loader import Loader, Taken
 from data_pipeline.rows.batches import Place
+from longctx.batch import PackedDocuments
 from longctx.compact_batch import CompactBatch
-from parallel.schedule.degrees import Degrees, degrees_of
+from parallel.layout.sequence import SequenceLayout
+from parallel.schedule.degrees import Degrees
 
 _PATIENCE_SECONDS = 5.0
 """How long an end waits for the thread: a disk that hangs must not keep a failing rank from saying so."""
@@ -57,7 +59,7 @@ class StepFeed:
         device: torch.device,
         prefetch_steps: int = 1,
         workers: int = 1,
-        measure: bool = False,
+        measure: Callable[[SequenceLayout, PackedDocuments], Degrees] | None = None,
     ) -> None:
         """``place`` says which tokens are this rank's: no others are read.
 
@@ -66,7 +68,7 @@ class StepFeed:
         ``prefetch_steps`` are read ahead; without any there is no thread, and each step waits for its own reading.
         ``workers`` threads read the micro-batches of a step. What is given is the same in any case.
 
-        With ``measure`` a step says how its micro-batches lie on their ranks (``StepData.degrees``).
+        What ``measure`` says of its micro-batches a step tells (``StepData.degrees``).
         """
         self._measure = measure
         self._loader, self._place, self._device = loader, place, device
@@ -158,8 +160,8 @@ class StepFeed:
             shard = taken.share
             lengths.append(taken.documents.lengths)
             rows.append(taken.rows)
-            if self._measure:
-                degrees.append(degrees_of(shard.placement, shard.documents))
+            if self._measure is not None:
+                degrees.append(self._measure(shard.placement, shard.documents))
             shards.append(shard)
         return StepData(
             order=order,

@@ -64,7 +64,8 @@ def objective_of(config: ResolvedConfig) -> Objective:
 
 def build_layout(config: ResolvedConfig, mesh: Mesh, documents: PackedDocuments) -> SequenceLayout:
     """Where the tokens of a micro-batch live; ``config`` has its layout settled."""
-    return SequenceLayout.build(config.parallel.layout, documents.num_tokens, mesh.context, documents, mesh.ulysses)
+    kind, causal = config.parallel.layout, config.model.config().causal
+    return SequenceLayout.build(kind, documents.num_tokens, mesh.context, documents, mesh.ulysses, causal=causal)
 
 
 def share_of(documents: PackedDocuments, config: ResolvedConfig, mesh: Mesh) -> Share:

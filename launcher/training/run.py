@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +26,7 @@ from launcher.training.start import Expected
 from longctx.batch import PackedDocuments
 from longctx.config import ModelConfig
 from parallel.mesh import Mesh
+from parallel.schedule.degrees import degrees_of
 from parallel.zero.engine import ZeroEngine
 
 
@@ -93,6 +94,9 @@ class Run:
     @cached_property
     def feed(self) -> StepFeed:
         """The data of the steps to come, in their order."""
+        measure = None
+        if self.is_rank_0 and self.config.parallel.tokens_per_rank:
+            measure = partial(degrees_of, causal=self.model.causal)
         return StepFeed(
             self.loader,
             self.place,
@@ -100,7 +104,7 @@ class Run:
             device=self.device,
             prefetch_steps=self.config.data.prefetch_steps,
             workers=self.config.data.workers,
-            measure=self.is_rank_0 and self.config.parallel.tokens_per_rank > 0,
+            measure=measure,
         )
 
     @cached_property

@@ -90,7 +90,7 @@ def first_degrees(config: ResolvedConfig, mesh: Mesh, loader: Loader) -> list[De
     found = []
     for documents in loader.next_documents():
         padded = padded_documents(config, documents)
-        found.append(degrees_of(build_layout(config, mesh, padded), padded))
+        found.append(degrees_of(build_layout(config, mesh, padded), padded, causal=config.model.config().causal))
     return found
 
 

@@ -72,6 +72,8 @@ class AttentionFields:
     """Bound on attention scores, cap · tanh(score / cap) (Gemma 2)."""
     sinks: bool = False
     """Whether each query head has a learned logit that takes a share of attention and gives nothing (GPT-OSS)."""
+    causal: bool = True
+    """Whether a token sees none behind it; if not, it sees both sides of its document (encoders, as BERT)."""
     layers: tuple[str, ...] = ("full",)
     """Kinds of attention layers, repeated over the depth: full, window, sparse (a window and every sparse_stride-th
     token before it), linear (elu + 1 features, no softmax)."""

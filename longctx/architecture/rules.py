@@ -219,12 +219,18 @@ def _check_biases(config: ModelFields) -> None:
     if config.position != "t5":
         return
     buckets, farthest = config.relative_buckets, config.relative_max_distance
-    # Half of the buckets hold one distance each; the others grow with its logarithm up to the farthest.
-    if buckets < 2:
-        raise ConfigError(f"model.relative_buckets={buckets} must be at least 2; T5 has 32.")
-    if farthest <= buckets // 2:
+    # Both sides have buckets of their own. Half of a side's hold one distance each; the others grow with its logarithm
+    # up to the farthest.
+    sides = 1 if config.causal else 2
+    if buckets < 2 * sides or buckets % sides:
+        rule = "at least 2"
+        if not config.causal:
+            rule = "an even number, at least 4, for the buckets of both sides (model.causal=false)"
+        raise ConfigError(f"model.relative_buckets={buckets} must be {rule}; T5 has 32.")
+    exact = buckets // sides // 2
+    if farthest <= exact:
         raise ConfigError(
-            f"model.relative_max_distance={farthest} must exceed {buckets // 2}, the distances that have a bucket each "
+            f"model.relative_max_distance={farthest} must exceed {exact}, the distances that have a bucket each "
             f"with model.relative_buckets={buckets}. Try {4 * buckets}, as in T5."
         )
 

@@ -129,7 +129,8 @@ class Backbone(nn.Module):
         if config.position == "alibi":
             slopes = alibi_slopes(config.num_heads).to(device, non_blocking=True)
         if config.position == "t5":
-            bias = RelativeBias(self.relative_bias(), max_distance=config.relative_max_distance)
+            farthest = config.relative_max_distance
+            bias = RelativeBias(self.relative_bias(), max_distance=farthest, bidirectional=not config.causal)
         return Scores(
             scale=config.scale,
             softcap=config.attention_softcap or None,

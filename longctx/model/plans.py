@@ -43,6 +43,11 @@ def plan_layers(
         documents = PackedDocuments.of_rows(tokens_Bt.shape[0], tokens_Bt.shape[1])
     else:
         documents = PackedDocuments.of(cu_seqlens)
+    if chunk is not None and not config.causal:
+        raise ConfigError(
+            "model.causal=false: tokens see both sides, so none can be added to those that a cache has. Generation "
+            "needs model.causal=true."
+        )
     # Once a mixer and not once a layer: a plan is work on the CPU, and collective where ranks have to agree on it.
     plans = {}
     for mixer in mixers_of(config):

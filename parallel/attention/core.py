@@ -31,7 +31,7 @@ class ContextParallelAttention(CoreOverRanks):
         """
         if shapes.cached_tokens is not None:
             return CachedPlan.build(mask, shapes, placement, self.mesh, self.options)
-        layout = placement or build_layout(self.layout, self.mesh, mask.documents)
+        layout = placement or build_layout(self.layout, self.mesh, mask)
         schedule = Schedule.build(
             layout, mask.documents, mask.causal, mask.window, mask.sink_tokens, stride=mask.stride
         )

@@ -123,7 +123,7 @@ class ContextParallelLinearAttention(CoreOverRanks):
         """The states of the mask's documents or of a cache's chunk, and the ranks' agreement on them. Collective."""
         if shapes.cached_tokens is not None:
             return CachedLinearPlan.build(mask, shapes, placement, self.mesh)
-        layout = placement or build_layout(self.layout, self.mesh, mask.documents)
+        layout = placement or build_layout(self.layout, self.mesh, mask)
         states = StatePlan.build(layout, mask.documents, causal=mask.causal)
         return ContextParallelLinearPlan.build(states, self.mesh, shapes)
 

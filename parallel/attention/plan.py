@@ -14,6 +14,7 @@ from longctx.kernels.attention.select import choose_kernel
 from longctx.kernels.dtypes import accumulate_dtype
 from longctx.kernels.processor import Products
 from longctx.model.attention.core import AttentionCore, AttentionShapes
+from longctx.model.attention.mask import AttentionMask
 from parallel.attention.agreement import agree, degree_problem
 from parallel.attention.cache import ShardedKVCache
 from parallel.layout.sequence import SequenceLayout
@@ -134,9 +135,10 @@ def tokens_problem(shapes: AttentionShapes, num_local: int, mesh: Mesh) -> str |
     )
 
 
-def build_layout(kind: str, mesh: Mesh, documents: PackedDocuments) -> SequenceLayout:
+def build_layout(kind: str, mesh: Mesh, mask: AttentionMask) -> SequenceLayout:
     """The layout of this kind of a micro-batch's documents over the mesh."""
-    return SequenceLayout.build(kind, documents.num_tokens, mesh.context, documents, mesh.ulysses)
+    documents = mask.documents
+    return SequenceLayout.build(kind, documents.num_tokens, mesh.context, documents, mesh.ulysses, causal=mask.causal)
 
 
 def call_signature(shapes: AttentionShapes, options: AttentionOptions, kernel: AttentionKernel | None) -> str:

@@ -1,9 +1,10 @@
-"""Packed documents assigned to ring ranks: equal tokens, even causal attention, few rows that travel, few runs.
+"""Packed documents assigned to ring ranks: equal tokens, even attention, few rows that travel, few runs.
 
 Of a document, a ring rank receives the tokens before its own last one, less its own. All ranks together own all tokens,
 so the rows that travel are Σ prefix − tokens, over every (rank, document), where prefix counts the document's tokens up
 to the rank's last one. A document on one rank therefore costs nothing, and a cut at token x of a document costs x rows,
-whichever rank takes the head. Work wants the opposite: the last tokens of a long document must be spread.
+whichever rank takes the head. Work wants the opposite: the last tokens of a long document must be spread. If attention
+is of both sides, a rank receives all of a document but its own part: every cut costs the whole document.
 
 The tokens are cut into chunks of one size, equally many for each rank, and assigned in two steps:
 
@@ -55,14 +56,15 @@ ROUNDS, ORDERS_PER_ROUND, NUM_ORDERS = 36, 8, 49
 """Rounds of pairs, candidate orders tried in each, and candidate orders in all."""
 
 
-def assign(num_tokens: int, degree: int, cu_seqlens: Sequence[int]) -> list[Pieces]:
+def assign(num_tokens: int, degree: int, cu_seqlens: Sequence[int], *, causal: bool = True) -> list[Pieces]:
     """The pieces of ``num_tokens`` that each of ``degree`` ring ranks gets; every rank gets equally many tokens.
 
     Pieces begin and end at multiples of a grain: 128 tokens when a rank's tokens are such a multiple, else their
     largest divisor from 65 to 127. Where there is none (a prime, say), pieces are multiples of 128 long but for one
     short piece of each rank, which lie first in the sequence. Below 1024 tokens a rank the same holds with an eighth of
     them in place of 128. One document is assigned head and tail where half of a rank's tokens is in whole grains, or
-    they are no multiple of 128 anyway. ``cu_seqlens`` ascends from 0 to ``num_tokens``.
+    they are no multiple of 128 anyway, or in equal parts if attention is not ``causal``. ``cu_seqlens`` ascends from 0
+    to ``num_tokens``.
     """
     if degree == 1:
         return [[(0, num_tokens)]]
@@ -71,9 +73,12 @@ def assign(num_tokens: int, degree: int, cu_seqlens: Sequence[int]) -> list[Piec
     halves = tokens_per_rank % 2 == 0
     in_grains = tokens_per_rank % GRAIN == 0
     halves_in_grains = tokens_per_rank % (2 * GRAIN) == 0
+    if len(bounds) == 2 and not causal:
+        # Every query sees as much as any other.
+        return [[(rank * tokens_per_rank, tokens_per_rank)] for rank in range(degree)]
     if len(bounds) == 2 and halves and (halves_in_grains or not in_grains):
         return head_and_tail(num_tokens, degree)
-    chunks = cut_chunks(num_tokens, degree, bounds)
+    chunks = cut_chunks(num_tokens, degree, bounds, causal=causal)
     return chunk_pieces(chunks, _improve(chunks, _assign_windows(chunks)))
 
 
@@ -91,9 +96,9 @@ class Chunks:
     work: ndarray
     """Keys that its queries see, over all documents in it."""
     prefix: ndarray
-    """Tokens of the document up to the last one in the chunk."""
+    """Tokens of the document up to the last one in the chunk; all of them if attention is of both sides."""
     head: ndarray
-    """Tokens of the document in the chunk before, where that one counts as another document's."""
+    """Tokens of the document in the chunk before (or all), where that one counts as another document's."""
     remainder_work: ndarray
     """Work of each rank's remainder, the short piece that is no whole chunk."""
 
@@ -119,7 +124,7 @@ def whole_grains(tokens_per_rank: int) -> bool:
     return tokens_per_rank % _grain(tokens_per_rank) == 0
 
 
-def cut_chunks(num_tokens: int, degree: int, bounds: ndarray) -> Chunks:
+def cut_chunks(num_tokens: int, degree: int, bounds: ndarray, *, causal: bool = True) -> Chunks:
     """The tokens as chunks; ``bounds`` are the documents', without empty ones."""
     tokens_per_rank = num_tokens // degree
     grain = _grain(tokens_per_rank)
@@ -135,9 +140,16 @@ def cut_chunks(num_tokens: int, degree: int, bounds: ndarray) -> Chunks:
     cuts = np.union1d(edges, bounds)
     begins = bounds[np.searchsorted(bounds, cuts[:-1], side="right") - 1]
     first, stop = cuts[:-1] - begins, cuts[1:] - begins
-    summed = np.append(0, np.cumsum((stop * (stop + 1) - first * (first + 1)) // 2))
-    work = np.diff(summed[np.searchsorted(cuts, edges)])
+    pairs = (stop * (stop + 1) - first * (first + 1)) // 2
+    lengths = np.diff(bounds)
+    if not causal:
+        pairs = (stop - first) * lengths[np.searchsorted(bounds, begins)]
+    work = np.diff(np.append(0, np.cumsum(pairs))[np.searchsorted(cuts, edges)])
     document = np.searchsorted(bounds, starts, side="right") - 1
+    # What a cut there costs in rows: the document up to it, or all of it if queries see both sides.
+    prefix, head = np.minimum(starts + size, bounds[document + 1]) - bounds[document], starts - bounds[document]
+    if not causal:
+        prefix, head = lengths[document], np.where(head, lengths[document], 0)
     remainder_work = np.zeros(degree, dtype=np.int64)
     if remainder:
         remainder_work = work[:degree]
@@ -148,8 +160,8 @@ def cut_chunks(num_tokens: int, degree: int, bounds: ndarray) -> Chunks:
         starts,
         document,
         work[num_remainders:],
-        prefix=np.minimum(starts + size, bounds[document + 1]) - bounds[document],
-        head=np.where(opens, starts - bounds[document], 0),
+        prefix=prefix,
+        head=np.where(opens, head, 0),
         remainder_work=remainder_work,
     )
 

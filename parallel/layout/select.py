@@ -58,13 +58,14 @@ def choose_layout(
     packed: bool,
     reaches: Collection[int | None],
     side_by_side: bool = False,
+    causal: bool = True,
 ) -> tuple[str, str]:
     """The layout that serves these layers best, and the reason in one clause for the log.
 
     ``num_tokens`` are those of a sequence that ``degree`` ranks share, ``ulysses`` of which split heads. ``packed``
     says whether a sequence may hold more than one document. ``reaches`` are those of the model's mixers
     (``Mixer.reach``). ``side_by_side`` rows (``parallel.tokens_per_rank``) are never zigzag, which spreads
-    each over all ranks. Pure: a run that resumes with the same settings and data gets the same layout.
+    each over all ranks. If attention is not ``causal``, one document is even work however it is cut. Pure: a run that resumes with the same settings and data gets the same layout.
     """
     ring = degree // ulysses
     if ring == 1:
@@ -76,6 +77,8 @@ def choose_layout(
     local = _reason_to_stay_local(num_tokens // ring, packed, reaches)
     if local is not None:
         return "contiguous", local
+    if not causal and not packed and not side_by_side:
+        return "contiguous", "every token of one document sees all of it, so work is even, and nothing is cut smaller"
     if packed:
         return "balanced", f"of packed documents it alone gives {ring} ring ranks even work and few rows to send"
     if side_by_side:

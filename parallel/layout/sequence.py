@@ -66,21 +66,23 @@ class SequenceLayout:
         degree: int,
         cu_seqlens: Sequence[int] | Tensor | PackedDocuments | None = None,
         ulysses: int = 1,
+        *,
+        causal: bool = True,
     ) -> SequenceLayout:
         """The layout of ``num_tokens`` tokens over ``degree`` ranks.
 
         With R = degree / ulysses ring ranks: ``contiguous`` gives ring rank r the r-th of R equal parts. ``zigzag``
         cuts 2·R equal parts and gives it the r-th from either end, which evens out causal attention over one document.
-        ``striped`` gives it every R-th token, from token r. ``balanced`` assigns chunks so that causal attention within
-        the documents that end at ``cu_seqlens`` (default: one document) is even and few rows travel
-        (``parallel/layout/balanced.py``). The other kinds only check the documents. ConfigError when the tokens do not
+        ``striped`` gives it every R-th token, from token r. ``balanced`` assigns chunks so that attention within the
+        documents that end at ``cu_seqlens`` (default: one document), ``causal`` or of both sides, is even and few rows
+        travel (``parallel/layout/balanced.py``). The other kinds only check the documents. ConfigError when the tokens do not
         divide, or when the documents do not ascend from 0 to ``num_tokens``.
         """
         check_layout(kind, num_tokens, degree, ulysses)
         documents = PackedDocuments.of(cu_seqlens, num_tokens)
         ring_degree = degree // ulysses
         if kind == "balanced" and ring_degree > 1:
-            runs = _runs_of(assign(num_tokens, ring_degree, documents.bounds))
+            runs = _runs_of(assign(num_tokens, ring_degree, documents.bounds, causal=causal))
         else:
             runs = _fixed_runs(kind, num_tokens, ring_degree)
         return cls(kind, num_tokens, degree, ulysses, runs)

@@ -18,7 +18,7 @@ from parallel.layout.sequence import Runs
 from parallel.schedule.bands import NO_SLICES, band_slices, mask_bounds
 from parallel.schedule.segments import Segments, cut_segments
 from parallel.schedule.strided import StridedWork, sort_by_class, strided_work
-from parallel.schedule.work import Mask, entries
+from parallel.schedule.work import Mask, entries, strided_bounds
 
 
 def cached_work(queries: Runs, earlier: Runs, new: Runs, *, stop: int, mask: Mask, distances: bool) -> tuple[Work, ...]:
@@ -42,12 +42,11 @@ def cached_work(queries: Runs, earlier: Runs, new: Runs, *, stop: int, mask: Mas
         segments = replace(segments, row=segments.row + first_row + row)
         slices += [band_slices(query_segments, segments, b, sink_ends) for b in bounds]
         if mask.stride:
-            strided.append(_strided(query_segments, segments, boundaries, mask))
+            strided += _strided(query_segments, segments, boundaries, mask)
     table = np.concatenate([NO_SLICES, *slices])
-    some = [part for part in strided if part is not None]
-    if not len(table) and not some:
+    if not len(table) and not strided:
         return ()
-    return entries(table, some)
+    return entries(table, strided)
 
 
 def _rectangle(num_queries: int, num_keys: int) -> ndarray:
@@ -56,9 +55,14 @@ def _rectangle(num_queries: int, num_keys: int) -> ndarray:
     return np.array([[0, num_queries, 0, num_keys, OPEN, OPEN, 1, 0]], dtype=np.int64)
 
 
-def _strided(queries: Segments, keys: Segments, boundaries: ndarray, mask: Mask) -> StridedWork | None:
+def _strided(queries: Segments, keys: Segments, boundaries: ndarray, mask: Mask) -> list[StridedWork]:
     assert mask.window is not None
     back = reach(mask.window, mask.stride)
-    query_classes = sort_by_class(queries, boundaries, mask.stride, back, keys=False)
-    key_classes = sort_by_class(keys, boundaries, mask.stride, back, keys=True)
-    return strided_work(query_classes, key_classes, back)
+    query_classes = sort_by_class(queries, boundaries, mask.stride, back, early=False)
+    key_classes = sort_by_class(keys, boundaries, mask.stride, back, early=True)
+    # Caches go with causal attention alone: nothing lies ahead.
+    (bounds,) = strided_bounds(mask)
+    found = strided_work(query_classes, key_classes, bounds)
+    if found is None:
+        return []
+    return [found]

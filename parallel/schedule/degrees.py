@@ -21,20 +21,23 @@ class Degrees:
     fewest: tuple[int, ...]
     """Of the same, the fewest that could hold it: its tokens over those of a rank, rounded up."""
     imbalance: float
-    """Causal attention of the busiest rank over the mean."""
+    """Attention of the busiest rank over the mean."""
 
 
-def degrees_of(layout: SequenceLayout, documents: PackedDocuments) -> Degrees:
+def degrees_of(layout: SequenceLayout, documents: PackedDocuments, *, causal: bool = True) -> Degrees:
     """Return the degrees of the documents that are neither empty nor padding. The work of padding counts."""
     starts = np.asarray(documents.bounds, dtype=np.int64)
+    lengths = np.diff(starts)
     held = np.zeros((layout.ring_degree, len(starts) - 1), dtype=bool)
     work = np.zeros(layout.ring_degree, dtype=np.int64)
     for ring_rank, runs in enumerate(layout.runs):
         segments = cut_segments(runs, starts)
         held[ring_rank, segments.document] = True
-        first = segments.start - starts[segments.document]
-        work[ring_rank] = _keys_seen(first, segments.length, segments.step)
-    lengths = np.diff(starts)
+        if causal:
+            first = segments.start - starts[segments.document]
+            work[ring_rank] = _keys_seen(first, segments.length, segments.step)
+        else:
+            work[ring_rank] = (segments.length * lengths[segments.document]).sum()
     ring_tokens = layout.num_ring(0)
     fewest = -(-lengths // ring_tokens)
     counts = lengths > 0

@@ -46,7 +46,7 @@ class Schedule(RingWork):
         """
         documents = PackedDocuments.of(cu_seqlens, layout.num_tokens)
         check_window(window, sink_tokens)
-        check_stride(stride, window, sink_tokens, causal)
+        check_stride(stride, window, sink_tokens)
         if key_layout is None:
             key_layout = layout
         check_key_layout(layout, key_layout, stride)
@@ -148,12 +148,12 @@ def check_window(window: int | None, sink_tokens: int) -> None:
         )
 
 
-def check_stride(stride: int, window: int | None, sink_tokens: int, causal: bool) -> None:
+def check_stride(stride: int, window: int | None, sink_tokens: int) -> None:
     """ConfigError unless a stride goes with the rest of the mask."""
-    if stride < 0 or (stride and (window is None or sink_tokens or not causal)):
+    if stride < 0 or (stride and (window is None or sink_tokens)):
         raise ConfigError(
-            f"stride={stride} (0 for none) needs a window and causal attention, and goes with no sink tokens; got "
-            f"window={window}, causal={causal}, sink_tokens={sink_tokens}."
+            f"stride={stride} (0 for none) needs a window, and goes with no sink tokens; got window={window}, "
+            f"sink_tokens={sink_tokens}."
         )
 
 

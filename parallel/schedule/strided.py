@@ -57,13 +57,12 @@ class StridedWork(NamedTuple):
         return Work(query_rows, key_rows, slices)
 
 
-def sort_by_class(segments: Segments, boundaries: ndarray, stride: int, reach: int, *, keys: bool) -> ClassSegments:
-    """The rank's rows by class, without those that have no work.
+def sort_by_class(segments: Segments, boundaries: ndarray, stride: int, reach: int, *, early: bool) -> ClassSegments:
+    """The rank's rows by class, without those that have no work: too early in their document for tokens before them.
 
-    Rows have none that stand too early in their document to see tokens ``reach`` before them (``keys``: too late to be
-    seen from there).
+    A row has work with tokens at least ``reach`` before it; of ``early`` rows, with those at least so far behind.
     """
-    segments = _with_work(segments, boundaries, reach, keys=keys)
+    segments = _with_work(segments, boundaries, reach, early=early)
     step = lcm(stride, segments.step)  # between tokens of a class that are neighbours on the rank
     num_classes = step // segments.step
     # The first num_classes rows of a segment are of different classes; each of the others belongs to one of them.
@@ -80,10 +79,10 @@ def sort_by_class(segments: Segments, boundaries: ndarray, stride: int, reach: i
     return ClassSegments(pieces, segment[by_class], _class_order(segments, num_classes))
 
 
-def _with_work(segments: Segments, boundaries: ndarray, reach: int, *, keys: bool) -> Segments:
-    """The parts of the segments that see, or are seen by, tokens at least ``reach`` away."""
+def _with_work(segments: Segments, boundaries: ndarray, reach: int, *, early: bool) -> Segments:
+    """The parts of the segments with tokens of their document at least ``reach`` before them (``early``: behind)."""
     least, most = boundaries[segments.document], boundaries[segments.document + 1]
-    if keys:
+    if early:
         most = most - reach
     else:
         least = least + reach
@@ -103,16 +102,14 @@ def _class_order(segments: Segments, num_classes: int) -> ndarray:
     return (segments.row[segment] + row_in_segment)[order]
 
 
-def strided_work(queries: ClassSegments, keys: ClassSegments, reach: int) -> StridedWork | None:
+def strided_work(queries: ClassSegments, keys: ClassSegments, bounds: Bounds) -> StridedWork | None:
     """What the queries see of the keys outside of their windows, rows counted as the ranks hold them; None if nothing.
 
-    Names the rows that have a part in it and no others.
+    ``bounds`` are the tokens beyond a window on one side. Names the rows that have a part in it and no others.
     """
     # A difference of rows measures no distance where the two step differently, but for single rows.
     if queries.pieces.step != keys.pieces.step:
         queries = queries.single_rows()
-    # What lies nearer is the window's, which the dense slices hold already.
-    bounds = Bounds(reach, None)
     q, k = meeting_segments(queries.pieces, keys.pieces, bounds)
     order = np.lexsort((queries.pieces.document[q], queries.segment[q], keys.segment[k]))
     no_sinks = np.empty(0, dtype=np.int64)

@@ -21,6 +21,7 @@ from longctx.model.attention.work import EVERY_ROW, Work
 from parallel.layout.sequence import SequenceLayout
 from parallel.schedule.bands import (
     NO_SLICES,
+    Bounds,
     band_slices,
     mask_bounds,
     meeting_segments,
@@ -136,7 +137,7 @@ class RingWork:
         if receiver == owner:
             # A rank's own rows are not packed: they stay where they are.
             rows, queries = RowRanges.whole(self.key_layout.num_ring(owner)), (0, self.layout.num_ring(owner))
-            return Hop(owner, rows, queries, entries(slices, _some(strided)))
+            return Hop(owner, rows, queries, entries(slices, strided))
         return other_hop(owner, slices, strided)
 
     def _build_gathered(self, receiver: int) -> tuple[Work, ...]:
@@ -148,21 +149,26 @@ class RingWork:
             first_row = owner * self.key_layout.num_ring(owner)
             of_owner, owner_strided = self._local_work(receiver, owner)
             slices.append(shift_slices(of_owner, keys=first_row))
-            if owner_strided is not None:
-                strided.append(owner_strided.shifted(keys=first_row))
+            strided += [part.shifted(keys=first_row) for part in owner_strided]
         return entries(np.concatenate(slices), strided)
 
-    def _local_work(self, receiver: int, owner: int) -> tuple[ndarray, StridedWork | None]:
+    def _local_work(self, receiver: int, owner: int) -> tuple[ndarray, list[StridedWork]]:
         """The slices of the mask's bands, and what a stride adds to them."""
         if not self._may_meet(receiver, owner):
-            return NO_SLICES, None
+            return NO_SLICES, []
         queries, keys = self._segments(receiver), self._segments(owner, keys=True)
         mask = Mask(self.causal, self.window, self.sink_tokens, self.stride)
         joined = self.key_layout is self.layout and not self.distances
         slices = local_slices(queries, keys, mask, self._boundaries, own=receiver == owner, joined=joined)
-        if not self.stride:
-            return slices, None
-        return slices, strided_work(self._classes(receiver), self._classes(owner, keys=True), self._reach)
+        strided = []
+        if self.stride:
+            for bounds in strided_bounds(mask):
+                # Of what lies before a query, the query is the later one.
+                ahead = bounds.least is None
+                query_classes = self._classes(receiver, early=ahead)
+                key_classes = self._classes(owner, early=not ahead, keys=True)
+                strided.append(strided_work(query_classes, key_classes, bounds))
+        return slices, [part for part in strided if part is not None]
 
     def _may_meet(self, receiver: int, owner: int) -> bool:
         """Whether a query of the receiver may see a key of the owner: False for most ranks of many documents."""
@@ -208,11 +214,6 @@ class RingWork:
     def _boundaries(self) -> ndarray:
         return np.array(self.cu_seqlens)
 
-    @property
-    def _reach(self) -> int:
-        assert self.window is not None
-        return reach(self.window, self.stride)
-
     def _segments(self, ring_rank: int, *, keys: bool = False) -> Segments:
         # Keys in the layout of the queries have the same segments: both sides then find the same entry.
         layout, side = self.layout, "queries"
@@ -220,11 +221,12 @@ class RingWork:
             layout, side = self.key_layout, "keys"
         return self._once((side, ring_rank), lambda: cut_segments(layout.runs[ring_rank], self._boundaries))
 
-    def _classes(self, ring_rank: int, *, keys: bool = False) -> ClassSegments:
-        segments = self._segments(ring_rank, keys=keys)
+    def _classes(self, ring_rank: int, *, early: bool, keys: bool = False) -> ClassSegments:
+        segments, window = self._segments(ring_rank, keys=keys), self.window
+        assert window is not None
         return self._once(
-            ("classes", ring_rank, keys),
-            lambda: sort_by_class(segments, self._boundaries, self.stride, self._reach, keys=keys),
+            ("classes", ring_rank, early, keys),
+            lambda: sort_by_class(segments, self._boundaries, self.stride, reach(window, self.stride), early=early),
         )
 
     def _once(self, key: Hashable, build: Callable[[], T]) -> T:
@@ -252,7 +254,17 @@ def local_slices(
     return np.concatenate([band_slices(queries, keys, b, sink_ends) for b in bounds])
 
 
-def other_hop(owner: int, slices: ndarray, strided: StridedWork | None) -> Hop:
+def strided_bounds(mask: Mask) -> tuple[Bounds, ...]:
+    """The tokens that a stride adds to a mask's window, on each side that queries see."""
+    assert mask.window is not None
+    # What lies nearer is the window's, which the dense slices hold already.
+    back = reach(mask.window, mask.stride)
+    if mask.causal:
+        return (Bounds(back, None),)
+    return Bounds(back, None), Bounds(None, -back)
+
+
+def other_hop(owner: int, slices: ndarray, strided: Sequence[StridedWork]) -> Hop:
     """A rank's work with another's keys, from their local work."""
     rows = rows_seen(slices, strided)
     if not rows:
@@ -260,16 +272,15 @@ def other_hop(owner: int, slices: ndarray, strided: StridedWork | None) -> Hop:
     # The kernel gets the query rows between the first and the last with work, and the key rows that were sent.
     first, stop = _query_hull(slices, strided)
     slices = shift_slices(slices, -first, rows.packing_shifts(slices[:, K_START]))
-    if strided is not None:
-        strided = strided.shifted(-first, rows.packing_shifts(strided.key_rows))
-    return Hop(owner, rows, (first, stop), entries(slices, _some(strided)))
+    strided = [part.shifted(-first, rows.packing_shifts(part.key_rows)) for part in strided]
+    return Hop(owner, rows, (first, stop), entries(slices, strided))
 
 
-def rows_seen(slices: ndarray, strided: StridedWork | None) -> RowRanges:
+def rows_seen(slices: ndarray, strided: Sequence[StridedWork]) -> RowRanges:
     """The owner's rows that some query sees: the key rows of local work."""
     starts, stops = slices[:, K_START], slices[:, K_STOP]
-    if strided is not None:
-        starts, stops = np.append(starts, strided.key_rows), np.append(stops, strided.key_rows + 1)
+    for part in strided:
+        starts, stops = np.append(starts, part.key_rows), np.append(stops, part.key_rows + 1)
     return union(starts, stops)
 
 
@@ -281,14 +292,8 @@ def entries(slices: ndarray, strided: Sequence[StridedWork]) -> tuple[Work, ...]
     return tuple(work)
 
 
-def _some(strided: StridedWork | None) -> list[StridedWork]:
-    if strided is None:
-        return []
-    return [strided]
-
-
-def _query_hull(slices: ndarray, strided: StridedWork | None) -> tuple[int, int]:
+def _query_hull(slices: ndarray, strided: Sequence[StridedWork]) -> tuple[int, int]:
     starts, stops = slices[:, Q_START], slices[:, Q_STOP]
-    if strided is not None:
-        starts, stops = np.append(starts, strided.query_rows), np.append(stops, strided.query_rows + 1)
+    for part in strided:
+        starts, stops = np.append(starts, part.query_rows), np.append(stops, part.query_rows + 1)
     return int(starts.min()), int(stops.max())

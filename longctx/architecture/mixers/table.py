@@ -15,14 +15,14 @@ from longctx.architecture.mixers.softmax import Softmax
 
 def _softmax(config: ModelFields, *, window: int = 0, stride: int = 0) -> Mixer:
     if config.is_latent:
-        return Latent(window=window, stride=stride)
-    return Softmax(window=window, stride=stride)
+        return Latent(config.causal, window, stride)
+    return Softmax(config.causal, window, stride)
 
 
 def _linear(config: ModelFields) -> Mixer:
     if config.is_latent:
-        return LatentLinear()
-    return Linear()
+        return LatentLinear(config.causal)
+    return Linear(config.causal)
 
 
 MIXERS: dict[str, Callable[[ModelFields], Mixer]] = {

@@ -60,6 +60,17 @@ class AttentionSlice(NamedTuple):
             moved = moved._replace(hi=self.hi + by)
         return moved
 
+    def mirrored(self) -> AttentionSlice:
+        """The same pairs with queries and keys exchanged."""
+        lo, hi = self.hi, self.lo
+        if lo is not None:
+            lo = -lo
+        if hi is not None:
+            hi = -hi
+        return AttentionSlice(
+            self.k_start, self.k_stop, self.q_start, self.q_stop, lo, hi, step=self.step, offset=-self.offset
+        )
+
 
 def slice_table(slices: Iterable[AttentionSlice]) -> Tensor:
     """The table of these slices. Equal slices give the same tensor again, so it knows what follows from it."""

@@ -37,7 +37,7 @@ from longctx.model.attention.core import (
 )
 from longctx.model.attention.mask import AttentionMask
 from longctx.model.attention.slots import SlotPool
-from longctx.model.attention.strided import Piece, continuation, strided_work, whole_documents
+from longctx.model.attention.strided import Piece, continuation, strided_ahead, strided_work, whole_documents
 from longctx.model.attention.together import Alike, SequencesPlan, Together
 from longctx.model.attention.work import EVERY_ROW, Work, attend_work, attend_work_backward
 from longctx.model.recompute import RecomputeCache
@@ -92,10 +92,7 @@ class LocalAttention(AttentionCore):
             num_keys = earlier_rows + shapes.tokens
             slices = continuation_slices(mask, shapes.tokens, num_keys)
             strided = strided_beyond(mask, continuation(shapes.tokens, num_keys))
-        bands = Work(EVERY_ROW, EVERY_ROW, slice_table(slices))
-        work = (bands,)
-        if strided is not None:
-            work = (bands, strided)
+        work = (Work(EVERY_ROW, EVERY_ROW, slice_table(slices)), *strided)
         return LocalPlan(shapes, kernel, work, earlier_rows, later_stored(mask, shapes))
 
     def __call__(
@@ -217,11 +214,16 @@ def continuation_slices(mask: AttentionMask, num_queries: int, num_keys: int) ->
     return tuple(p.shifted(queries=-before) for p in newest if p.q_start < p.q_stop)
 
 
-def strided_beyond(mask: AttentionMask, pieces: list[Piece]) -> Work | None:
-    """What the stride adds to these pieces' windows."""
+def strided_beyond(mask: AttentionMask, pieces: list[Piece]) -> list[Work]:
+    """What the stride adds to these pieces' windows, on each side that queries see."""
     if not mask.stride or mask.window is None:
-        return None
-    return strided_work(pieces, mask.window, mask.stride)
+        return []
+    before = strided_work(pieces, mask.window, mask.stride)
+    if before is None:
+        return []
+    if mask.causal:
+        return [before]
+    return [before, strided_ahead(before)]
 
 
 def _visible(start: int, stop: int, mask: AttentionMask) -> Iterator[AttentionSlice]:

@@ -26,7 +26,8 @@ class AttentionMask:
     sink_tokens: int = 0
     """First tokens of a document that its queries see from beyond the window too (arXiv 2309.17453)."""
     stride: int = 0
-    """Beyond the window, queries see tokens a multiple of this before them (arXiv 1904.10509); 0 for none."""
+    """Beyond the window, queries see tokens a multiple of this before them (arXiv 1904.10509), and behind them if not
+    causal; 0 for none."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "documents", PackedDocuments.of(self.documents))
@@ -40,8 +41,8 @@ class AttentionMask:
         if self.stride < 0:
             raise ConfigError(f"stride={self.stride} must not be negative; 0 has none.")
         # Sink tokens are in a class of the stride too: their keys would be met twice.
-        if self.stride and (self.window is None or self.sink_tokens or not self.causal):
+        if self.stride and (self.window is None or self.sink_tokens):
             raise ConfigError(
-                f"stride={self.stride} needs a window and goes with neither sink tokens nor bidirectional attention; "
-                f"got window={self.window}, sink_tokens={self.sink_tokens}, causal={self.causal}."
+                f"stride={self.stride} needs a window, and goes with no sink tokens; got window={self.window}, "
+                f"sink_tokens={self.sink_tokens}."
             )

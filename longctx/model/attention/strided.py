@@ -18,7 +18,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from longctx.kernels.attention.slices import AttentionSlice, slice_table
+from longctx.kernels.attention.slices import AttentionSlice, slice_table, table_slices
 from longctx.model.attention.work import Work
 
 
@@ -76,6 +76,15 @@ def strided_work(pieces: Iterable[Piece], window: int, stride: int) -> Work | No
     if not slices:
         return None
     return Work(torch.cat(queries), torch.cat(keys), slice_table(slices))
+
+
+def strided_ahead(before: Work) -> Work:
+    """What the queries of whole documents see ahead of their windows, if attention is of both sides.
+
+    ``before`` is what they see before them: who sees whom, and who is seen, change places.
+    """
+    mirrored = [part.mirrored() for part in table_slices(before.slices)]
+    return Work(before.key_rows, before.query_rows, slice_table(mirrored))
 
 
 def _arange(indices: range) -> Tensor:

@@ -115,8 +115,14 @@ class PlainDecoder:
         """Which key (column) a query (row) sees."""
         index = torch.arange(len(self.document_N))
         apart = index[:, None] - index
-        seen = (self.document_N[:, None] == self.document_N) & (apart >= 0)
-        return seen & (apart < self.config.window) if self.kind(layer) == "window" else seen
+        seen, kind = self.document_N[:, None] == self.document_N, self.kind(layer)
+        if self.config.causal:
+            seen = seen & (apart >= 0)
+        if kind == "window":
+            seen = seen & (apart.abs() < self.config.window)
+        if kind == "sparse":
+            seen = seen & ((apart.abs() < self.config.window) | (apart % self.config.sparse_stride == 0))
+        return seen
 
     def kind(self, layer: int) -> str:
         return self.config.layers[layer % len(self.config.layers)]
@@ -133,9 +139,9 @@ class PlainDecoder:
         apart = positions_N[:, None] - positions_N
         if config.position == "alibi":
             slopes = torch.tensor(alibi_slopes(config.num_heads), dtype=torch.float64)
-            scores_HNN = scores_HNN - slopes[:, None, None] * apart
+            scores_HNN = scores_HNN - slopes[:, None, None] * apart.abs()
         if config.position == "t5":
-            rows = t5_buckets(apart.clamp(min=0), config.relative_buckets, config.relative_max_distance)
+            rows = t5_rows(apart, config.relative_buckets, config.relative_max_distance, causal=config.causal)
             scores_HNN = scores_HNN + self.weights["model.relative_bias.weight"][rows].permute(2, 0, 1)
         return scores_HNN
 
@@ -184,6 +190,13 @@ def alibi_slopes(num_heads: int) -> list[float]:
 
     below = 2 ** math.floor(math.log2(num_heads))
     return (geometric(below) + geometric(2 * below)[::2])[:num_heads]
+
+
+def t5_rows(apart: Tensor, num_buckets: int, max_distance: int, *, causal: bool) -> Tensor:
+    """The row of the bias table for each distance; of both sides, the second half of the table looks ahead."""
+    if causal:
+        return t5_buckets(apart.clamp(min=0), num_buckets, max_distance)
+    return num_buckets // 2 * (apart < 0) + t5_buckets(apart.abs(), num_buckets // 2, max_distance)
 
 
 def t5_buckets(apart: Tensor, num_buckets: int, max_distance: int) -> Tensor:

@@ -78,8 +78,8 @@ POSITIONS = {
 }
 
 
-def build(name: str, core: AttentionCore | None = None) -> Decoder:
-    decoder = Decoder(odd_config(**POSITIONS[name]), core and {"softmax": core}).double()
+def build(name: str, core: AttentionCore | None = None, **changes) -> Decoder:
+    decoder = Decoder(odd_config(**{**POSITIONS.get(name, {}), **changes}), core and {"softmax": core}).double()
     randomize(decoder)
     return decoder
 
@@ -114,6 +114,18 @@ def grads_of(value: Tensor, plain: PlainDecoder):
 @pytest.mark.parametrize("name", POSITIONS)
 def test_values_and_gradients_equal_the_definition(name):
     check_against_definition(build(name), packed_batch([[5, 11, 1], [16, 1]], vocab_size=31))
+
+
+BOTH_SIDES = {name: {} for name in POSITIONS} | {
+    "t5 in windows": {"relative_buckets": 8},
+    "sparse": {"layers": ("sparse", "full"), "window": 3, "sparse_stride": 4},
+}
+
+
+@pytest.mark.parametrize("name", BOTH_SIDES)
+def test_both_sides_equal_the_definition(name):
+    decoder = build(name, causal=False, **BOTH_SIDES[name])
+    check_against_definition(decoder, packed_batch([[5, 11, 1], [16, 1]], vocab_size=31))
 
 
 @pytest.mark.parametrize("name", POSITIONS)

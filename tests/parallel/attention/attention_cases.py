@@ -28,6 +28,7 @@ MASKS = {
     "sinks": {"window": 5, "sink_tokens": 2},
     "near": {"causal": False, "window": 6, "sink_tokens": 3},
     "sparse": {"window": 4, "stride": 3},
+    "sparse, both sides": {"causal": False, "window": 3, "stride": 4},
 }
 
 

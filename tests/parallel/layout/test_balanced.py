@@ -28,21 +28,22 @@ def bounds(lengths):
     return [0, *np.cumsum([int(n) for n in lengths.split()]).tolist()]
 
 
-def work_and_rows(layout, cu_seqlens):
+def work_and_rows(layout, cu_seqlens, *, causal=True):
     """For each rank the query-key pairs it computes and the rows it needs of others, token by token."""
     cu, work, rows = np.asarray(cu_seqlens), [], []
     for rank in range(layout.degree):
         tokens = layout.indices(rank).numpy()
         document = np.searchsorted(cu, tokens, side="right") - 1
-        seen = tokens - cu[document] + 1
+        seen = tokens - cu[document] + 1 if causal else np.diff(cu)[document]
         work.append(int(seen.sum()))
         rows.append(sum(int(seen[document == d].max()) for d in np.unique(document)) - len(tokens))
     return work, rows
 
 
-def figures(kind, num_tokens, degree, cu_seqlens):
+def figures(kind, num_tokens, degree, cu_seqlens, *, causal=True):
     """Imbalance and rows of all ranks."""
-    work, rows = work_and_rows(SequenceLayout.build(kind, num_tokens, degree, cu_seqlens), cu_seqlens)
+    layout = SequenceLayout.build(kind, num_tokens, degree, cu_seqlens, causal=causal)
+    work, rows = work_and_rows(layout, cu_seqlens, causal=causal)
     return max(work) * degree / sum(work), sum(rows)
 
 
@@ -65,13 +66,14 @@ def test_every_rank_gets_equally_many_tokens_in_whole_grains(degree, share, data
             assert all(start % 128 == count % 128 == 0 for start, count in pieces)
 
 
-@given(st.integers(2, 5), st.integers(1, 40), st.data())
-def test_chunks_know_their_work(degree, share, data):
+@given(st.integers(2, 5), st.integers(1, 40), st.booleans(), st.data())
+def test_chunks_know_their_work(degree, share, causal, data):
     tokens = degree * share
     cu_seqlens = sorted({0, *data.draw(st.lists(st.integers(0, tokens), max_size=8)), tokens})
-    chunks = cut_chunks(tokens, degree, np.asarray(cu_seqlens))
+    chunks = cut_chunks(tokens, degree, np.asarray(cu_seqlens), causal=causal)
     document = torch.repeat_interleave(torch.tensor(cu_seqlens).diff())
-    seen = (document[:, None] == document).tril().sum(1)
+    mask = document[:, None] == document
+    seen = (mask.tril() if causal else mask).sum(1)
     first = int(chunks.start[0])
     assert chunks.work.tolist() == seen[first:].view(-1, chunks.size).sum(1).tolist()
     odd = seen[:first].view(degree, -1).sum(1) if first else torch.zeros(degree)
@@ -90,6 +92,30 @@ def test_packed_rows_are_even_and_send_little():
         assert min(imbalance for imbalance, _ in zigzag) > 1.15, "these rows need dealing"
         # Zigzag of the whole row sends little because it is uneven; we are even and send less.
         assert sum(rows for _, rows in measured.values()) <= 0.9 * sum(rows for _, rows in zigzag), degree
+
+
+def test_packed_rows_of_both_sides_are_even_and_send_little():
+    """By their own work, n² a document, of which causal layouts know nothing."""
+    for degree in (8, 16):
+        measured = {
+            name: figures("balanced", 65_536, degree, bounds(row), causal=False) for name, row in PACKED.items()
+        }
+        assert all(imbalance <= 1.05 for imbalance, _ in measured.values()), degree
+        zigzag = {}
+        for name, row in PACKED.items():
+            layout = SequenceLayout.build("zigzag", 65_536, degree, bounds(row))
+            work, rows = work_and_rows(layout, bounds(row), causal=False)
+            zigzag[name] = max(work) * degree / sum(work), sum(rows)
+        assert min(imbalance for imbalance, _ in zigzag.values()) > 1.05, "these rows need dealing"
+        sent = [sum(rows for _, rows in figures.values()) for figures in (measured, zigzag)]
+        assert sent[0] <= 0.85 * sent[1], degree
+
+
+@pytest.mark.parametrize(("tokens", "degree"), [(65_536, 8), (8 * 8191, 8), (15, 3)])
+def test_one_document_of_both_sides_is_cut_once_a_rank(tokens, degree):
+    layout = SequenceLayout.build("balanced", tokens, degree, causal=False)
+    assert layout.runs == SequenceLayout.build("contiguous", tokens, degree).runs
+    assert figures("balanced", tokens, degree, [0, tokens], causal=False)[0] == 1.0
 
 
 @pytest.mark.parametrize(

@@ -39,6 +39,10 @@ USUAL = {"num_tokens": TOKENS, "degree": 8, "ulysses": 1, "packed": True, "reach
         ({"reaches": (0,)}, "contiguous", "layers with a state"),
         ({"reaches": (0, 128)}, "contiguous", "window"),
         ({"reaches": (0, None)}, "balanced", "packed"),
+        # Both sides.
+        ({"causal": False}, "balanced", "packed"),
+        ({"causal": False, "packed": False}, "contiguous", "every token of one document sees all of it"),
+        ({"causal": False, "packed": False, "side_by_side": True}, "balanced", "a short row"),
     ],
 )
 def test_what_auto_comes_to(changed, layout, reason):

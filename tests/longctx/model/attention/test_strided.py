@@ -15,7 +15,7 @@ from longctx.kernels.attention import cpu_flash
 from longctx.kernels.attention.contract import Scores
 from longctx.kernels.attention.slices import slice_table, table_slices
 from longctx.model.attention.cache import KVCache
-from longctx.model.attention.local import LocalAttention, document_slices
+from longctx.model.attention.local import LocalAttention, document_slices, strided_beyond
 from longctx.model.attention.mask import AttentionMask
 from longctx.model.attention.strided import continuation, strided_work, whole_documents
 from longctx.model.decoder import Decoder
@@ -38,14 +38,16 @@ RULES = [(1, 1), (1, 4), (4, 1), (3, 5), (5, 3), (4, 8), (8, 4), (7, 7), (2, 11)
 """(window, stride): one, equal, multiples and primes of each other, larger than any document."""
 
 
-def sees(cu_seqlens: tuple[int, ...], window: int, stride: int) -> torch.Tensor:
-    """[T, T]: whether token i sees token j, in the words of the paper's masks."""
+def sees(cu_seqlens: tuple[int, ...], window: int, stride: int, *, causal: bool = True) -> torch.Tensor:
+    """[T, T]: whether token i sees token j, in the words of the paper's masks; of both sides, what sees it too."""
     T = cu_seqlens[-1]
     seen = torch.zeros(T, T, dtype=torch.bool)
     for a, b in pairwise(cu_seqlens):
         for i in range(a, b):
             for j in range(a, i + 1):
                 seen[i, j] = i - j < window or (i - j) % stride == 0
+    if not causal:
+        seen = seen | seen.T
     return seen
 
 
@@ -74,9 +76,15 @@ def test_every_visible_key_is_named_once(cu_seqlens, window, stride, before):
         (torch.arange(T), torch.arange(T), slice_table(document_slices(mask))),
         torch.zeros(T, T, dtype=torch.int64),
     )
-    strided = strided_work(whole_documents(cu_seqlens), window, stride)
+    pieces = whole_documents(cu_seqlens)
+    strided = strided_work(pieces, window, stride)
     got = named(band, T, T) + (nothing if strided is None else named(strided, T, T))
     assert torch.equal(got, sees(cu_seqlens, window, stride).long())
+    both = strided_beyond(AttentionMask(cu_seqlens, causal=False, window=window, stride=stride), pieces)
+    mirrored = document_slices(AttentionMask(cu_seqlens, causal=False, window=window))
+    got = named((torch.arange(T), torch.arange(T), slice_table(mirrored)), T, T)
+    got = sum((named(part, T, T) for part in both), got)
+    assert torch.equal(got, sees(cu_seqlens, window, stride, causal=False).long())
     queries = T - min(before, T)
     newest = strided_work(continuation(queries, T), window, stride)
     apart = torch.arange(T - queries, T)[:, None] - torch.arange(T)
@@ -84,15 +92,17 @@ def test_every_visible_key_is_named_once(cu_seqlens, window, stride, before):
     assert torch.equal(got, ((apart >= window) & (apart % stride == 0)).long())
 
 
+@pytest.mark.parametrize("causal", [True, False], ids=["causal", "both sides"])
 @pytest.mark.parametrize("rich", [False, True], ids=["plain", "rich"])
 @pytest.mark.parametrize(("window", "stride"), RULES)
-def test_values_and_gradients_are_the_definitions(window, stride, rich):
+def test_values_and_gradients_are_the_definitions(window, stride, rich, causal):
     cu_seqlens = (0, 1, 8, 8, 13, 38)
-    mask, x = AttentionMask(cu_seqlens, window=window, stride=stride), leaves(2, 19)
+    mask, x = AttentionMask(cu_seqlens, causal, window, stride=stride), leaves(2, 19)
     asked = rules(x, rich=rich)
     out = attend_once(LocalAttention("blockwise"), x["q"], x["k"], x["v"], mask, **asked)
     scores = asked.get("scores", Scores(scale=8**-0.5))
-    wanted = softmax_over(x["q"], x["k"], x["v"], sees(cu_seqlens, window, stride), scores, asked.get("sinks_H"))
+    seen = sees(cu_seqlens, window, stride, causal=causal)
+    wanted = softmax_over(x["q"], x["k"], x["v"], seen, scores, asked.get("sinks_H"))
     torch.testing.assert_close(out, wanted, rtol=1e-12, atol=1e-12)
     dout, inputs = torch.randn_like(out), [t for n, t in x.items() if rich or n in "qkv"]
     grads, exact = (torch.autograd.grad(result, inputs, dout) for result in (out, wanted))
@@ -197,9 +207,9 @@ def test_a_decoder_uses_its_configs_mask():
 
 
 def test_masks_that_make_no_sense_are_refused():
-    bad: list[tuple[int | None, int, bool]] = [(None, 0, True), (2, 1, True), (2, 0, False)]
-    for window, sink_tokens, causal in bad:
+    bad: list[tuple[int | None, int]] = [(None, 0), (2, 1)]
+    for window, sink_tokens in bad:
         with pytest.raises(ConfigError, match="stride=3 needs a window"):
-            AttentionMask((0, 4), causal=causal, window=window, sink_tokens=sink_tokens, stride=3)
+            AttentionMask((0, 4), window=window, sink_tokens=sink_tokens, stride=3)
     with pytest.raises(ConfigError, match="stride=-1 must not be negative"):
         AttentionMask((0, 4), window=2, stride=-1)
