@@ -5,10 +5,11 @@
 One process, float32: 1 and 8 prompts of 128 tokens, 64 new ones each, greedy. The tiny shapes have width 64, 4 layers
 and a vocabulary of 1,024: what counts there is the time around the products, so they run on one thread. On two, three
 quarters of either's CPU seconds went to waking the other thread (8 prompts: 17 times a layer), and the ratio was that
-of the machine. The small ones have two threads, as the others, width 256 and a vocabulary of 8,192. The others are ``benchmarks.decoder``'s, with width 512, 8 layers and a vocabulary of 32,000:
-at 154 MB of weights a token, and more, memory decides, and both read the same. transformers runs ``sdpa`` and
-``grouped_mm``, with its dynamic and with its static cache; the faster one counts. We run ``generate_batch``. CPU
-seconds are the smallest of rounds in which all take turns in one process, whose threads sleep while they wait.
+of the machine. The small ones have two threads, as the others, width 256 and a vocabulary of 8,192. The others are
+``benchmarks.decoder``'s, with width 512, 8 layers and a vocabulary of 32,000: at 154 MB of weights a token, and more,
+memory decides, and both read the same. transformers runs ``sdpa`` and ``grouped_mm``, with its dynamic and with its
+static cache; the faster one counts. We run ``generate_batch``. CPU seconds are the smallest of rounds in which all take
+turns in one process, whose threads sleep while they wait.
 ``--save`` writes ``benchmarks/results/KIND/generation_batch.json``; exit code 1 when a figure is outside its bound.
 """
 
