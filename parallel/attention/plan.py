@@ -7,7 +7,6 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
-from longctx.batch import PackedDocuments
 from longctx.errors import ConfigError
 from longctx.kernels.attention.contract import AttentionKernel, KernelRequest
 from longctx.kernels.attention.select import choose_kernel

@@ -64,8 +64,9 @@ def choose_layout(
 
     ``num_tokens`` are those of a sequence that ``degree`` ranks share, ``ulysses`` of which split heads. ``packed``
     says whether a sequence may hold more than one document. ``reaches`` are those of the model's mixers
-    (``Mixer.reach``). ``side_by_side`` rows (``parallel.tokens_per_rank``) are never zigzag, which spreads
-    each over all ranks. If attention is not ``causal``, one document is even work however it is cut. Pure: a run that resumes with the same settings and data gets the same layout.
+    (``Mixer.reach``). ``side_by_side`` rows (``parallel.tokens_per_rank``) are never zigzag, which spreads each over
+    all ranks. If attention is not ``causal``, one document is even work however it is cut. Pure: a run that resumes
+    with the same settings and data gets the same layout.
     """
     ring = degree // ulysses
     if ring == 1:

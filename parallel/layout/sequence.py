@@ -75,8 +75,8 @@ class SequenceLayout:
         cuts 2·R equal parts and gives it the r-th from either end, which evens out causal attention over one document.
         ``striped`` gives it every R-th token, from token r. ``balanced`` assigns chunks so that attention within the
         documents that end at ``cu_seqlens`` (default: one document), ``causal`` or of both sides, is even and few rows
-        travel (``parallel/layout/balanced.py``). The other kinds only check the documents. ConfigError when the tokens do not
-        divide, or when the documents do not ascend from 0 to ``num_tokens``.
+        travel (``parallel/layout/balanced.py``). The other kinds only check the documents. ConfigError when the tokens
+        do not divide, or when the documents do not ascend from 0 to ``num_tokens``.
         """
         check_layout(kind, num_tokens, degree, ulysses)
         documents = PackedDocuments.of(cu_seqlens, num_tokens)
