@@ -29,7 +29,7 @@ def mix32(x: int) -> int:
 
 
 class MaskedAttention:
-    """A core that forms every score of the flattened rows, and masks other documents and, if causal, what lies ahead."""
+    """A core that forms every score of the flattened rows; masks other documents and, if causal, what lies ahead."""
 
     def plan(self, mask, shapes, placement=None):
         return mask

@@ -47,8 +47,8 @@ _TILE = 1024
 _GRADIENT_TILE = 4096
 """The same in a backward pass that converts nothing: adding up the gradients of smaller tiles takes 3 to 6 % longer."""
 _NATIVE_GRADIENT_TILE = 2048
-"""The same where results alone are converted, to be added up in float32. For a rank of two that share 8,192 tokens it is
-4 to 7 % less time than tiles of 1,024 rows, and 5 to 9 MiB more; 4,096 rows are 3 % less again, and 13 MiB more."""
+"""The same where results alone are converted, to be added up in float32. For a rank of two that share 8,192 tokens it
+is 4 to 7 % less time than tiles of 1,024 rows, and 5 to 9 MiB more; 4,096 rows are 3 % less again, and 13 MiB more."""
 _ELEMENTS = 1 << 18
 """Most elements of a call's query rows, as far as heads can be taken in turn: what bounds a call's own memory."""
 _PACKED_ROWS = 512
