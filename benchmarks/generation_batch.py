@@ -127,14 +127,8 @@ def bounds(row: dict[str, Any]) -> Iterator[Bound]:
     case = row["case"]
     what, limit = "tokens a CPU second over transformers'", SPEED_BOUND[_size(case)]
     yield Bound(what, row["speed_ratio"], limit, case, at_least=True, again=("--only", case))
-<<<<<<< HEAD
-    yield Bound(
-        "prompts whose ids are transformers'", row["same_prompts"], int(case.rsplit("-", 1)[1]), case, at_least=True
-    )
-=======
     count = int(case.rsplit("-", 1)[1])
     yield Bound("prompts whose ids are transformers'", row["same_prompts"], count, case, at_least=True)
->>>>>>> main
 
 
 def print_row(row: dict[str, Any]) -> None:
