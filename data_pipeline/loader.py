@@ -21,6 +21,7 @@ from data_pipeline.rows.batches import Place, build_batch, build_share, document
 from data_pipeline.rows.blocks import FirstRows, PackReport
 from data_pipeline.rows.filled import Documents, FimDocuments
 from data_pipeline.rows.fim import Fim
+from data_pipeline.rows.mask import Masking, MaskRule
 from data_pipeline.rows.micro_batches import MicroBatches, balanced
 from data_pipeline.rows.order import FolderOrder, Order
 from data_pipeline.rows.pack import BEST_FIT, Packing, Row
@@ -51,6 +52,7 @@ def build_loader(
     packing: Packing = BEST_FIT,
     cost: Cost | None = None,
     lockstep: bool = False,
+    mask: MaskRule | None = None,
     verify: bool = True,
     open_folder: Open | None = None,
 ) -> Loader:
@@ -59,7 +61,7 @@ def build_loader(
     ``rows_per_step`` counts rows of all ranks and micro-batches together. A micro-batch is [rows, seq_len], of at most
     ``micro_batch_rows`` rows: where these do not divide a rank's rows of a step, some have one less than others.
     With ``cost``, the work of a row, the rows of a step are dealt out so that ranks have as much, with ``lockstep`` in
-    each micro-batch.
+    each micro-batch. With a ``mask`` some tokens are masked.
     With ``verify`` nothing damaged is ever read (``open_verified``); a folder that is open already is taken as it is.
     ``open_folder`` opens folders in another way.
     Raises ``ConfigError`` for sizes that do not fit, ``DataError`` for a folder that cannot be read.
@@ -79,6 +81,7 @@ def build_loader(
         data_degree=data_degree,
         cost=cost,
         lockstep=lockstep,
+        masking=masking_of(mask, folders, seed=seed),
     )
 
 
@@ -126,6 +129,7 @@ def build_validation_loader(
     verify: bool = True,
     open_folder: Open | None = None,
     held_out: bool = False,
+    mask: MaskRule | None = None,
 ) -> ValidationLoader:
     """The first ``max_rows`` rows (all, if None) of a shard folder, in a fixed order, once each time it is iterated.
 
@@ -150,7 +154,9 @@ def build_validation_loader(
         folders, order = _open_mixture(mixture, Path(folder), seq_len, open_folder, shuffle=False)
         rows = order.first_rows(max_rows)
         names = tuple(source.name for source in mixture.sources)
-    return ValidationLoader(folders, rows, seq_len=seq_len, source_names=names, **sizes)
+    # The same tokens each time, whatever the run's seed: losses of different runs are over the same.
+    masking = masking_of(mask, folders, seed=0)
+    return ValidationLoader(folders, rows, seq_len=seq_len, source_names=names, masking=masking, **sizes)
 
 
 @dataclass(frozen=True)
@@ -179,12 +185,13 @@ class Loader:
         data_degree: int,
         cost: Cost | None = None,
         lockstep: bool = False,
+        masking: Masking | None = None,
     ) -> None:
         """``order`` numbers the documents of all ``folders``, as ``Corpus`` does."""
         self.folders = tuple(folders)
         """What is read. One tokenizer made them all."""
         self._documents = documents_in(folders, order.fims)
-        self._order = order
+        self._order, self._masking = order, masking
         self.seq_len = seq_len
         self._cost, self._lockstep = cost, lockstep
         self.micro_batches = MicroBatches.deal(rows_per_step, most_rows=micro_batch_rows, data_degree=data_degree)
@@ -204,7 +211,8 @@ class Loader:
 
     def __next__(self) -> Batch:
         """The next micro-batch of this data rank, whole and unpacked; training takes its share by ``take``."""
-        batch = build_batch(self._documents, [row for _, row in self._next_rows()], self.seq_len)
+        rows = [row for _, row in self._next_rows()]
+        batch = build_batch(self._documents, rows, self.seq_len, masking=self._masking)
         self._advance()
         return batch.unpack()
 
@@ -224,7 +232,8 @@ class Loader:
         return partial(self._read, rows)
 
     def _read(self, rows: Sequence[tuple[int, Row]], place: Place) -> Taken:
-        share, documents = build_share(self._documents, [row for _, row in rows], self.seq_len, place)
+        own = [row for _, row in rows]
+        share, documents = build_share(self._documents, own, self.seq_len, place, masking=self._masking)
         return Taken(share, documents, tuple(number for number, _ in rows))
 
     @property
@@ -323,6 +332,7 @@ class ValidationLoader:
         data_degree: int,
         even: bool = False,
         source_names: tuple[str, ...] = (),
+        masking: Masking | None = None,
     ) -> None:
         """``rows`` number the documents of all ``folders``, as ``Corpus`` does."""
         self.folders = tuple(folders)
@@ -330,7 +340,7 @@ class ValidationLoader:
         self.source_names = source_names
         """What a mixture calls each folder; empty where one folder is read by itself."""
         self._documents = documents_in(folders)
-        self._rows = rows
+        self._rows, self._masking = rows, masking
         self.seq_len = seq_len
         # Rounded up: the last rows are never left out.
         unit = data_degree
@@ -376,12 +386,13 @@ class ValidationLoader:
     def __iter__(self) -> Iterator[Batch]:
         """Yield this rank's micro-batches, from the first row each time."""
         for number in range(len(self)):
-            yield build_batch(self._documents, self._rows_of(number), self.seq_len).unpack()
+            yield build_batch(self._documents, self._rows_of(number), self.seq_len, masking=self._masking).unpack()
 
     def shares(self, place: Place) -> Iterator[CompactBatch]:
         """Yield the part of each micro-batch that ``place`` says; reads that part alone."""
         for number in range(len(self)):
-            yield build_share(self._documents, self._rows_of(number), self.seq_len, place)[0]
+            rows = self._rows_of(number)
+            yield build_share(self._documents, rows, self.seq_len, place, masking=self._masking)[0]
 
     def _rows_of(self, number: int) -> list[Row]:
         rows: list[Row] = []
@@ -392,6 +403,13 @@ class ValidationLoader:
                 found = self._rows[row]
             rows.append(found)
         return rows
+
+
+def masking_of(rule: MaskRule | None, folders: Sequence[ShardSet], *, seed: int) -> Masking | None:
+    """What a rule means for these folders; ConfigError where nothing in them can be masked."""
+    if rule is None:
+        return None
+    return Masking(rule, folders, seed=seed)
 
 
 def documents_in(folders: Sequence[ShardSet], fims: Sequence[Fim | None] = ()) -> Documents:

@@ -181,6 +181,8 @@ class Stream:
     has read it, or nobody will."""
     counted: Tensor | None = None
     """Whether predicting what follows the token counts in the loss, bool; None if it always does."""
+    masked: Tensor | None = None
+    """What stood where masking chose a token, int64; ``IGNORED_TARGET`` elsewhere. None if nothing is masked."""
     sources: Tensor | None = None
     """Number of each document's source [num_documents], int64, −1 for padding; None where all have one source."""
     row_tokens: int = 0
@@ -205,8 +207,11 @@ class Stream:
 
     @property
     def num_targets(self) -> int:
-        """Tokens that one follows in their document, and that count."""
-        return int((_targets(self) != IGNORED_TARGET).sum())
+        """Tokens that masking chose; without masking, those that one follows in their document, and that count."""
+        targets = self.masked
+        if targets is None:
+            targets = _targets(self)
+        return int((targets != IGNORED_TARGET).sum())
 
     def flatten_rows(self) -> Self:
         """The same tokens as one row [1, B·T]: the shape that a sequence layout splits."""
@@ -225,6 +230,7 @@ class Stream:
             "counted": 0,
             "tokens": 0,
             "following": IGNORED_TARGET,
+            "masked": IGNORED_TARGET,
             "targets": IGNORED_TARGET,
             "document_ids": PADDING_DOCUMENT,
         }
@@ -239,7 +245,7 @@ class Stream:
     def per_token(self) -> dict[str, Tensor]:
         """The tensors with a value for each token, by name: one that was cut without the others would be shifted."""
         found = {"tokens": self.tokens, "positions": self.positions, "document_ids": self.document_ids}
-        for name in ("following", "counted"):
+        for name in ("following", "counted", "masked"):
             if (values := getattr(self, name)) is not None:
                 found[name] = values
         return found
@@ -271,8 +277,22 @@ class Batch(Stream):
 
 def next_tokens(stream: Stream) -> Batch:
     """The batch in which every token's target is the one that follows in the same document, if that counts."""
+    if stream.masked is not None:
+        raise ConfigError("masked tokens are for train.objective=masked: what follows one may be masked itself.")
+    return with_targets(stream, _targets(stream))
+
+
+def asked_for(stream: Stream) -> Batch:
+    """The batch of what the data ask for: what masking chose, or where nothing is masked the next tokens."""
+    if stream.masked is None:
+        return next_tokens(stream)
+    return with_targets(stream, stream.masked)
+
+
+def with_targets(stream: Stream, targets: Tensor) -> Batch:
+    """The batch of these targets."""
     values = {field.name: getattr(stream, field.name) for field in fields(Stream)}
-    return Batch(**{**values, "targets": _targets(stream), "following": None, "counted": None})
+    return Batch(**{**values, "targets": targets, "following": None, "counted": None, "masked": None})
 
 
 def _targets(stream: Stream) -> Tensor:

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from longctx.batch import IGNORED_TARGET, PADDING_DOCUMENT, Batch, PackedDocuments, Stream, next_tokens
+from longctx.batch import IGNORED_TARGET, PADDING_DOCUMENT, Batch, PackedDocuments, Stream, asked_for
 
 
 class DocumentEnd(IntEnum):
@@ -72,8 +72,11 @@ class CompactBatch:
     counted: Tensor | None = None
     """Runs of tokens of the whole sequence whose target counts in the loss, of this rank's documents: first token and
     the one behind the last of each, int64 [2 · runs], ascending. None if every target counts."""
+    masked: Tensor | None = None
+    """This rank's tokens that masking chose, and what is read in the place of each, int32 [2, chosen]; ``ids`` have
+    what stood there. None if nothing is masked."""
     num_targets: int
-    """Tokens that one follows in their document, and that count."""
+    """Tokens that masking chose; without masking, those that one follows in their document, and that count."""
     num_tokens: int
     """Tokens that are not padding."""
     sources: Tensor | None = None
@@ -96,11 +99,9 @@ class CompactBatch:
     def _moving(self) -> tuple[str, ...]:
         """Names of the tensors that go to the device."""
         names = ("ids", "spans", "ends", "bounds")
-        if self.counted is not None:
-            names += ("counted",)
-        return names
+        return names + tuple(name for name in ("counted", "masked") if getattr(self, name) is not None)
 
-    def unpack(self, device: torch.device | str = "cpu", prepare: Callable[[Stream], Batch] = next_tokens) -> Batch:
+    def unpack(self, device: torch.device | str = "cpu", prepare: Callable[[Stream], Batch] = asked_for) -> Batch:
         """The batch with its per-token tensors [B, t], int64, on ``device``; the host waits for nothing.
 
         ``prepare`` makes its targets, there: an objective's own.
@@ -109,6 +110,11 @@ class CompactBatch:
             per_token = self.copied()
         else:
             per_token = self.looked_up(device)
+        if self.masked is not None:
+            place, read_as = self.masked.to(device, non_blocking=True).long()
+            tokens = per_token["tokens"]
+            per_token["masked"] = torch.full_like(tokens, IGNORED_TARGET).index_copy_(0, place, tokens[place])
+            tokens.index_copy_(0, place, read_as)
         stream = Stream(
             **{name: x.view(self.shape) for name, x in per_token.items()},
             documents=self.documents,

@@ -20,7 +20,7 @@ from longctx.errors import DataError
 from longctx.files import explained_writes, replaced_file, write_atomically
 from longctx.tokenizer.chunks import SPACE_MARK
 from longctx.tokenizer.sentencepiece_model import DOCUMENT_BEGIN, DOCUMENT_END, PADDING, SentencePieceTokenizer
-from longctx.tokenizer.special import FIM_TOKENS
+from longctx.tokenizer.special import FIM_TOKENS, MASK_TOKEN
 
 FORMAT = "longctx-sample-1"
 
@@ -142,6 +142,7 @@ def train_tokenizer(
     vocab_size: int,
     kind: str = "bpe",
     fim: bool = False,
+    mask: bool = False,
     max_text_bytes: int = 256 << 20,
     seed: int = 0,
     progress: Progress | None = None,
@@ -151,9 +152,9 @@ def train_tokenizer(
     """Train a model on ``documents`` and write it to ``output``, all at once; the same input gives the same bytes.
 
     ``kind`` is ``bpe``, ``unigram``, ``word`` or ``char``. With ``fim`` three of the ids stand before the parts of a
-    document whose middle is to be filled in. Training holds the text in memory. Above ``max_text_bytes``
-    it therefore uses a sample of whole documents, drawn by a hash of ``seed`` and text. Raises ``DataError`` for a
-    ``vocab_size`` that the corpus cannot fill.
+    document whose middle is to be filled in; with ``mask`` one stands for a token that is to be told. Training holds
+    the text in memory. Above ``max_text_bytes`` it therefore uses a sample of whole documents, drawn by a hash of
+    ``seed`` and text. Raises ``DataError`` for a ``vocab_size`` that the corpus cannot fill.
 
     With ``stamp``, which says what the documents are, the sample is kept beside ``output`` until the model is there: a
     training that was killed takes it from there, and reads no document. ``on_sample`` is told the sample and whether it
@@ -164,6 +165,8 @@ def train_tokenizer(
     marks: tuple[str, ...] = ()
     if fim:
         marks = FIM_TOKENS
+    if mask:
+        marks += (MASK_TOKEN,)
     smallest = SMALLEST_VOCAB_SIZE + len(marks)
     if vocab_size < smallest:
         raise DataError(

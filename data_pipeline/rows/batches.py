@@ -12,6 +12,7 @@ import numpy as np
 import torch
 
 from data_pipeline.rows.filled import Documents
+from data_pipeline.rows.mask import Masking
 from data_pipeline.rows.pack import Piece, Row
 from longctx.batch import PackedDocuments
 from longctx.compact_batch import CompactBatch, DocumentEnd, Span
@@ -36,18 +37,20 @@ Place = Callable[[PackedDocuments], Share]
 """Who decides on the share, from the documents of the micro-batch."""
 
 
-def build_batch(shards: Documents, rows: Sequence[Row], seq_len: int) -> CompactBatch:
+def build_batch(
+    shards: Documents, rows: Sequence[Row], seq_len: int, *, masking: Masking | None = None
+) -> CompactBatch:
     """Rows of pieces as a batch [len(rows), seq_len]; a row without pieces is all padding.
 
     Reads only the pieces, and one token beyond each that was cut: that token is the target of the piece's last one.
     """
     layout = _Layout.of(rows, seq_len)
     share = Share(layout.documents, [(0, len(rows) * seq_len, 1)], None)
-    return _read(shards, layout, share, (len(rows), seq_len))
+    return _read(shards, layout, share, (len(rows), seq_len), masking=masking)
 
 
 def build_share(
-    shards: Documents, rows: Sequence[Row], seq_len: int, place: Place
+    shards: Documents, rows: Sequence[Row], seq_len: int, place: Place, *, masking: Masking | None = None
 ) -> tuple[CompactBatch, PackedDocuments]:
     """One rank's part of the same batch, [1, t], and the documents of the whole one, padding behind the rows left out.
 
@@ -57,7 +60,8 @@ def build_share(
     share = place(layout.documents)
     num_tokens = sum(count for _, count, _ in share.runs)
     # Experts' capacity is counted by rows.
-    return _read(shards, layout, share, (1, num_tokens), row_tokens=seq_len), layout.documents
+    batch = _read(shards, layout, share, (1, num_tokens), row_tokens=seq_len, masking=masking)
+    return batch, layout.documents
 
 
 def documents_of(rows: Sequence[Row], seq_len: int) -> PackedDocuments:
@@ -136,6 +140,10 @@ class _Layout:
         start = row.starts[place]
         return row.documents[place], start, start + row.lengths[place]
 
+    def epoch(self, number: int) -> int:
+        """Return the epoch that a piece is read in."""
+        return self._row_of(number)[0].epoch
+
     def _row_of(self, number: int) -> tuple[Row, int, int]:
         """The row of a piece, the number of its first one, and that of the next row's first one."""
         # What is padding behind the rows counts as the last one's.
@@ -196,7 +204,13 @@ _NO_SPANS = np.empty((0, len(Span._fields)))
 
 
 def _read(
-    shards: Documents, layout: _Layout, share: Share, shape: tuple[int, int], *, row_tokens: int = 0
+    shards: Documents,
+    layout: _Layout,
+    share: Share,
+    shape: tuple[int, int],
+    *,
+    row_tokens: int = 0,
+    masking: Masking | None = None,
 ) -> CompactBatch:
     """The tokens of a share, and what belongs to them."""
     layout = layout.padded(share.documents)
@@ -214,7 +228,12 @@ def _read(
         bounds = _counted_targets(shards, layout, held)
         buffer.num_targets = sum(_num_inside(bounds, *run) for run in share.runs)
         counted = torch.from_numpy(bounds)
+    masked = None
+    if masking is not None:
+        masked = torch.from_numpy(_masked(shards, layout, share, held, found, masking))
+        buffer.num_targets = masked.shape[1]
     return CompactBatch(
+        masked=masked,
         ids=torch.from_numpy(buffer.ids()),
         spans=torch.from_numpy(np.array(buffer.spans or _NO_SPANS, np.int64)),
         ends=torch.from_numpy(np.frombuffer(buffer.ends, np.uint8)),
@@ -261,6 +280,38 @@ def _counted_targets(shards: Documents, layout: _Layout, held: Iterable[list[Hel
         inside = inside[inside[:, 0] < inside[:, 1]]
         found.append(inside.ravel() + (layout.documents.bounds[number] - start))
     return np.concatenate(found)
+
+
+def _masked(
+    shards: Documents,
+    layout: _Layout,
+    share: Share,
+    held: Sequence[list[Held]],
+    found: Sequence[np.ndarray],
+    masking: Masking,
+) -> np.ndarray:
+    """Return this rank's chosen tokens, and what is read in the place of each, int32 [2, chosen]."""
+    pieces, local = [], 0
+    for own, (start, count, step) in zip(held, share.runs, strict=True):
+        for number, first, last in own:
+            piece = layout.piece(number)
+            if piece is not None:
+                document, begin, _ = piece
+                offset = begin - layout.documents.bounds[number]
+                pieces.append((number, document, first + offset, last + offset, local + (first - start) // step, step))
+        local += count
+    context: Sequence[np.ndarray] = [np.empty(0, np.int32)] * len(pieces)
+    if masking.context:
+        context = shards.slices([(document, max(0, a - masking.context), a) for _, document, a, *_ in pieces])
+    parts = [np.empty((2, 0), np.int32)]
+    for piece, tokens, before in zip(pieces, found, context, strict=True):
+        number, document, first, last, at, step = piece
+        folder = int(np.searchsorted(shards.first_documents, document, side="right")) - 1
+        own_number = document - int(shards.first_documents[folder])
+        chosen, read_as = masking.draw(folder, own_number, layout.epoch(number), first, tokens[: last - first], before)
+        on_step = chosen % step == 0
+        parts.append(np.stack([at + chosen[on_step] // step, read_as[on_step]]).astype(np.int32))
+    return np.concatenate(parts, axis=1)
 
 
 def _num_inside(bounds: np.ndarray, start: int, count: int, step: int) -> int:

@@ -32,11 +32,13 @@ class Row:
     documents and first tokens of a few.
     """
 
-    __slots__ = ("documents", "lengths", "starts")
+    __slots__ = ("documents", "epoch", "lengths", "starts")
 
     def __init__(self, documents: Sequence[int] = (), starts: Sequence[int] = (), lengths: Sequence[int] = ()) -> None:
         """The pieces' documents, first tokens and numbers of tokens, all as many."""
         self.documents, self.starts, self.lengths = documents, starts, lengths
+        self.epoch = 0
+        """That it is read in; the stream that gives it says so."""
 
     @classmethod
     def of(cls, pieces: Iterable[Piece]) -> Row:

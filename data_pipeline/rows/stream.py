@@ -89,6 +89,8 @@ class Stream:
                 raise DataError(f"an epoch of {self.planner.folder} has no documents left: upsample leaves out all.")
             stop = min(plan.num_rows, at.block_row + count - len(rows))
             found, found_tokens = plan.rows(at.block_row, stop)
+            for row in found:
+                row.epoch = at.epoch
             rows += found
             tokens += found_tokens
             epoch, block = self.planner.next_block(at.epoch, at.block)

@@ -34,6 +34,7 @@ def train(
     output: Annotated[Path, arg(metavar="F.model")],
     kind: Literal["bpe", "unigram", "word", "char"] = "bpe",
     fim: bool = False,
+    mask: bool = False,
     max_text_bytes: int = 256 << 20,
     seed: int = 0,
     overwrite: bool = False,
@@ -47,6 +48,7 @@ def train(
         vocab_size: Number of token ids, 261 or more.
         output: File to write.
         fim: Three ids for prefix, suffix and middle, which data.fim_rate needs.
+        mask: An id that stands for a masked token, which train.objective=masked needs.
         kind: bpe for most models; unigram takes thirty times as long to train; word and char for study.
         max_text_bytes: Train on a sample of documents above this much text.
         seed: Seed of that sample.
@@ -80,6 +82,7 @@ def train(
                 vocab_size=vocab_size,
                 kind=kind,
                 fim=fim,
+                mask=mask,
                 max_text_bytes=max_text_bytes,
                 seed=seed,
                 progress=read,

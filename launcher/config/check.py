@@ -9,6 +9,7 @@ from typing import Literal
 
 from data_pipeline.stores.urls import ObjectPath, is_url, locate
 from launcher.config.kept import check_kept
+from launcher.config.objective import check_objective
 from launcher.config.sections import ModelSection, RunConfig
 from launcher.config.side_by_side import padded_tokens, with_context
 from launcher.config.zero import check_zero_section
@@ -39,6 +40,7 @@ def check_run(config: RunConfig, world_size: int) -> None:
     if config.checkpoint.store:
         store_place(config.checkpoint.store)
     _check_routing(config)
+    check_objective(config)
     check_kept(config)
     _check_step(config, world_size)
     tokens = padded_tokens(config, config.data.seq_len * config.train.micro_batch_rows)

@@ -12,6 +12,7 @@ import tomli_w
 
 from data_pipeline.mixture.file import is_mixture
 from data_pipeline.rows.fim import FimRule
+from data_pipeline.rows.mask import MaskRule
 from data_pipeline.rows.micro_batches import MicroBatches
 from data_pipeline.rows.pack import Kind, Packing
 from longctx.config import ModelConfig
@@ -123,6 +124,13 @@ class DataSection:
     fim_segment_tokens: int = 0
     """A document longer than this is filled in by parts of so many tokens, which must divide the tokens of a row; 0:
     data.seq_len, or with a mixture's stages the most that divides all of their rows."""
+    mask_rate: float = 0.15
+    """With train.objective=masked, share of the tokens that are to be told: 80 % of them are read as the tokenizer's
+    mask, 10 % as another token, 10 % as they are. Needs a tokenizer with a mask, as `tokenizer train --mask` makes."""
+    mask_whole_words: bool = False
+    """Whether words are masked in place of tokens."""
+    mask_static: bool = False
+    """Whether every epoch masks the same tokens."""
     balance: bool = True
     """Whether the rows of a step are dealt out to data ranks by their work, attention within documents counted, in
     place of their order: no rank waits for one with longer documents. The step's loss and gradient stay what they are.
@@ -177,6 +185,9 @@ class TrainSection:
     spike_sigmas: float = 0.0
     """A step whose loss or gradient norm lies more than so many standard deviations above the mean of the last 128 is
     a spike (6 is usual); 0: none is."""
+    objective: Literal["causal", "masked"] = "causal"
+    """What is predicted: the next token (causal), or tokens that data.mask_rate hides in their text (masked, BERT),
+    which needs model.causal=false."""
     z_loss: float = 0.0
     """Weight of the squared log-sum-exp of each target's logits, which keeps the softmax normalised (PaLM: 1e-4)."""
     label_smoothing: float = 0.0
@@ -414,6 +425,14 @@ class RunConfig:
         if data.fim_rate or is_mixture(data.train):
             fim = rule
         return Packing(data.packing, data.min_rest_tokens, fim)
+
+    @property
+    def mask(self) -> MaskRule | None:
+        """How tokens are masked; None if the objective has no use for that."""
+        data = self.data
+        if self.train.objective != "masked":
+            return None
+        return MaskRule(data.mask_rate, data.mask_whole_words, data.mask_static)
 
     def accumulation(self, world_size: int) -> int:
         """Micro-batches of one rank in a step."""

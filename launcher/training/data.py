@@ -83,6 +83,7 @@ def _open_loaders(
         packing=config.packing,
         cost=cost,
         lockstep=config.in_lockstep,
+        mask=config.mask,
         open_folder=open_folder,
         **common,
     )
@@ -96,6 +97,7 @@ def _open_loaders(
     if not config.validation.rows or validation is None:
         return loader, None
     options = {"even": config.parallel.tokens_per_rank > 0, "open_folder": open_folder, "held_out": held_out}
+    options["mask"] = config.mask
     return loader, build_validation_loader(validation, max_rows=config.validation.rows, **options, **common)
 
 

@@ -59,7 +59,8 @@ def build_task(
 
 def objective_of(config: ResolvedConfig) -> Objective:
     """Return what a run's network is trained on."""
-    return Objective(z_loss=config.train.z_loss, label_smoothing=config.train.label_smoothing)
+    train = config.train
+    return Objective(train.objective, z_loss=train.z_loss, label_smoothing=train.label_smoothing)
 
 
 def build_layout(config: ResolvedConfig, mesh: Mesh, documents: PackedDocuments) -> SequenceLayout:

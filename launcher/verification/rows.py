@@ -17,7 +17,8 @@ _PADDING = 3
 def micro_batch(config: ResolvedConfig, step: int, rows_of_step: range) -> Stream:
     """A micro-batch of these rows of a step, counted over all data ranks: packed rows that end in padding.
 
-    In every second step half of the tokens count in the loss, as of conversations.
+    In every second step half of the tokens count in the loss, as of conversations; if the objective is masked, some are
+    masked in every step.
     """
     rows, tokens = len(rows_of_step), config.data.seq_len
     generator = torch.Generator().manual_seed((step << 20) + rows_of_step.start)
@@ -29,6 +30,15 @@ def micro_batch(config: ResolvedConfig, step: int, rows_of_step: range) -> Strea
         ids += [PADDING_DOCUMENT] * (tokens - sum(lengths))
     tokens_BT = torch.randint(config.model.vocab_size, (rows * tokens,), generator=generator).view(rows, tokens)
     stream = packed_rows(tokens_BT, torch.tensor(ids).view(rows, tokens))
+    if config.mask is not None:
+        # The tokens themselves are random, so any other one stands for what is read in its place.
+        is_target = (torch.rand(rows, tokens, generator=generator) < config.mask.rate) & (stream.document_ids >= 0)
+        read_as = torch.randint(config.model.vocab_size, (rows, tokens), generator=generator)
+        return replace(
+            stream,
+            tokens=torch.where(is_target, read_as, stream.tokens),
+            masked=stream.tokens.masked_fill(~is_target, IGNORED_TARGET),
+        )
     if step % 2:
         return replace(stream, counted=torch.rand(rows, tokens, generator=generator) < 0.5)
     return stream

@@ -56,8 +56,13 @@ class Request:
         return isinstance(self.strategy, Greedy) and self.penalties == Penalties()
 
     def check(self, model: Decoder, prompt_ids: Sequence[int]) -> None:
-        """ConfigError for an empty prompt, an id outside the vocabulary, or impossible numbers of tokens."""
+        """ConfigError for a model that continues nothing, an empty or unknown prompt, or impossible numbers."""
         check_chunk_tokens(self.chunk_tokens)
+        if not model.config.causal:
+            raise ConfigError(
+                "this model sees both sides of a token (model.causal=false), so it continues nothing. Its masked "
+                "tokens are told in validation (train.objective=masked)."
+            )
         if len(prompt_ids) == 0:
             raise ConfigError("the prompt is empty: a model continues at least one token. Start with the begin id.")
         if self.max_new_tokens < 0:

@@ -9,14 +9,21 @@ from torch import Tensor
 
 from longctx.batch import Batch
 from longctx.model.decoder import Decoder
-from longctx.objectives.causal_lm import CausalLM, identity
+from longctx.objectives.causal_lm import CausalLM
+from longctx.objectives.masked_lm import MaskedLM
 from longctx.objectives.task import Task
+from longctx.objectives.token_prediction import TokenPrediction, identity
+
+TASKS: dict[str, type[TokenPrediction]] = {"causal": CausalLM, "masked": MaskedLM}
+"""The objectives that a config names (``train.objective``)."""
 
 
 @dataclass(frozen=True)
 class Objective:
     """Which objective, and its options: keys of ``[train]``, by ``launcher.training.model.objective_of``."""
 
+    name: str = "causal"
+    """One of ``TASKS``."""
     z_loss: float = 0.0
     label_smoothing: float = 0.0
 
@@ -31,4 +38,5 @@ def build_objective(
 
     What an objective needs from other ranks is a callable, such as ``reduce_counts``, that ``parallelize`` hands over.
     """
-    return CausalLM(network, reduce_counts, z_loss=objective.z_loss, label_smoothing=objective.label_smoothing)
+    options = {"z_loss": objective.z_loss, "label_smoothing": objective.label_smoothing}
+    return TASKS[objective.name](network, reduce_counts, **options)

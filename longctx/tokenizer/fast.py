@@ -109,6 +109,15 @@ class FastTokenizer(Tokenizer):
         return self._fast.id_to_token(int(token)) or ""
 
     @cached_property
+    def begins_word(self) -> np.ndarray:
+        prefix = self._json["model"].get("continuing_subword_prefix")
+        if not prefix:
+            return super().begins_word
+        # WordPiece marks what goes on, not what begins.
+        pieces = [self.piece(token) for token in range(self.vocab_size)]
+        return np.array([not piece.startswith(prefix) for piece in pieces])
+
+    @cached_property
     def _special_numbers(self) -> list[int]:
         """Ids of special tokens; not the unknown token's, which stands for some text."""
         unknown = self._json["model"].get("unk_token")

@@ -54,6 +54,10 @@ _FIM_SPELLINGS = (
     ("[PREFIX]", "[SUFFIX]", "[MIDDLE]"),  # Codestral
 )
 
+MASK_TOKEN = "[MASK]"
+"""As BERT's models and ours spell it."""
+_MASK_SPELLINGS = (MASK_TOKEN, "<mask>")
+
 
 @dataclass(frozen=True, kw_only=True)
 class Frame:
@@ -90,6 +94,8 @@ class SpecialIds:
     frame: Frame = Frame()
     fim: FimIds | None = None
     """Where the tokenizer has all three."""
+    mask: int | None = None
+    """Stands for a token that is to be told."""
 
 
 def special_ids(
@@ -130,6 +136,7 @@ def special_ids(
         stops=tuple(dict.fromkeys(token for token in stops if token is not None)),
         frame=frame,
         fim=_fim_ids(id_of),
+        mask=_mask_id(files, id_of, path),
     )
 
 
@@ -162,6 +169,14 @@ def _fim_ids(id_of: IdOf) -> FimIds | None:
         if len(found) == len(spelling):
             return FimIds(*found)
     return None
+
+
+def _mask_id(files: Mapping[str, bytes], id_of: IdOf, path: Path) -> int | None:
+    """The id that the files name, else the one of a usual spelling."""
+    named = _named_id("mask", files, id_of, path)
+    if named is not None:
+        return named
+    return next((token for token in map(id_of, _MASK_SPELLINGS) if token is not None), None)
 
 
 def with_generation_config(files: Mapping[str, bytes], path: Path) -> dict[str, bytes]:

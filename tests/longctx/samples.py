@@ -13,8 +13,9 @@ from longctx.model.attention.core import AttentionCore
 from longctx.model.decoder import Decoder
 from longctx.model.kept import Keep
 from longctx.model.training_pass import Execution
-from longctx.objectives.causal_lm import CausalLM, causal_terms
+from longctx.objectives.causal_lm import CausalLM
 from longctx.objectives.task import LossSum, weighed
+from longctx.objectives.token_prediction import prediction_terms
 
 
 def tiny_config(**changes) -> ModelConfig:
@@ -70,7 +71,7 @@ def step_loss(sums: LossSum, balance: float, router_z: float = 0.0) -> Tensor:
     """What training differentiates, by its own formula with these weights; of all counts 1, so that sums stay sums."""
     experts = {} if "balance" in sums.sums else {"num_experts": 0}
     config = tiny_config(balance_loss_weight=balance, router_z_loss_weight=router_z, **experts)
-    return weighed(causal_terms(config), sums, {"targets": 1, "tokens": 1})
+    return weighed(prediction_terms(config), sums, {"targets": 1, "tokens": 1})
 
 
 def one_document(num_rows: int, num_tokens: int, *, seed: int = 0) -> Batch:

@@ -1,0 +1,110 @@
+"""Masked tokens: some of a document's are chosen, read as something else, and have to be told from the rest.
+
+"BERT" (Devlin et al., 2018, arXiv 1810.04805, §3.1): of the chosen tokens 80 % are read as the mask, 10 % as a token
+drawn from the vocabulary, 10 % as they are. Which ones, and as what, are functions of (seed, epoch, folder, document,
+position): the same for any ranks, threads and resumption. They are other ones in each epoch ("dynamic", RoBERTa,
+arXiv 1907.11692, §4.1) unless the rule says ``static``.
+
+With whole words a word is chosen or left as one, by a draw for its first token. To find that, up to ``CONTEXT`` − 1
+tokens before a stretch are read with it; a longer word, or a text without any, is cut there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from data_pipeline.shards.reader import ShardSet
+from data_pipeline.shuffle import fall_below, key64
+from longctx.errors import ConfigError
+from longctx.mixing import mix64_array
+
+MASK_SHARE, RANDOM_SHARE = 0.8, 0.1
+"""Of the chosen tokens, those that are read as the mask, and as a random token."""
+CONTEXT = 32
+"""Tokens of a word that are looked at."""
+
+# Salts; ``rows.fim`` and ``rows.pack`` have the others.
+_CHOSEN, _KINDS, _RANDOM = 201, 202, 203
+
+
+@dataclass(frozen=True)
+class MaskRule:
+    """How much of a corpus is masked."""
+
+    rate: float = 0.15
+    """Share of the tokens, or of the words."""
+    whole_words: bool = False
+    static: bool = False
+    """Whether each epoch has the same."""
+
+    def __post_init__(self) -> None:
+        if not 0 < self.rate < 1:
+            raise ConfigError(f"data.mask_rate={self.rate} must be a share above 0 and below 1. BERT has 0.15.")
+
+
+class Masking:
+    """A rule, for the documents of a run's folders. One tokenizer made them all."""
+
+    def __init__(self, rule: MaskRule, folders: Sequence[ShardSet], *, seed: int) -> None:
+        """ConfigError for folders that nothing can be masked in."""
+        self.rule, self.seed = rule, seed
+        tokenizer = folders[0].tokenizer()
+        if tokenizer.special.mask is None:
+            raise ConfigError(
+                f"train.objective=masked needs a tokenizer with a mask token; {tokenizer.path} has none.\n"
+                "Train one with `longctx tokenizer train --mask`, and build the shards with it."
+            )
+        for shards in folders:
+            if shards.is_masked:
+                raise ConfigError(
+                    f"train.objective=masked hides tokens of texts, and {shards.folder} holds conversations.\n"
+                    "Name folders of texts, or use train.objective=causal with model.causal=true."
+                )
+        self._mask = tokenizer.special.mask
+        self._is_control = tokenizer.is_control
+        self._random_ids = np.flatnonzero(~tokenizer.is_control).astype(np.int32)
+        self._begins_word = tokenizer.begins_word
+        # A folder's tokens are masked alike in whatever mixture it is.
+        self._folders = [int(shards.manifest.hash[:16], 16) for shards in folders]
+
+    @property
+    def context(self) -> int:
+        """Tokens before a stretch that have to be read with it."""
+        if self.rule.whole_words:
+            return CONTEXT - 1
+        return 0
+
+    def draw(
+        self, folder: int, document: int, epoch: int, first: int, tokens: np.ndarray, before: np.ndarray
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """The chosen of a document's ``tokens`` from ``first`` on: index among them [n], and what each is read as [n].
+
+        ``document`` counts in its folder; ``before`` are the ``context`` tokens in front, fewer at its beginning.
+        """
+        if self.rule.static:
+            epoch = 0
+        place = np.arange(first, first + len(tokens))
+        parts = (key64(document, self._folders[folder]), self.seed, epoch)
+        drawn = fall_below(self._units(place, tokens, before), self.rule.rate, *parts, _CHOSEN)
+        chosen = np.flatnonzero(drawn & ~self._is_control[tokens])
+        place, read_as = place[chosen], tokens[chosen].astype(np.int32)
+        is_mask = fall_below(place, MASK_SHARE, *parts, _KINDS)
+        is_random = fall_below(place, MASK_SHARE + RANDOM_SHARE, *parts, _KINDS) & ~is_mask
+        keys = mix64_array(place.astype(np.uint64) ^ np.uint64(key64(*parts, _RANDOM)))
+        random_ids = self._random_ids[keys % np.uint64(len(self._random_ids))]
+        return chosen, np.where(is_mask, self._mask, np.where(is_random, random_ids, read_as)).astype(np.int32)
+
+    def _units(self, place: np.ndarray, tokens: np.ndarray, before: np.ndarray) -> np.ndarray:
+        """What each token is chosen by: its own place, or that of its word's first token."""
+        if not self.rule.whole_words or not len(place):
+            return place
+        begin = place[0] - len(before)
+        around = np.arange(begin, place[-1] + 1)
+        begins = self._begins_word[np.concatenate([before, tokens])]
+        # The word's first token, found from left to right; a document begins with one.
+        last = np.maximum.accumulate(np.where(begins | (around == 0), around, -1))[len(before) :]
+        found = (last >= 0) & (place - last < CONTEXT)
+        return np.where(found, last, place // CONTEXT * CONTEXT)

@@ -1,0 +1,19 @@
+"""Masked tokens (BERT, arXiv 1810.04805 §3.1): what encoders are trained on."""
+
+from __future__ import annotations
+
+from longctx.batch import Batch, Stream, with_targets
+from longctx.errors import ConfigError
+from longctx.objectives.token_prediction import TokenPrediction
+
+
+class MaskedLM(TokenPrediction):
+    """A token that masking chose has what stood there as its target; all others have none.
+
+    Which tokens those are, and what is read in their place, comes with the data (``data_pipeline/rows/mask.py``).
+    """
+
+    def prepare(self, stream: Stream) -> Batch:
+        if stream.masked is None:
+            raise ConfigError("train.objective=masked needs data that were masked; these were read without a MaskRule.")
+        return with_targets(stream, stream.masked)

@@ -1,0 +1,122 @@
+"""Predicting tokens, with balanced experts: all that objectives over a vocabulary share but their targets.
+
+Axes: B rows, t tokens of this rank, L layers of experts, S documents of the micro-batch, E experts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from longctx.batch import Batch
+from longctx.config import ModelConfig
+from longctx.model.chunks.stream import ResidualStream, new_stream
+from longctx.model.decoder import Decoder
+from longctx.model.experts.balance import balance_sum
+from longctx.model.experts.router import RouterDiagnostics
+from longctx.model.training_pass import TrainingPass
+from longctx.objectives.task import Countable, LossSum, Task, Term
+
+
+def prediction_terms(config: ModelConfig) -> tuple[Term, ...]:
+    """The sums of predicted tokens, those of routers only if the model has any."""
+    terms = [Term("objective", "targets", 1.0), Term("nll", "targets")]
+    if config.num_experts:
+        # Routers see every token, also the last one of a document, which has no target.
+        terms.append(Term("balance", "tokens", config.balance_loss_weight))
+        terms.append(Term("router_z", "tokens", config.router_z_loss_weight))
+    return tuple(terms)
+
+
+def identity(counts_LSE: Tensor, batch: Batch) -> Tensor:
+    """The counts as they are: in one process no other rank shares the sequence."""
+    return counts_LSE
+
+
+class TokenPrediction(Task):
+    """Negative log-likelihood a target, and what routers add to it a token. A subclass says what the targets are."""
+
+    reported = "nll"
+
+    def __init__(
+        self,
+        decoder: Decoder,
+        reduce_counts: Callable[[Tensor, Batch], Tensor] = identity,
+        *,
+        z_loss: float = 0.0,
+        label_smoothing: float = 0.0,
+    ) -> None:
+        """``reduce_counts`` sums int64 counts over the ranks that share the batch: [L, S, E], or [L, 1, E] where the
+        micro-batch is balanced as one. Called once a micro-batch of an expert model (never where the global batch is
+        balanced), on every rank, also on one that holds no token of it. The other two are ``LossOptions``'."""
+        super().__init__(decoder)
+        self.terms = prediction_terms(decoder.config)
+        self.reduce_counts = reduce_counts
+        self.z_loss, self.label_smoothing = z_loss, label_smoothing
+
+    def denominators(self, batch: Countable) -> dict[str, int]:
+        """Targets, and tokens that are not padding."""
+        return {"targets": batch.num_targets, "tokens": batch.num_tokens}
+
+    def forward(self, batch: Batch, training_pass: TrainingPass | None = None) -> tuple[Tensor, ...]:
+        """``LossSum.tensors`` of the terms.
+
+        ``objective`` is what backward goes through: negative log-likelihood, of smoothed labels, plus z-loss; ``nll``
+        is plain, without gradient. ``balance`` and ``router_z`` are summed over layers of experts and tokens.
+        """
+        stream = new_stream(self.network.execution, batch.tokens)
+        hidden_BtM, stats = self._run(batch, training_pass, return_stats=True, stream=stream)
+        # The head's product and the loss in one op, a block of tokens at a time: logits are never whole.
+        objective_sum, nll_sum = self.network.loss_sums(
+            hidden_BtM,
+            batch.targets,
+            z_loss=self.z_loss,
+            label_smoothing=self.label_smoothing,
+            stream=stream,
+        )
+        sums = {"objective": objective_sum, "nll": nll_sum}
+        if not stats:
+            # A dense model has no routers, on any rank.
+            return LossSum(sums).tensors()
+        scope = self.network.config.balance_scope
+        load_LE = None
+        if training_pass is not None:
+            load_LE = training_pass.expert_load_LE
+
+        def reduce_counts(counts_LSE: Tensor) -> Tensor:
+            return self.reduce_counts(counts_LSE, batch)
+
+        sums["balance"] = balance_sum(stats, scope=scope, reduce_counts=reduce_counts, load_LE=load_LE)
+        # Over layers: sums of sums, which add up over ranks and micro-batches like those of the tokens.
+        sums["router_z"] = torch.stack([layer.z_sum for layer in stats]).sum()
+        counts_LE = torch.stack([layer.counts_SE.sum(0) for layer in stats])
+        return LossSum(sums, counts_LE, RouterDiagnostics.stack([layer.diagnostics for layer in stats])).tensors()
+
+    @torch.no_grad()
+    def token_nll(self, batch: Batch) -> Tensor:
+        """Each token's negative log-likelihood [B, t], float32, without gradient; 0 where the target is ignored."""
+        return self.network.token_nll(self._run(batch, None, return_stats=False), batch.targets)
+
+    def _run(
+        self,
+        batch: Batch,
+        training_pass: TrainingPass | None,
+        *,
+        return_stats: bool,
+        stream: ResidualStream | None = None,
+    ) -> Any:
+        """The decoder's hidden states, and with ``return_stats`` the routers' statistics."""
+        return self.network(
+            batch.tokens,
+            batch.positions,
+            batch.documents,
+            document_ids=batch.document_ids,
+            row_tokens=batch.row_tokens,
+            placement=batch.placement,
+            training_pass=training_pass,
+            return_stats=return_stats,
+            stream=stream,
+        )
