@@ -113,7 +113,7 @@ def test_shares_are_those_of_the_paper(folder, marked):
 
 @pytest.mark.parametrize("name", RULES)
 def test_ranks_read_shares_of_the_same_rows(folder, name):
-    options = {"seq_len": SEQ_LEN, "rows_per_step": 2, "mask": RULES[name], "seed": 4}
+    options: dict[str, Any] = {"seq_len": SEQ_LEN, "rows_per_step": 2, "mask": RULES[name], "seed": 4}
     whole, shares = build_loader(folder, **options), build_loader(folder, **options)
     runs = [(3, 100, 1), (150, 50, 2)]
     for _ in range(20):
@@ -127,7 +127,7 @@ def test_ranks_read_shares_of_the_same_rows(folder, name):
 
 
 def test_targets_are_what_the_unmasked_rows_have(folder, marked):
-    options = {"seq_len": SEQ_LEN, "rows_per_step": 2, "seed": 4}
+    options: dict[str, Any] = {"seq_len": SEQ_LEN, "rows_per_step": 2, "seed": 4}
     plain, masked = build_loader(folder, **options), build_loader(folder, mask=MaskRule(0.4), **options)
     for _ in range(10):
         wanted, batch = next(plain), next(masked)
@@ -151,7 +151,7 @@ def test_epochs_differ_unless_the_rule_is_static_and_a_run_goes_on(folder):
     assert first.shape == second.shape
     # What neither epoch chose is read alike: some 0.85² of the tokens.
     assert 0.6 < (first == second).float().mean() < 0.9
-    options = {"seq_len": SEQ_LEN, "rows_per_step": 2, "mask": MaskRule()}
+    options: dict[str, Any] = {"seq_len": SEQ_LEN, "rows_per_step": 2, "mask": MaskRule()}
     loader, again = build_loader(folder, **options), build_loader(folder, **options)
     for _ in range(8):
         next(loader)
@@ -160,7 +160,7 @@ def test_epochs_differ_unless_the_rule_is_static_and_a_run_goes_on(folder):
 
 
 def test_validation_is_masked_alike_each_time(folder):
-    options = {"seq_len": SEQ_LEN, "max_rows": 4, "mask": MaskRule(0.3)}
+    options: dict[str, Any] = {"seq_len": SEQ_LEN, "max_rows": 4, "mask": MaskRule(0.3)}
     once = [batch.tokens for batch in build_validation_loader(folder, **options)]
     again = [batch.tokens for batch in build_validation_loader(folder, **options)]
     plain = [batch.tokens for batch in build_validation_loader(folder, seq_len=SEQ_LEN, max_rows=4)]
