@@ -79,6 +79,17 @@ OF_KEPT = [
     (["--train.store", "host", "--model.num_layers", "1"], ["a model of one layer", "train.store=device"]),
     (["--train.store", "host", "--zero.offload", "cpu", "--zero.pin_memory", "false"], ["zero.pin_memory=False"]),
 ]
+MASKED = ["--train.objective", "masked", "--model.causal", "false"]
+OF_OBJECTIVES = [
+    (["--model.causal", "false"], ["train.objective=causal predicts the next token", "Try --train.objective masked"]),
+    (MASKED[:2], ["train.objective=masked hides tokens", "Try --model.causal false"]),
+    ([*MASKED, "--data.mask_rate", "0"], ["data.mask_rate=0.0 must be a share above 0"]),
+    ([*MASKED, "--data.fim_rate", "0.5"], ["data.fim_rate=0.5 is for train.objective=causal"]),
+    (["--data.mask_rate", "0.3"], ["data.mask_rate=0.3 means nothing to train.objective=causal"]),
+    (["--data.mask_static", "true"], ["data.mask_static=True means nothing", "Leave it out"]),
+    ([*MASKED, "--model.position", "t5", "--model.relative_buckets", "7"], ["model.relative_buckets=7", "even number"]),
+    ([*MASKED, "--train.objective", "spans"], ["spans", "masked"]),
+]
 OF_EXPERTS = [
     (["--parallel.expert", "0"], ["parallel.expert=0 must be at least 1"]),
     (["--parallel.expert", "3"], ["parallel.expert=3 does not divide the 2 ranks", "parallel.expert=2"]),
@@ -216,6 +227,7 @@ def test_a_file_that_cannot_be_read_is_refused(tmp_path):
         *OF_EXPERTS,
         *OF_KEPT,
         *OF_ZERO,
+        *OF_OBJECTIVES,
     ],
     ids=lambda x: " ".join(x) if isinstance(x, list) and x[0].startswith("-") else None,
 )

@@ -35,6 +35,7 @@ EXPERTS = {
     "zero.stage": 2,
     "run.hostfile": "none",
 }
+MASKED = {"model.causal": "false", "train.objective": "masked"}
 CHUNKS = {"train.chunk_tokens": 20, "train.keep": "attention"}
 
 
@@ -73,7 +74,8 @@ def find(mutants: list[str], changed: dict[str, Any]) -> None:
 
 @pytest.mark.timeout(200)
 def test_right_configurations_agree():
-    run_distributed(agree, 2, [CHUNKS, {"zero.stage": 3, "train.dtype": "bfloat16"}], timeout=180)
+    ways = [CHUNKS, {"zero.stage": 3, "train.dtype": "bfloat16"}, {**MASKED, "model.position": "t5"}]
+    run_distributed(agree, 2, ways, timeout=180)
 
 
 TOGETHER = {"parallel.context": 1, "parallel.layout": "auto", "parallel.expert": 1, "parallel.tokens_per_rank": 100}
@@ -108,6 +110,9 @@ def test_more_of_them_do():
         {**dense, "model.layers": "full window", "model.window": 20, "parallel.layout": "balanced"},
         {"parallel.context": 1, "train.tokens_per_step": 512, "parallel.transport": "all_gather"},
         {"train.dtype": "bfloat16", "train.z_loss": 1e-4, **CHUNKS},
+        {**MASKED, "parallel.layout": "balanced", "train.keep": "inputs", "zero.stage": 3},
+        {**MASKED, **dense, "model.layers": "sparse full", "model.window": 20, "model.sparse_stride": 8, **CHUNKS},
+        {**MASKED, **dense, "model.layers": "linear window", "model.window": 20, "parallel.ulysses": 1},
     ]
     run_distributed(agree, 2, ways, timeout=550)
 
