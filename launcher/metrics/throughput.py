@@ -38,9 +38,12 @@ def matmul_parameters(config: ModelConfig) -> int:
     router ``M·E``, the chosen experts ``top_k·3·M·F_expert`` and the shared expert ``3·M·F_shared`` with its gate
     ``M``. Once a model: the output head ``V·M``, tied or not.
     """
-    # A tied head multiplies the embedding's weights, so V·M is added for it once whatever ``counts`` calls it.
-    counts = count_matrices(config, active=True)
-    return sum(counts.values()) - counts["embedding"] - counts["head"] + config.vocab_size * config.hidden_size
+    # A tied head multiplies the embedding's weights, which are looked up besides; one of its own is in the counts.
+    counts, table = count_matrices(config, active=True), config.vocab_size * config.embedding_dim
+    multiplied = sum(counts.values())
+    if not config.tie_embeddings:
+        multiplied -= table
+    return multiplied
 
 
 def training_flops(config: ModelConfig, lengths: Sequence[int]) -> int:

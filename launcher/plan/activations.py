@@ -122,7 +122,7 @@ class _Layers(_TokenBytes):
         """The sums."""
         model, train = self.model, self.config.train
         layers = [self.kept_of(layer) for layer in range(model.num_layers)]
-        head = model.vocab_size * model.hidden_size * _FLOAT32
+        head = model.vocab_size * model.embedding_dim * _FLOAT32
         # Rotary tables, ids, positions.
         shared = self.tokens * (model.head_dim * _FLOAT32 + 64)
         if model.num_experts:
@@ -293,8 +293,12 @@ def loss_bytes(config: ResolvedConfig, tokens: int, device_type: str) -> int:
 
 def _on_cpu(config: ResolvedConfig, tokens: int) -> int:
     """Where blocks fit a cache: a chunk's logits and its own gradient, normed hidden states, products of the head."""
-    vocab_size, model_width, width = config.model.vocab_size, config.model.hidden_size, config.dtype.itemsize
-    normed, head = tokens * model_width * width, 0
+    model, width = config.model.config(), config.dtype.itemsize
+    vocab_size, model_width = model.vocab_size, model.embedding_dim
+    normed, head = tokens * model.hidden_size * width, 0
+    if model.head_transform:
+        # The projection, its activation, and what the norm makes of it.
+        normed += 3 * tokens * model_width * width
     chunk = min(tokens_of_chunk(vocab_size, model_width, "cpu"), tokens)
     if width < _FLOAT32 and config.train.products == "float32":
         # Tiles of the head's weight and the chunk's hidden states, converted.

@@ -43,6 +43,8 @@ class Sizes:
     """Entries of the embedding table; at least the tokenizer's size."""
     hidden_size: int = 128
     """Model width M."""
+    embedding_size: int = 0
+    """Width of the embedding tables, which are projected to hidden_size behind them (ALBERT); 0 is hidden_size."""
     num_layers: int = 4
     """Decoder blocks."""
     num_heads: int = 2
@@ -104,6 +106,8 @@ class PositionFields:
     """Which layers have rotary positions, repeated over the depth; false ones have no positions (NoPE)."""
     local_rope_theta: float = 0.0
     """Rotary base of window layers, which are not stretched then (Gemma 3); 0 treats them like all others."""
+    position_offset: int = 0
+    """learned: row of the table that position 0 reads (RoBERTa, BART: 2); those before it are nobody's."""
     relative_buckets: int = 32
     """t5: buckets of distances, each with a bias of its own."""
     relative_max_distance: int = 128
@@ -194,6 +198,14 @@ class StreamFields:
 
     tie_embeddings: bool = True
     """Whether the output head is the embedding table."""
+    segments: int = 0
+    """Kinds of segments, each with an embedding that its tokens get (BERT: 2); 0 for none. Texts are of the first."""
+    embedding_norm: bool = False
+    """Whether a norm follows the sum of the embeddings (BERT)."""
+    head_transform: bool = False
+    """Whether a projection, the FFN's activation and a norm stand before the output head (BERT)."""
+    head_bias: bool = False
+    """Whether the output head has a bias (BERT)."""
     embedding_scale: float = 1.0
     """Factor of the embeddings (Gemma: the root of hidden_size)."""
     residual_scale: float = 1.0
@@ -218,6 +230,11 @@ class ModelFields(
     Where a number may be left out, 0 means that there is none (or the usual one). The defaults are a small Qwen2:
     RMSNorm before each part, rotary positions, grouped-query attention, SwiGLU.
     """
+
+    @property
+    def embedding_dim(self) -> int:
+        """Width of the embedding tables."""
+        return self.embedding_size or self.hidden_size
 
     @property
     def value_dim(self) -> int:

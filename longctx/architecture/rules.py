@@ -40,6 +40,9 @@ _AT_LEAST_ONE = (
 )
 _POSITIVE = ("norm_eps", "init_std", "embedding_scale", "residual_scale", "logit_scale", "routed_scale")
 _NOT_NEGATIVE = (
+    "embedding_size",
+    "segments",
+    "position_offset",
     "num_experts",
     "shared_ffn_size",
     "balance_loss_weight",
@@ -65,6 +68,9 @@ AT_MOST = {
     "num_experts": 2**16,
     "vocab_size": 2**32,
     "hidden_size": 2**20,
+    "embedding_size": 2**20,
+    "segments": 2**16,
+    "position_offset": 2**40,
     "num_heads": 2**14,
     "num_kv_heads": 2**14,
     "head_dim": 2**16,
@@ -100,6 +106,7 @@ def check_model(config: ModelFields) -> None:
     _check_mixers(config)
     _check_positions(config)
     _check_biases(config)
+    _check_ends(config)
     _check_ffn(config)
     if config.num_experts:
         _check_experts(config)
@@ -232,6 +239,26 @@ def _check_biases(config: ModelFields) -> None:
         raise ConfigError(
             f"model.relative_max_distance={farthest} must exceed {exact}, the distances that have a bucket each "
             f"with model.relative_buckets={buckets}. Try {4 * buckets}, as in T5."
+        )
+
+
+def _check_ends(config: ModelFields) -> None:
+    """ConfigError for a front and a head that do not fit together."""
+    if config.position_offset and config.position != "learned":
+        raise ConfigError(
+            f"model.position_offset={config.position_offset} is a row of a table of learned positions, and "
+            f"model.position is {config.position!r}. Set model.position_offset=0, or model.position='learned'."
+        )
+    if config.embedding_size and not config.head_transform:
+        raise ConfigError(
+            f"model.embedding_size={config.embedding_size} is also the width that the output head reads, to which "
+            "model.head_transform=true projects. Set it, or model.embedding_size=0."
+        )
+    if config.head_transform and config.activation in GATED:
+        plain = [name for name in CHOICES["activation"] if name not in GATED]
+        raise ConfigError(
+            f"model.head_transform=true has the FFN's activation, and model.activation={config.activation!r} is gated. "
+            f"Try one of {plain}."
         )
 
 

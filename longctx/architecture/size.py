@@ -38,6 +38,7 @@ def count_parameters(config: ModelFields, *, active: bool = False) -> dict[str, 
     if config.norm_order != "post":
         vectors["norms"] += norm_size(config, config.hidden_size)
     vectors["positions"] += _position_table(config)
+    _add_ends(config, vectors)
     counts = Counter(count_matrices(config)) + vectors
     if active:
         counts["routed_experts"] = _active(config, counts["routed_experts"])
@@ -50,9 +51,14 @@ def count_matrices(config: ModelFields, *, active: bool = False) -> dict[str, in
     GPT-3's "175 billion" is their sum. ``active`` as in ``count_parameters``.
     """
     counts = _sum(config, _block_matrices)
-    counts["embedding"] = config.vocab_size * config.hidden_size
+    E = config.embedding_dim
+    counts["embedding"] = config.vocab_size * E
     if not config.tie_embeddings:
         counts["head"] = counts["embedding"]
+    if config.embedding_size:
+        counts["embedding"] += E * config.hidden_size
+    if config.head_transform:
+        counts["head"] += config.hidden_size * E
     if active:
         counts["routed_experts"] = _active(config, counts["routed_experts"])
     return {name: counts[name] for name in COMPONENTS if name != "norms"}
@@ -77,10 +83,25 @@ def _sum(config: ModelFields, of_block: Callable[[ModelFields, int], dict[str, i
 def _position_table(config: ModelFields) -> int:
     """Parameters of the one table of positions that all layers read."""
     if config.position == "learned":
-        return config.max_positions * config.hidden_size
+        return (config.max_positions + config.position_offset) * config.embedding_dim
     if config.position == "t5":
         return config.relative_buckets * config.num_heads
     return 0
+
+
+def _add_ends(config: ModelFields, counts: Counter[str]) -> None:
+    """Add what the front and the head have besides matrices."""
+    E = config.embedding_dim
+    counts["embedding"] += config.segments * E
+    if config.embedding_size:
+        counts["embedding"] += config.hidden_size
+    if config.embedding_norm:
+        counts["norms"] += norm_size(config, E)
+    if config.head_transform:
+        counts["head"] += E
+        counts["norms"] += norm_size(config, E)
+    if config.head_bias:
+        counts["head"] += config.vocab_size
 
 
 def widest_ffn(config: ModelFields) -> int:

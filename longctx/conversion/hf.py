@@ -23,7 +23,6 @@ from longctx.conversion.casts import dtype_name
 from longctx.conversion.differences import listing, raise_differences
 from longctx.conversion.tensors import (
     EMBEDDINGS,
-    HEAD,
     Layout,
     TensorSpec,
     assemble,
@@ -135,9 +134,14 @@ class HfReader:
         """CheckpointError unless the tensors on disk are exactly those of the parameters, of the same shapes."""
         parts = {part.name: part.shape for layout in self._layouts.values() for part in layout.parts}
         # Some tools save the head of a tied model too; a copy of the embeddings is no parameter of its own.
-        if self.config.tie_embeddings and {HEAD, self._embeddings} <= on_disk:
-            self._check_tied_head()
-            on_disk = on_disk - {HEAD}
+        family = FAMILIES[self.model_type]
+        copies = dict(family.copies)
+        if self.config.tie_embeddings:
+            copies[family.head] = self._embeddings
+        for copy, original in copies.items():
+            if {copy, original} <= on_disk:
+                self._check_copy(copy, original)
+                on_disk = on_disk - {copy}
         shapes = {n: (self._disk.shape(n), parts[n]) for n in on_disk & set(parts)}
         wrong = [f"{n} {found} instead of {wanted}" for n, (found, wanted) in shapes.items() if found != wanted]
         raise_differences(str(self.folder), missing=set(parts) - on_disk, unexpected=on_disk - set(parts), wrong=wrong)
@@ -147,14 +151,18 @@ class HfReader:
         """The embedding table's name on disk."""
         return self._layouts[EMBEDDINGS].parts[0].name
 
-    def _check_tied_head(self) -> None:
-        """CheckpointError where a tied head is on disk too, and differs from the embeddings."""
-        head, embeddings = self._disk.read(HEAD), self._disk.read(self._embeddings)
-        if head.dtype != embeddings.dtype or not torch.equal(head, embeddings):
-            raise CheckpointError(
-                f"{self.folder}: config.json says tie_word_embeddings=true, yet {HEAD} differs from "
-                f"{self._embeddings}.\nSet tie_word_embeddings to false to keep both."
-            )
+    def _check_copy(self, copy: str, original: str) -> None:
+        """CheckpointError where a tensor that is another's copy differs from it."""
+        first, second = self._disk.read(copy), self._disk.read(original)
+        if first.dtype == second.dtype and torch.equal(first, second):
+            return
+        advice = "Export the model again."
+        if original == self._embeddings:
+            advice = "Set tie_word_embeddings to false to keep both."
+        raise CheckpointError(
+            f"{self.folder}: {copy} differs from {original}, of which it is a copy (tie_word_embeddings="
+            f"{str(self.config.tie_embeddings).lower()}).\n{advice}"
+        )
 
 
 def load_hf(folder: str | Path) -> tuple[ModelConfig, dict[str, Tensor]]:
@@ -213,7 +221,8 @@ def save_hf(
         ids = {key: (token_ids or {}).get(key) for key in TOKEN_ID_KEYS}
         if tokenizer is not None:
             ids = export_tokenizer(tokenizer, staging, max_positions=config.max_positions)
-        ids = _loadable(ids, config.vocab_size)
+        # RoBERTa's padding id says where its positions begin, whatever the tokenizer pads by.
+        ids = _loadable(ids, config.vocab_size) | {key: hf_config[key] for key in ids if key in hf_config}
         name = dtype_name(reduce(torch.promote_types, dtypes))
         # transformers 5 reads dtype, 4 reads torch_dtype; a null id keeps a class default (llama's 1 and 2) out.
         write_json(staging / "config.json", hf_config | ids | {"dtype": name, "torch_dtype": name, "use_cache": True})

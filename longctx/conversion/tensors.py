@@ -18,7 +18,6 @@ from longctx.families.config_json import family_of
 from longctx.families.spec import Family, OnDisk, TensorRule
 
 EMBEDDINGS = "model.embed_tokens.weight"
-HEAD = "lm_head.weight"
 
 Shape = tuple[int, ...]
 

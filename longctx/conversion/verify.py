@@ -18,7 +18,9 @@ from longctx.architecture.size import widest_ffn
 from longctx.config import ModelConfig
 from longctx.conversion.casts import dtype_name
 from longctx.conversion.differences import listing
+from longctx.conversion.weights.json_files import read_json
 from longctx.errors import CheckpointError, ConfigError
+from longctx.families import FAMILIES
 from longctx.kernels.memory import available_bytes
 from longctx.tensor_bytes import content_of
 
@@ -161,9 +163,12 @@ def compare_logits(
     if why_no_logits(config, num_parameters, torch.float32) is None:
         compute = torch.float32
     num_tokens = min(NUM_TOKENS, config.max_positions)
-    tokens_T = torch.randint(config.vocab_size, (num_tokens,), generator=torch.Generator().manual_seed(0))
+    # RoBERTa's class takes the id before its first position for padding.
+    first = min(config.position_offset, config.vocab_size - 1)
+    tokens_T = torch.randint(first, config.vocab_size, (num_tokens,), generator=torch.Generator().manual_seed(0))
     moves = config.position == "rope" and config.rope.kind not in _STRETCHED_BY_LENGTH
-    theirs = _their_logits(folder, tokens_T, compute, moves=moves)
+    auto_class = FAMILIES[read_json(folder / "config.json")["model_type"]].auto_class
+    theirs = _their_logits(folder, tokens_T, compute, auto_class=auto_class, moves=moves)
     ours_TV = _our_logits(config, parameters(), tokens_T, compute)
     check = judge_logits(ours_TV, theirs, dtype=compute)
     if not check.passed:
@@ -223,19 +228,27 @@ def _our_logits(
 
 @torch.no_grad()
 def _their_logits(
-    folder: Path, tokens_T: Tensor, dtype: torch.dtype, *, moves: bool
+    folder: Path, tokens_T: Tensor, dtype: torch.dtype, *, auto_class: str, moves: bool
 ) -> dict[str, tuple[Tensor, Tensor]]:
     """Logits [T, V] computed in two ways, under the name of the ways; no code of the folder is run.
 
-    ``moves`` says that the model computes the same wherever positions begin.
+    ``auto_class`` loads it; ``moves`` says that the model computes the same wherever positions begin.
     """
-    from transformers import AutoModelForCausalLM
+    import transformers
 
     with _silent_transformers():
         try:
-            model = AutoModelForCausalLM.from_pretrained(
-                str(folder), dtype=dtype, local_files_only=True, trust_remote_code=False, attn_implementation="eager"
-            ).eval()
+            model = (
+                getattr(transformers, auto_class)
+                .from_pretrained(
+                    str(folder),
+                    dtype=dtype,
+                    local_files_only=True,
+                    trust_remote_code=False,
+                    attn_implementation="eager",
+                )
+                .eval()
+            )
         except Exception as error:
             # Whatever a library that knows hundreds of models may raise.
             first_line = next(iter(str(error).splitlines()), type(error).__name__)
@@ -243,7 +256,7 @@ def _their_logits(
         tokens_BT = tokens_T[None]
         # Odd, so that the second pass sums in other blocks.
         cut = len(tokens_T) * 2 // 5 | 1
-        eager_TV = model(tokens_BT, use_cache=False).logits[0].float()
+        eager_TV = model(tokens_BT).logits[0].float()
         try:
             model.set_attn_implementation("sdpa")
         except (ValueError, ImportError):
@@ -251,11 +264,11 @@ def _their_logits(
             first = model(tokens_BT[:, :cut], use_cache=True)
             second = model(tokens_BT[:, cut:], past_key_values=first.past_key_values, use_cache=True)
             return {TWO_PASSES: (eager_TV, torch.cat([first.logits, second.logits], dim=1)[0].float())}
-        reference_TV = model(tokens_BT, use_cache=False).logits[0].float()
+        reference_TV = model(tokens_BT).logits[0].float()
         pairs = {TWO_ATTENTIONS: (reference_TV, eager_TV)}
         if moves:
             positions_BT = torch.arange(1, len(tokens_T) + 1)[None]
-            moved_TV = model(tokens_BT, position_ids=positions_BT, use_cache=False).logits[0].float()
+            moved_TV = model(tokens_BT, position_ids=positions_BT).logits[0].float()
             pairs[TWO_POSITIONS] = (reference_TV, moved_TV)
         return pairs
 

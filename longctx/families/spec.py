@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from longctx.architecture.fields import ModelFields
@@ -77,6 +77,12 @@ class Family:
         r"model\.rotary_emb\.inv_freq",
     )
     """Patterns of whole names: buffers that old versions of transformers saved, here rotary frequencies."""
+    copies: Mapping[str, str] = field(default_factory=dict)
+    """Tensors that a file may have a second time, equal, and whose they are."""
+    head: str = "lm_head.weight"
+    """The output matrix's name, which a tied model's file may have beside the embeddings."""
+    auto_class: str = "AutoModelForCausalLM"
+    """By which transformers loads it."""
     extra_layers_key: str = ""
     """Key that says how many layers of another kind follow the decoder's own on disk; they are left out, and logged."""
     forces_own_tokenizer: bool = False

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from longctx.families.bert import BERT, ROBERTA
 from longctx.families.deepseek import DEEPSEEK_V2, DEEPSEEK_V3
 from longctx.families.gemma import GEMMA2, GEMMA3_TEXT
 from longctx.families.gpt import GPT1, GPT2
@@ -30,6 +31,8 @@ _ALL = (
     DEEPSEEK_V2,
     DEEPSEEK_V3,
     GPT_OSS,
+    BERT,
+    ROBERTA,
 )
 
 FAMILIES: dict[str, Family] = {family.model_type: family for family in _ALL}

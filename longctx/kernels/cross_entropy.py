@@ -46,10 +46,10 @@ TILE_ELEMENTS = 1 << 21
 class LossOptions:
     """How hidden states become logits, and what a token costs beside its negative log-likelihood.
 
-    Logits are softcap · tanh(logit_scale · hidden · weightᵀ / softcap), or without the cap what stands in the tanh. A
-    token's objective is (1 − label_smoothing) · nll + label_smoothing · mean over the vocabulary of −log p
-    + z_loss · (log Σ exp logits)², as ``torch.nn.functional.cross_entropy`` smooths and PaLM (arXiv 2204.02311 §5)
-    keeps the softmax normalised.
+    Logits are softcap · tanh(logit_scale · (hidden · weightᵀ + bias) / softcap), or without the cap what stands in the
+    tanh; a head may have no bias. A token's objective is (1 − label_smoothing) · nll + label_smoothing · mean over the
+    vocabulary of −log p + z_loss · (log Σ exp logits)², as ``torch.nn.functional.cross_entropy`` smooths and PaLM
+    (arXiv 2204.02311 §5) keeps the softmax normalised.
     """
 
     logit_scale: float = 1.0
@@ -76,6 +76,7 @@ def loss_sums(
     hidden_NM: Tensor,
     weight_VM: Tensor,
     targets_N: Tensor,
+    bias_V: Tensor | None = None,
     *,
     options: LossOptions = PLAIN,
     products: Products = "native",
@@ -84,15 +85,16 @@ def loss_sums(
 ) -> tuple[Tensor, Tensor]:
     """(Σ objective, Σ −log softmax(logits)[target]) over the targets that count, float32 (float64 for float64) scalars.
 
-    The first has a gradient; the second is the plain negative log-likelihood, to be reported, and has none. Targets
-    are token ids or ``IGNORED_TARGET``. ``chunk_tokens`` tokens have logits at a time; None takes a size at which
-    these need 64 MiB, or a quarter of what the weight's gradient does; on an accelerator 8,192 tokens, or as many as
-    have 2^29 logits. That gradient is summed over chunks in float32. ``products`` says how a CPU multiplies bfloat16;
-    ``run`` calls what turns logits into losses where there is a gradient.
+    Logits are those of ``LossOptions``. The first sum has a gradient; the second is the plain negative log-likelihood,
+    to be reported, and has none. Targets are token ids or ``IGNORED_TARGET``. ``chunk_tokens`` tokens have logits at a
+    time; None takes a size at which these need 64 MiB, or a quarter of what the weight's gradient does; on an
+    accelerator 8,192 tokens, or as many as have 2^29 logits. That gradient is summed over chunks in float32.
+    ``products`` says how a CPU multiplies bfloat16; ``run`` calls what turns logits into losses where there is a
+    gradient.
     """
     if torch.is_grad_enabled() and (hidden_NM.requires_grad or weight_VM.requires_grad):
-        return _LossSums.apply(hidden_NM, weight_VM, targets_N, options, products, chunk_tokens, run)
-    computed = sums_and_gradients(hidden_NM, weight_VM, targets_N, options, products, chunk_tokens)
+        return _LossSums.apply(hidden_NM, weight_VM, bias_V, targets_N, options, products, chunk_tokens, run)
+    computed = sums_and_gradients(hidden_NM, weight_VM, targets_N, options, products, bias_V, chunk_tokens)
     return as_scalars(computed.sums, hidden_NM.dtype)
 
 
@@ -101,6 +103,7 @@ def token_nll(
     hidden_NM: Tensor,
     weight_VM: Tensor,
     targets_N: Tensor,
+    bias_V: Tensor | None = None,
     *,
     options: LossOptions = PLAIN,
     products: Products = "native",
@@ -111,7 +114,7 @@ def token_nll(
     Of the options, only those that make the logits count.
     """
     nll_N = hidden_NM.new_zeros(len(targets_N), dtype=accumulate_dtype(hidden_NM.dtype))
-    for chunk, _, logits_nV in _chunks(hidden_NM, weight_VM, products, chunk_tokens):
+    for chunk, _, logits_nV in _chunks(hidden_NM, weight_VM, bias_V, products, chunk_tokens):
         losses_2n, _ = losses_(logits_nV, targets_N[chunk], options, with_gradient=False)
         nll_N[chunk] = losses_2n[1]
     return nll_N
@@ -125,16 +128,18 @@ class _LossSums(torch.autograd.Function):
         ctx: Any,
         hidden: Tensor,
         weight: Tensor,
+        bias: Tensor | None,
         targets: Tensor,
         options: LossOptions,
         products: Products,
         chunk_tokens: int | None,
         run: Run,
     ) -> tuple[Tensor, Tensor]:
+        wanted = ctx.needs_input_grad[:2]
         computed = sums_and_gradients(
-            hidden, weight, targets, options, products, chunk_tokens, wanted=ctx.needs_input_grad[:2], run=run
+            hidden, weight, targets, options, products, bias, chunk_tokens, wanted=wanted, run=run
         )
-        ctx.save_for_backward(computed.dhidden_NM, computed.dweight_VM)
+        ctx.save_for_backward(computed.dhidden_NM, computed.dweight_VM, computed.dbias_V)
         ctx.weight_dtype = weight.dtype
         sums = as_scalars(computed.sums, hidden.dtype)
         ctx.mark_non_differentiable(sums[1])
@@ -143,13 +148,15 @@ class _LossSums(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dobjective: Tensor, _: Tensor):  # type: ignore[override]
-        dhidden, dweight = ctx.saved_tensors
+        dhidden, dweight, dbias = ctx.saved_tensors
         # the loss is linear in dobjective: forward has computed the gradients of its sum, only a factor is missing
         if dhidden is not None:
             dhidden = (dhidden * dobjective).to(dhidden.dtype)
         if dweight is not None:
             dweight = scaled(dweight, dobjective, ctx.weight_dtype)
-        return dhidden, dweight, None, None, None, None, None
+        if dbias is not None:
+            dbias = (dbias * dobjective).to(ctx.weight_dtype)
+        return dhidden, dweight, dbias, None, None, None, None, None
 
 
 def scaled(total_VM: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
@@ -169,6 +176,8 @@ class SumsAndGradients(NamedTuple):
     """The objective's gradient, in the dtype of the hidden states."""
     dweight_VM: Tensor | None
     """Likewise, a partial sum in ``accumulate_dtype``."""
+    dbias_V: Tensor | None
+    """Likewise; wanted where the weight's is."""
 
 
 def sums_and_gradients(
@@ -177,14 +186,16 @@ def sums_and_gradients(
     targets_N: Tensor,
     options: LossOptions,
     products: Products,
+    bias_V: Tensor | None = None,
     chunk_tokens: int | None = None,
     wanted: tuple[bool, ...] = (False, False),
     run: Run = call_function,
     dweight_VM: Tensor | None = None,
+    dbias_V: Tensor | None = None,
 ) -> SumsAndGradients:
     """``loss_sums`` and, where ``wanted``, the objective's gradients, before the factor that backward brings.
 
-    ``dweight_VM`` is what earlier tokens gave: it is added to, in place.
+    ``dweight_VM`` and ``dbias_V`` are what earlier tokens gave: they are added to, in place.
     """
     partial = accumulate_dtype(hidden_NM.dtype)
     # float64: a million tokens' losses add up without rounding that depends on the chunks
@@ -193,11 +204,15 @@ def sums_and_gradients(
     if wanted[0]:
         dhidden_NM = torch.empty_like(hidden_NM)
     product_VM: Tensor | None = None
-    for chunk, hidden_nM, logits_nV in _chunks(hidden_NM, weight_VM, products, chunk_tokens):
+    if wanted[1] and bias_V is not None and dbias_V is None:
+        dbias_V = torch.zeros_like(bias_V, dtype=partial)
+    for chunk, hidden_nM, logits_nV in _chunks(hidden_NM, weight_VM, bias_V, products, chunk_tokens):
         losses_2n, dlogits_nV = losses_(logits_nV, targets_N[chunk], options, with_gradient=any(wanted), run=run)
         sums += losses_2n.sum(1, dtype=torch.float64)
         if dhidden_NM is not None:
             dhidden_NM[chunk] = _times_weight(dlogits_nV, weight_VM)
+        if wanted[1] and dbias_V is not None:
+            dbias_V += dlogits_nV.sum(0, dtype=partial)
         if wanted[1] and dlogits_nV.dtype == partial:
             dweight_VM = _plus_product(dweight_VM, dlogits_nV.T, hidden_nM)
         elif wanted[1] and not on_cpu(dlogits_nV):
@@ -210,7 +225,7 @@ def sums_and_gradients(
         del dlogits_nV  # a compiled function's own: before the next chunk's is made
     if wanted[1] and dweight_VM is None:  # no token is here
         dweight_VM = torch.zeros_like(weight_VM, dtype=partial)
-    return SumsAndGradients(sums, dhidden_NM, dweight_VM)
+    return SumsAndGradients(sums, dhidden_NM, dweight_VM, dbias_V)
 
 
 def as_scalars(sums: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
@@ -221,7 +236,7 @@ def as_scalars(sums: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
 
 
 def _chunks(
-    hidden_NM: Tensor, weight_VM: Tensor, products: Products, chunk_tokens: int | None
+    hidden_NM: Tensor, weight_VM: Tensor, bias_V: Tensor | None, products: Products, chunk_tokens: int | None
 ) -> Iterator[tuple[slice, Tensor, Tensor]]:
     """Each chunk's tokens, hidden states, and logits before scale and cap, the last two in the products' dtype.
 
@@ -237,7 +252,10 @@ def _chunks(
         hidden_nM = hidden_NM[chunk].to(dtype)
         logits_nV = memory[: len(hidden_nM)]
         for tile, weight_vM in _weight_tiles(weight_VM, dtype):
-            torch.mm(hidden_nM, weight_vM.T, out=logits_nV[:, tile])
+            if bias_V is None:
+                torch.mm(hidden_nM, weight_vM.T, out=logits_nV[:, tile])
+            else:
+                torch.addmm(bias_V[tile].to(dtype), hidden_nM, weight_vM.T, out=logits_nV[:, tile])
         yield chunk, hidden_nM, logits_nV
 
 

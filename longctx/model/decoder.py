@@ -37,7 +37,7 @@ from longctx.model.head import LMHead
 from longctx.model.kept import HostStore
 from longctx.model.layers.dropout import Dropout
 from longctx.model.layers.initialize import InitialTensor
-from longctx.model.layers.linear import Embedding, Weight, set_products
+from longctx.model.layers.linear import Embedding, Linear, Weight, set_products
 from longctx.model.layers.norms import build_norm
 from longctx.model.mixers.table import with_local_cores
 from longctx.model.plans import place, plan_layers
@@ -59,9 +59,16 @@ class Backbone(nn.Module):
     def __init__(self, config: ModelConfig, experts: slice = slice(None)) -> None:
         super().__init__()
         self.config = config
-        self.embed_tokens = Embedding(config.vocab_size, config.hidden_size)
+        E = config.embedding_dim
+        self.embed_tokens = Embedding(config.vocab_size, E)
         if config.position == "learned":
-            self.embed_positions = Embedding(config.max_positions, config.hidden_size)
+            self.embed_positions = Embedding(config.max_positions + config.position_offset, E)
+        if config.segments:
+            self.embed_segments = Embedding(config.segments, E)
+        if config.embedding_norm:
+            self.embed_norm = build_norm(config, E)
+        if config.embedding_size:
+            self.embed_projection = Linear(E, config.hidden_size)
         if config.position == "t5":
             self.relative_bias = Weight(config.relative_buckets, config.num_heads)
         self.layers = nn.ModuleList(Block(config, layer, experts) for layer in range(config.num_layers))
@@ -115,11 +122,17 @@ class Backbone(nn.Module):
             scale = torch.tensor(config.embedding_scale, dtype=x_BtM.dtype)
             x_BtM = x_BtM * scale.to(x_BtM.device, non_blocking=True)
         if config.position == "learned":
-            x_BtM = x_BtM + self.embed_positions(positions_Bt)
+            x_BtM = x_BtM + self.embed_positions(positions_Bt + config.position_offset)
         if config.position == "sinusoidal":
-            x_BtM = x_BtM + sinusoidal_embedding(positions_Bt, config.hidden_size, x_BtM.dtype).to(x_BtM.dtype)
+            x_BtM = x_BtM + sinusoidal_embedding(positions_Bt, config.embedding_dim, x_BtM.dtype).to(x_BtM.dtype)
+        if config.segments:
+            x_BtM = x_BtM + self.embed_segments(torch.zeros_like(positions_Bt))
+        if config.embedding_norm:
+            x_BtM = self.embed_norm(x_BtM)
         if dropout is not None:
             x_BtM = dropout(x_BtM, -1)
+        if config.embedding_size:
+            x_BtM = self.embed_projection(x_BtM)
         return x_BtM
 
     def scores(self, device: torch.device) -> Scores:
@@ -297,9 +310,18 @@ class Decoder(nn.Module):
         With a ``stream`` hidden states are never whole either: its handle, which ``forward`` gave, stands for them.
         The objective of a target is its negative log-likelihood with smoothed labels plus the z-loss (``LossOptions``).
         """
-        by_chunks = None if stream is None else partial(chunked_loss_sums, stream, self.model.norm)
+        by_chunks = None
+        if stream is not None:
+            by_chunks = partial(chunked_loss_sums, stream, self._before_head())
         options = {"z_loss": z_loss, "label_smoothing": label_smoothing, "by_chunks": by_chunks}
         return self.lm_head(hidden_BtM, table=self.model.embed_tokens, targets_Bt=targets_Bt, **options)
+
+    def _before_head(self) -> nn.Module | None:
+        """What stands between the residual stream and the output matrix."""
+        parts = [part for part in (self.model.norm, self.lm_head.transform) if part is not None]
+        if len(parts) > 1:
+            return nn.Sequential(*parts)
+        return next(iter(parts), None)
 
     def token_nll(self, hidden_BtM: Tensor, targets_Bt: Tensor) -> Tensor:
         """Each token's negative log-likelihood [B, t], float32, without gradient; 0 where the target is ignored."""
@@ -377,9 +399,10 @@ def external_parameters(decoder: Decoder) -> list[tuple[nn.Module, nn.Parameter]
     if decoder.config.tie_embeddings:
         table: Any = decoder.model.embed_tokens.weight
         external.append((decoder.lm_head, table))
-    # By chunks the head applies the last norm.
-    if decoder.execution.chunk_tokens and decoder.model.norm is not None:
-        external.extend((decoder.lm_head, p) for p in decoder.model.norm.parameters())
+    # By chunks the head applies the last norm, and what it has itself is called once a chunk.
+    if decoder.execution.chunk_tokens:
+        parts = (decoder.model.norm, decoder.lm_head.transform)
+        external.extend((decoder.lm_head, p) for part in parts if part is not None for p in part.parameters())
     return external
 
 

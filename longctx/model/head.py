@@ -16,9 +16,25 @@ from longctx.kernels.cross_entropy import LossOptions, SumsAndGradients, loss_su
 from longctx.kernels.matmul import linear
 from longctx.kernels.processor import Products
 from longctx.kernels.regions import Run, call_function
+from longctx.model.layers.linear import Linear
+from longctx.model.layers.mlp import PLAIN
+from longctx.model.layers.norms import build_norm
 
-LossByChunks = Callable[[Tensor, Tensor, Tensor, Callable[..., SumsAndGradients]], tuple[Tensor, Tensor]]
-"""``loss_sums`` from a handle, the output matrix, the targets and ``sums_and_gradients`` of this matrix."""
+LossByChunks = Callable[[Tensor, Tensor, Tensor | None, Tensor, Callable[..., SumsAndGradients]], tuple[Tensor, Tensor]]
+"""``loss_sums`` from a handle, the output matrix, its bias, the targets and ``sums_and_gradients`` of these two."""
+
+
+class HeadTransform(nn.Module):
+    """A projection to the embeddings' width, the FFN's activation, and a norm (BERT's masked-LM head)."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.activation = PLAIN[config.activation]
+        self.dense = Linear(config.hidden_size, config.embedding_dim)
+        self.norm = build_norm(config, config.embedding_dim)
+
+    def forward(self, hidden_BtM: Tensor) -> Tensor:
+        return self.norm(self.activation(self.dense(hidden_BtM)))
 
 
 class LMHead(nn.Module):
@@ -34,12 +50,19 @@ class LMHead(nn.Module):
         self.products: Products = products
         self.run = run
         self.scale, self.softcap = config.logit_scale, config.logit_softcap
-        self.weight: nn.Parameter | None
-        weight = None
+        weight, bias = None, None
         if not config.tie_embeddings:
-            weight = nn.Parameter(torch.empty(config.vocab_size, config.hidden_size))
+            weight = nn.Parameter(torch.empty(config.vocab_size, config.embedding_dim))
+        if config.head_bias:
+            bias = nn.Parameter(torch.empty(config.vocab_size))
         # Registered also as None, so that forward reads one name and a state dict has the key only where it is owned.
+        self.weight: nn.Parameter | None
+        self.bias: nn.Parameter | None
         self.register_parameter("weight", weight)
+        self.register_parameter("bias", bias)
+        self.transform: HeadTransform | None = None
+        if config.head_transform:
+            self.transform = HeadTransform(config)
 
     def forward(
         self,
@@ -59,6 +82,8 @@ class LMHead(nn.Module):
         weight_VM: Tensor = table.weight
         if self.weight is not None:
             weight_VM = self.weight
+        if self.transform is not None and by_chunks is None:
+            hidden_BtM = self.transform(hidden_BtM)
         if targets_Bt is None:
             return self._logits(hidden_BtM, weight_VM)
         options = LossOptions(
@@ -66,20 +91,27 @@ class LMHead(nn.Module):
         )
         if by_chunks is not None:
             compute = partial(
-                sums_and_gradients, weight_VM=weight_VM, options=options, products=self.products, run=self.run
+                sums_and_gradients,
+                weight_VM=weight_VM,
+                bias_V=self.bias,
+                options=options,
+                products=self.products,
+                run=self.run,
             )
-            return by_chunks(hidden_BtM, weight_VM, targets_Bt, compute)
-        hidden_NM, targets_N = hidden_BtM.flatten(0, 1), targets_Bt.flatten()
+            return by_chunks(hidden_BtM, weight_VM, self.bias, targets_Bt, compute)
+        read = hidden_BtM.flatten(0, 1), weight_VM, targets_Bt.flatten(), self.bias
         if per_token:
-            nll_N = token_nll(hidden_NM, weight_VM, targets_N, options=options, products=self.products)
-            return nll_N.view_as(targets_Bt)
-        return loss_sums(hidden_NM, weight_VM, targets_N, options=options, products=self.products, run=self.run)
+            return token_nll(*read, options=options, products=self.products).view_as(targets_Bt)
+        return loss_sums(*read, options=options, products=self.products, run=self.run)
 
     def _logits(self, hidden_BtM: Tensor, weight_VM: Tensor) -> Tensor:
+        bias_V = self.bias
         # The narrow side is scaled: hidden states have M channels, logits V.
         if self.scale != 1:
             hidden_BtM = hidden_BtM * self.scale
-        logits_BtV = linear(hidden_BtM, weight_VM, products=self.products)
+            if bias_V is not None:
+                bias_V = bias_V * self.scale
+        logits_BtV = linear(hidden_BtM, weight_VM, bias_V, products=self.products)
         if not self.softcap:
             return logits_BtV
         return self.softcap * torch.tanh(logits_BtV / self.softcap)

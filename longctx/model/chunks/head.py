@@ -18,7 +18,7 @@ from longctx.model.chunks.store import in_turn
 from longctx.model.chunks.stream import ResidualStream
 
 ComputeLoss = Callable[..., SumsAndGradients]
-"""``sums_and_gradients`` of (hidden_NM, targets_N=, wanted=, dweight_VM=)."""
+"""``sums_and_gradients`` of (hidden_NM, targets_N=, wanted=, dweight_VM=, dbias_V=)."""
 
 
 def chunked_loss_sums(
@@ -26,12 +26,13 @@ def chunked_loss_sums(
     norm: nn.Module | None,
     handle: Tensor,
     weight_VM: Tensor,
+    bias_V: Tensor | None,
     targets_Bt: Tensor,
     compute: ComputeLoss,
 ) -> tuple[Tensor, Tensor]:
     """``loss_sums`` of the residual stream behind the last layer, whose last ``norm`` is applied here."""
     head = ChunkedHead(stream, norm, targets_Bt, compute, trains=torch.is_grad_enabled())
-    return _HeadLoss.apply(handle, head, weight_VM, *head.norm_weights)
+    return _HeadLoss.apply(handle, head, weight_VM, bias_V, *head.norm_weights)
 
 
 class ChunkedHead:
@@ -53,6 +54,7 @@ class ChunkedHead:
             self.norm_weights = list(norm.parameters())
         self.norm_sums = WeightSums(self.norm_weights)
         self.dweight_VM: Tensor | None = None
+        self.dbias_V: Tensor | None = None
 
     def forward(self, weight_VM: Tensor) -> Tensor:
         """Both sums [2] in float64. The gradient takes the place of the residual stream."""
@@ -68,9 +70,10 @@ class ChunkedHead:
                 targets_N=self.targets_Bt[:, tokens].flatten(),
                 wanted=wanted,
                 dweight_VM=self.dweight_VM,
+                dbias_V=self.dbias_V,
             )
             sums += computed.sums
-            self.dweight_VM = computed.dweight_VM
+            self.dweight_VM, self.dbias_V = computed.dweight_VM, computed.dbias_V
             if computed.dhidden_NM is not None:
                 x.write(tokens, self._through_norm(x_BcM, hidden_BcM, computed.dhidden_NM.view_as(hidden_BcM)))
         if self.trains:
@@ -104,11 +107,11 @@ class _HeadLoss(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, handle: Tensor, head: ChunkedHead, weight_VM: Tensor, *norm_weights: Tensor
+        ctx: Any, handle: Tensor, head: ChunkedHead, weight_VM: Tensor, bias_V: Tensor | None, *norm_weights: Tensor
     ) -> tuple[Tensor, Tensor]:
         sums = as_scalars(head.forward(weight_VM), handle.dtype)
         ctx.head, ctx.weight_dtype = head, weight_VM.dtype
-        ctx.save_for_backward(head.dweight_VM, *head.norm_sums.results())
+        ctx.save_for_backward(head.dweight_VM, head.dbias_V, *head.norm_sums.results())
         # Held by the graph alone, which lets go of it before the layers' backward: it may be the largest tensor of all.
         head.dweight_VM = None
         ctx.mark_non_differentiable(sums[1])
@@ -117,9 +120,11 @@ class _HeadLoss(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dobjective: Tensor, _: Tensor):  # type: ignore[override]
-        dweight_VM, *dnorm = ctx.saved_tensors
+        dweight_VM, dbias_V, *dnorm = ctx.saved_tensors
         ctx.head.scale_gradient(dobjective)
         if dweight_VM is not None:
             dweight_VM = scaled(dweight_VM, dobjective, ctx.weight_dtype)
+        if dbias_V is not None:
+            dbias_V = (dbias_V * dobjective).to(ctx.weight_dtype)
         of_norm = [(gradient * dobjective).to(gradient.dtype) for gradient in dnorm]
-        return dobjective.new_empty(0, dtype=ctx.weight_dtype), None, dweight_VM, *of_norm
+        return dobjective.new_empty(0, dtype=ctx.weight_dtype), None, dweight_VM, dbias_V, *of_norm

@@ -1,0 +1,177 @@
+"""BERT and RoBERTa with their masked-LM heads: both sides, learned positions, LayerNorm after each sum.
+
+RoBERTa's positions begin at row ``pad_token_id`` + 1 of the table, and all of its tokens are of one segment.
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+from longctx.architecture.fields import ModelFields
+from longctx.errors import ConfigError
+from longctx.families.llama import DENSE
+from longctx.families.rules import (
+    UNUSED,
+    constant,
+    divided_head_dim,
+    integer,
+    only,
+    same,
+    translated,
+    typed,
+    width_over_heads,
+)
+from longctx.families.spec import BLOCK, Family, HfConfig, OnDisk, Rule, TensorRule
+
+log = logging.getLogger(__name__)
+
+_ACTIVATIONS = {"gelu": "gelu", "gelu_new": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh", "relu": "relu"}
+_DROPPED_ATTENTION = "attention_probs_dropout_prob"
+
+
+def _all_heads() -> Rule:
+    """Keys and values have as many heads as queries, and the heads share the width."""
+
+    def read(hf: HfConfig) -> dict[str, Any]:
+        heads = integer(hf, "num_attention_heads")
+        if integer(hf, "hidden_size") != width_over_heads(hf) * heads:
+            raise ConfigError(
+                f"hidden_size={hf['hidden_size']} in config.json is no multiple of num_attention_heads={heads}."
+            )
+        return {"num_kv_heads": heads}
+
+    return Rule(read=read)
+
+
+def _attention_dropout() -> Rule:
+    """Attention weights are never dropped here. It matters in training only, so a warning is enough."""
+
+    def read(hf: HfConfig) -> dict[str, Any]:
+        rate = typed(_DROPPED_ATTENTION, hf.get(_DROPPED_ATTENTION, 0.1), "float")
+        if rate:
+            log.warning(
+                "%s=%s of config.json is left out: this model drops no attention weights in training",
+                _DROPPED_ATTENTION, rate,
+            )  # fmt: skip
+        return {}
+
+    return Rule(keys=(_DROPPED_ATTENTION,), read=read, write=lambda _: {_DROPPED_ATTENTION: 0.0})
+
+
+def _offset_positions() -> Rule:
+    """Positions begin behind the padding id's row, and the rows before them are counted (RoBERTa)."""
+
+    def read(hf: HfConfig) -> dict[str, Any]:
+        offset, rows = integer(hf, "pad_token_id", 1) + 1, integer(hf, "max_position_embeddings", 512)
+        if rows <= offset:
+            raise ConfigError(
+                f"max_position_embeddings={rows} in config.json leaves no row behind the {offset} of "
+                f"pad_token_id={offset - 1}."
+            )
+        return {"position_offset": offset, "max_positions": rows - offset}
+
+    def write(config: ModelFields) -> dict[str, Any]:
+        return {
+            "pad_token_id": config.position_offset - 1,
+            "max_position_embeddings": config.max_positions + config.position_offset,
+        }
+
+    return Rule(keys=("pad_token_id", "max_position_embeddings"), read=read, write=write)
+
+
+_COMMON = (
+    *UNUSED,
+    DENSE,
+    constant(causal=False, position="learned", norm="layernorm", norm_order="post", embedding_norm=True),
+    constant(qkv_bias=True, o_bias=True, ffn_bias=True, head_transform=True, head_bias=True, tie_embeddings=True),
+    same("vocab_size", "vocab_size"),
+    same("hidden_size", "hidden_size"),
+    same("num_hidden_layers", "num_layers"),
+    same("num_attention_heads", "num_heads"),
+    same("intermediate_size", "ffn_size"),
+    same("type_vocab_size", "segments", default=2, least=1),
+    same("layer_norm_eps", "norm_eps", default=1e-12),
+    same("initializer_range", "init_std", default=0.02),
+    same("hidden_dropout_prob", "residual_dropout", default=0.1),
+    # Untied, the head has a second bias, which nothing reads.
+    only("tie_word_embeddings", True),
+    translated("hidden_act", "activation", _ACTIVATIONS, default="gelu"),
+    divided_head_dim(),
+    _all_heads(),
+    _attention_dropout(),
+    only("position_embedding_type", "absolute", written=False),
+    only("is_decoder", False, written=False),
+    only("add_cross_attention", False, written=False),
+)
+_OF_OTHER_HEADS = frozenset({"classifier_dropout", "gradient_checkpointing", "pooler_fc_size", "directionality"})
+
+
+def _tensor(ours: str, *theirs: str) -> TensorRule:
+    return TensorRule(parameters=(ours,), layouts=tuple(OnDisk(names=(name,)) for name in theirs))
+
+
+def _layer(ours: str, theirs: str) -> tuple[TensorRule, ...]:
+    """A weight and its bias."""
+    return tuple(_tensor(f"{ours}.{part}", f"{theirs}.{part}") for part in ("weight", "bias"))
+
+
+def _norm(ours: str, theirs: str) -> tuple[TensorRule, ...]:
+    """A LayerNorm; files of TensorFlow's time call its weights gamma and beta."""
+    return (
+        _tensor(f"{ours}.weight", f"{theirs}.weight", f"{theirs}.gamma"),
+        _tensor(f"{ours}.bias", f"{theirs}.bias", f"{theirs}.beta"),
+    )
+
+
+def _tensors(prefix: str, *, head: str, head_dense: str, head_norm: str) -> tuple[TensorRule, ...]:
+    front, layer = f"{prefix}.embeddings", f"{prefix}.encoder.layer.{{layer}}"
+    attention = [
+        rule
+        for ours, theirs in (("q_proj", "query"), ("k_proj", "key"), ("v_proj", "value"))
+        for rule in _layer(f"{BLOCK}self_attn.{ours}", f"{layer}.attention.self.{theirs}")
+    ]
+    return (
+        _tensor("model.embed_tokens.weight", f"{front}.word_embeddings.weight"),
+        _tensor("model.embed_positions.weight", f"{front}.position_embeddings.weight"),
+        _tensor("model.embed_segments.weight", f"{front}.token_type_embeddings.weight"),
+        *_norm("model.embed_norm", f"{front}.LayerNorm"),
+        *attention,
+        *_layer(f"{BLOCK}self_attn.o_proj", f"{layer}.attention.output.dense"),
+        *_norm(f"{BLOCK}post_attention_layernorm", f"{layer}.attention.output.LayerNorm"),
+        *_layer(f"{BLOCK}mlp.up_proj", f"{layer}.intermediate.dense"),
+        *_layer(f"{BLOCK}mlp.down_proj", f"{layer}.output.dense"),
+        *_norm(f"{BLOCK}post_feedforward_layernorm", f"{layer}.output.LayerNorm"),
+        *_layer("lm_head.transform.dense", head_dense),
+        *_norm("lm_head.transform.norm", head_norm),
+        _tensor("lm_head.bias", f"{head}.bias"),
+    )
+
+
+BERT = Family(
+    model_type="bert",
+    architecture="BertForMaskedLM",
+    rules=(*_COMMON, same("max_position_embeddings", "max_positions", default=512)),
+    tensors=_tensors(
+        "bert",
+        head="cls.predictions",
+        head_dense="cls.predictions.transform.dense",
+        head_norm="cls.predictions.transform.LayerNorm",
+    ),
+    ignored_keys=_OF_OTHER_HEADS,
+    ignored_tensors=(r"bert\.embeddings\.position_ids",),
+    copies={"cls.predictions.decoder.bias": "cls.predictions.bias"},
+    head="cls.predictions.decoder.weight",
+    auto_class="AutoModelForMaskedLM",
+)
+ROBERTA = Family(
+    model_type="roberta",
+    architecture="RobertaForMaskedLM",
+    rules=(*_COMMON, _offset_positions()),
+    tensors=_tensors("roberta", head="lm_head", head_dense="lm_head.dense", head_norm="lm_head.layer_norm"),
+    ignored_keys=_OF_OTHER_HEADS,
+    ignored_tensors=(r"roberta\.embeddings\.position_ids",),
+    copies={"lm_head.decoder.bias": "lm_head.bias"},
+    head="lm_head.decoder.weight",
+    auto_class="AutoModelForMaskedLM",
+)

@@ -1,0 +1,158 @@
+"""Encoders against transformers in float64: logits and gradients, packed here and padded there, and folders."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from longctx.batch import IGNORED_TARGET, PackedDocuments
+from longctx.config import ModelConfig
+from longctx.conversion import load_hf, save_hf
+from longctx.conversion.tensors import tensor_specs
+from longctx.conversion.verify import compare_logits
+from longctx.errors import CheckpointError, ConfigError
+from longctx.model.decoder import Decoder
+from tests.longctx.families.hf_models import Case
+
+transformers = pytest.importorskip("transformers")
+transformers.logging.set_verbosity_error()
+transformers.logging.disable_progress_bar()
+
+SIZES = {
+    "vocab_size": 97, "hidden_size": 36, "num_hidden_layers": 3, "num_attention_heads": 4, "intermediate_size": 50,
+    "max_position_embeddings": 41, "bos_token_id": None, "eos_token_id": None,
+}  # fmt: skip
+CASES = {
+    "bert": Case("Bert", {"pad_token_id": 0, "hidden_act": "gelu"}, 0.3, SIZES),
+    "bert, three segments": Case("Bert", {"type_vocab_size": 3, "hidden_act": "relu"}, 0.3, SIZES),
+    "bert, another gelu": Case("Bert", {"hidden_act": "gelu_new"}, 0.3, SIZES),
+    "roberta": Case("Roberta", {"pad_token_id": 1, "type_vocab_size": 1, "layer_norm_eps": 1e-5}, 0.3, SIZES),
+    "roberta, another padding": Case("Roberta", {"pad_token_id": 4, "type_vocab_size": 2}, 0.3, SIZES),
+}
+LENGTHS = (1, 17, 36, 5)
+
+
+def build(case: Case) -> Any:
+    """transformers' model in float64, every weight away from where it starts, and one that float32 holds."""
+    config = case.config()
+    config._attn_implementation = "eager"
+    model = transformers.AutoModelForMaskedLM.from_config(config).double().eval()
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for name, tensor in model.named_parameters():
+            around = 1.0 if "norm" in name.lower() and name.endswith("weight") else 0.0
+            tensor.copy_(torch.randn(tensor.shape, generator=generator) * case.std + around)
+    return model
+
+
+def ours(folder: Path) -> Decoder:
+    config, tensors = load_hf(folder)
+    model = Decoder(config, seed=None).double()
+    model.load_state_dict(tensors)
+    return model
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_logits_and_gradients_packed_here_and_padded_there(name, tmp_path):
+    theirs = build(CASES[name]).float()
+    theirs.save_pretrained(tmp_path / "hf")
+    theirs = theirs.double()
+    model = ours(tmp_path / "hf")
+    generator = torch.Generator().manual_seed(1)
+    # Ids that nobody takes for padding.
+    documents = [torch.randint(5, 97, (length,), generator=generator) for length in LENGTHS]
+    tokens = torch.cat(documents)[None]
+    positions = torch.cat([torch.arange(length) for length in LENGTHS])[None]
+    bounds = PackedDocuments.of_lengths(LENGTHS)
+    targets = tokens.masked_fill(torch.rand(tokens.shape, generator=generator) < 0.6, IGNORED_TARGET)
+
+    longest = max(LENGTHS)
+    padded = torch.zeros(len(LENGTHS), longest, dtype=torch.int64)
+    labels, mask = torch.full_like(padded, IGNORED_TARGET), torch.zeros_like(padded)
+    starts = [0, *torch.tensor(LENGTHS).cumsum(0).tolist()]
+    place = torch.full_like(padded, theirs.config.pad_token_id or 0)
+    for row, (document, start) in enumerate(zip(documents, starts, strict=False)):
+        padded[row, : len(document)], mask[row, : len(document)] = document, 1
+        labels[row, : len(document)] = targets[0, start : start + len(document)]
+        place[row, : len(document)] = torch.arange(len(document)) + model.config.position_offset
+    found = theirs(padded, attention_mask=mask, position_ids=place, labels=labels)
+    hidden = model(tokens, positions, bounds)
+    theirs_packed = torch.cat([found.logits[row, :length] for row, length in enumerate(LENGTHS)])
+    size = float(theirs_packed.abs().max())
+    torch.testing.assert_close(model.logits(hidden)[0], theirs_packed, rtol=0, atol=1e-12 * max(1.0, size))
+
+    loss = model.loss_sums(hidden, targets)[0] / (targets != IGNORED_TARGET).sum()
+    torch.testing.assert_close(loss, found.loss, rtol=1e-12, atol=0)
+    loss.backward()
+    found.loss.backward()
+    gradients = {key: parameter.grad for key, parameter in theirs.named_parameters()}
+    specs = {
+        spec.name: spec.layouts[0].parts[0].name
+        for spec in tensor_specs(model.config, model_type=theirs.config.model_type)
+    }
+    assert specs.keys() == model.state_dict().keys()
+    for key, parameter in model.named_parameters():
+        wanted = gradients[specs[key]]
+        assert wanted.any(), key
+        assert (parameter.grad - wanted).abs().max() <= 1e-10 * max(1.0, float(wanted.abs().max())), key
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_folders_come_back_bit_for_bit(name, tmp_path):
+    theirs = build(CASES[name]).float()
+    theirs.save_pretrained(tmp_path / "hf")
+    config, tensors = load_hf(tmp_path / "hf")
+    save_hf(config, tensors, tmp_path / "back", model_type=theirs.config.model_type)
+    written, found = (load_file(tmp_path / folder / "model.safetensors") for folder in ("hf", "back"))
+    assert found.keys() <= written.keys()
+    assert all(torch.equal(found[key], written[key]) for key in found)
+    again, report = transformers.AutoModelForMaskedLM.from_pretrained(tmp_path / "back", output_loading_info=True)
+    assert not report["missing_keys"], report
+    assert not report["unexpected_keys"], report
+    own = again.state_dict()
+    assert all(torch.equal(own[key], value) for key, value in theirs.state_dict().items())
+    assert load_hf(tmp_path / "back")[0] == config
+    check = compare_logits(
+        config, lambda: load_hf(tmp_path / "back")[1].items(), tmp_path / "back", num_parameters=1, dtype=torch.float32
+    )
+    assert check.passed, check
+
+
+def test_weights_may_have_their_old_names_and_copies(tmp_path):
+    theirs = build(CASES["bert"]).float()
+    theirs.save_pretrained(tmp_path)
+    file = tmp_path / "model.safetensors"
+    weights = {key.replace("LayerNorm.weight", "LayerNorm.gamma"): value for key, value in load_file(file).items()}
+    weights = {key.replace("LayerNorm.bias", "LayerNorm.beta"): value for key, value in weights.items()}
+    weights["cls.predictions.decoder.weight"] = weights["bert.embeddings.word_embeddings.weight"].clone()
+    weights["cls.predictions.decoder.bias"] = weights["cls.predictions.bias"].clone()
+    weights["bert.embeddings.position_ids"] = torch.arange(41)[None]
+    save_file(weights, file)
+    _, tensors = load_hf(tmp_path)
+    assert torch.equal(tensors["lm_head.bias"], theirs.cls.predictions.bias)
+    weights["cls.predictions.decoder.bias"] += 1
+    save_file(weights, file)
+    with pytest.raises(CheckpointError, match=r"cls\.predictions\.decoder\.bias differs from cls\.predictions\.bias"):
+        load_hf(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("values", "said"),
+    [
+        ({"model_type": "bert", "is_decoder": True}, "is_decoder=True"),
+        ({"model_type": "bert", "position_embedding_type": "relative_key"}, "position_embedding_type"),
+        ({"model_type": "bert", "hidden_act": "silu"}, "hidden_act='silu'"),
+        ({"model_type": "bert", "num_attention_heads": 5}, "no multiple of num_attention_heads=5"),
+        ({"model_type": "bert", "tie_word_embeddings": False}, "tie_word_embeddings=False"),
+        ({"model_type": "roberta", "pad_token_id": 40}, "leaves no row behind"),
+    ],
+)
+def test_what_this_model_cannot_be_is_refused(values, said):
+    config = json.loads(CASES["bert"].config().to_json_string(use_diff=False))
+    with pytest.raises(ConfigError, match=said):
+        ModelConfig.from_hf(config | values)
