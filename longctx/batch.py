@@ -183,6 +183,9 @@ class Stream:
     """Whether predicting what follows the token counts in the loss, bool; None if it always does."""
     masked: Tensor | None = None
     """What stood where masking chose a token, int64; ``IGNORED_TARGET`` elsewhere. None if nothing is masked."""
+    places: Tensor | None = None
+    """The tokens that masking chose, as rows of [B·t], int64 [chosen]; None if nobody has said which. The head computes
+    nothing for the others."""
     sources: Tensor | None = None
     """Number of each document's source [num_documents], int64, −1 for padding; None where all have one source."""
     row_tokens: int = 0
@@ -252,7 +255,8 @@ class Stream:
 
     def map_tokens(self, change: Callable[[Tensor], Tensor]) -> Self:
         """The same with per-token tensors that went through ``change``; ``documents`` stay as they are."""
-        return replace(self, **{name: change(x) for name, x in self.per_token().items()})
+        # Tokens may be others afterwards.
+        return replace(self, **{name: change(x) for name, x in self.per_token().items()}, places=None)
 
     def to(self, device: torch.device) -> Self:
         """The per-token tensors on ``device``; ``documents`` stay on the CPU, where schedules are built."""

@@ -110,14 +110,16 @@ class CompactBatch:
             per_token = self.copied()
         else:
             per_token = self.looked_up(device)
+        places = None
         if self.masked is not None:
-            place, read_as = self.masked.to(device, non_blocking=True).long()
+            places, read_as = self.masked.to(device, non_blocking=True).long()
             tokens = per_token["tokens"]
-            per_token["masked"] = torch.full_like(tokens, IGNORED_TARGET).index_copy_(0, place, tokens[place])
-            tokens.index_copy_(0, place, read_as)
+            per_token["masked"] = torch.full_like(tokens, IGNORED_TARGET).index_copy_(0, places, tokens[places])
+            tokens.index_copy_(0, places, read_as)
         stream = Stream(
             **{name: x.view(self.shape) for name, x in per_token.items()},
             documents=self.documents,
+            places=places,
             sources=self.sources,
             row_tokens=self.row_tokens,
             placement=self.placement,

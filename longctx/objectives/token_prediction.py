@@ -1,6 +1,7 @@
 """Predicting tokens, with balanced experts: all that objectives over a vocabulary share but their targets.
 
-Axes: B rows, t tokens of this rank, L layers of experts, S documents of the micro-batch, E experts.
+Axes: B rows, t tokens of this rank, c of them that are chosen, L layers of experts, S documents of the micro-batch, E
+experts.
 """
 
 from __future__ import annotations
@@ -69,10 +70,13 @@ class TokenPrediction(Task):
         """
         stream = new_stream(self.network.execution, batch.tokens)
         hidden_BtM, stats = self._run(batch, training_pass, return_stats=True, stream=stream)
+        targets_Bt = batch.targets
+        if batch.places is not None and stream is None:
+            hidden_BtM, targets_Bt = _at(hidden_BtM, batch.places), _at(targets_Bt, batch.places)
         # The head's product and the loss in one op, a block of tokens at a time: logits are never whole.
         objective_sum, nll_sum = self.network.loss_sums(
             hidden_BtM,
-            batch.targets,
+            targets_Bt,
             z_loss=self.z_loss,
             label_smoothing=self.label_smoothing,
             stream=stream,
@@ -98,7 +102,12 @@ class TokenPrediction(Task):
     @torch.no_grad()
     def token_nll(self, batch: Batch) -> Tensor:
         """Each token's negative log-likelihood [B, t], float32, without gradient; 0 where the target is ignored."""
-        return self.network.token_nll(self._run(batch, None, return_stats=False), batch.targets)
+        hidden_BtM, places = self._run(batch, None, return_stats=False), batch.places
+        if places is None:
+            return self.network.token_nll(hidden_BtM, batch.targets)
+        nll_1c = self.network.token_nll(_at(hidden_BtM, places), _at(batch.targets, places))
+        nll_N = nll_1c.new_zeros(batch.targets.numel()).index_copy_(0, places, nll_1c[0])
+        return nll_N.view_as(batch.targets)
 
     def _run(
         self,
@@ -120,3 +129,8 @@ class TokenPrediction(Task):
             return_stats=return_stats,
             stream=stream,
         )
+
+
+def _at(x_Bt: Tensor, places: Tensor) -> Tensor:
+    """These tokens' rows of [B, t, …], as one row of them."""
+    return x_Bt.flatten(0, 1).index_select(0, places)[None]
