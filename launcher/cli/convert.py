@@ -68,6 +68,8 @@ def convert(
     import torch
 
     from longctx.conversion import export_checkpoint, import_deepspeed, import_hf
+    from longctx.conversion.weights.json_files import read_json
+    from longctx.families import FAMILIES
 
     if to == "hf":
         run, kind = partial(export_checkpoint, tokenizer=tokenizer), "a Hugging Face folder"
@@ -91,7 +93,8 @@ def convert(
     for line in _verified(done):
         say(line)
     if to == "hf":
-        say(f'Next: AutoModelForCausalLM.from_pretrained("{done.folder}")')
+        model_type = read_json(done.folder / "config.json")["model_type"]
+        say(f'Next: {FAMILIES[model_type].auto_class}.from_pretrained("{done.folder}")')
     else:
         say(f"Next: {one_machine('--config', 'run.toml', '--run.start_from', done.folder)}")
 
