@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import logging
+import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import reduce
 from pathlib import Path
@@ -128,7 +129,14 @@ class HfReader:
                 "%s: %s=%d further layers are no part of this decoder and are left out: %s",
                 self.folder, family.extra_layers_key, extra, listing(left_out, limit=3),
             )  # fmt: skip
-        return names - left_out
+        heads = {name for name in names if any(re.fullmatch(pattern, name) for pattern in family.other_heads)}
+        if heads:
+            log.warning(
+                "%s: tensors of heads that the model does not have here are left out: %s",
+                self.folder,
+                listing(heads, limit=4),
+            )
+        return names - left_out - heads
 
     def _check_names(self, on_disk: set[str]) -> None:
         """CheckpointError unless the tensors on disk are exactly those of the parameters, of the same shapes."""

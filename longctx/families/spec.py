@@ -77,6 +77,8 @@ class Family:
         r"model\.rotary_emb\.inv_freq",
     )
     """Patterns of whole names: buffers that old versions of transformers saved, here rotary frequencies."""
+    other_heads: tuple[str, ...] = ()
+    """Patterns of whole names: tensors of heads that the model does not have here; they are left out, and logged."""
     copies: Mapping[str, str] = field(default_factory=dict)
     """Tensors that a file may have a second time, equal, and whose they are."""
     head: str = "lm_head.weight"
