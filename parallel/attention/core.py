@@ -7,6 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
+from longctx.errors import ConfigError
 from longctx.kernels.attention.contract import Scores
 from longctx.model.attention.cache import LayerCache
 from longctx.model.attention.core import AttentionShapes, EachAlone
@@ -22,18 +23,27 @@ class ContextParallelAttention(CoreOverRanks):
     """The core of softmax attention. Every layout serves."""
 
     def plan(
-        self, mask: AttentionMask, shapes: AttentionShapes, placement: Any = None
+        self, mask: AttentionMask, shapes: AttentionShapes, placement: Any = None, key_placement: Any = None
     ) -> ContextParallelPlan | CachedPlan:
         """The schedule of the mask, and the ranks' agreement on it. Collective.
 
         ``placement`` is the layout that the batch was split by; without one it is built as this core's kind. With a
-        cache it is the chunk's (``ChunkPlacement``).
+        cache it is the chunk's (``ChunkPlacement``). ``key_placement`` is that of the keys, in cross attention.
         """
         if shapes.cached_tokens is not None:
             return CachedPlan.build(mask, shapes, placement, self.mesh, self.options)
         layout = placement or build_layout(self.layout, self.mesh, mask)
+        if mask.key_documents is not None and key_placement is None:
+            raise ConfigError("cross attention over ranks needs the layout of its keys (key_placement).")
         schedule = Schedule.build(
-            layout, mask.documents, mask.causal, mask.window, mask.sink_tokens, stride=mask.stride
+            layout,
+            mask.documents,
+            mask.causal,
+            mask.window,
+            mask.sink_tokens,
+            key_layout=key_placement,
+            stride=mask.stride,
+            key_documents=mask.key_documents,
         )
         return ContextParallelPlan.build(schedule, self.mesh, shapes, self.options)
 

@@ -36,12 +36,15 @@ class Schedule(RingWork):
         sink_tokens: int = 0,
         key_layout: SequenceLayout | None = None,
         stride: int = 0,
+        key_documents: PackedDocuments | None = None,
     ) -> Schedule:
         """The schedule of a layout for documents that end at ``cu_seqlens`` (default: one document).
 
         A query sees the keys of its document with 0 ≤ i − j (any, when not causal), with a window those with
         0 ≤ i − j < window (|i − j| < window), and besides the document's first ``sink_tokens``, however far before it,
         or, if causal, those any multiple of ``stride`` before it.
+        With ``key_documents`` (cross attention) the keys are another sequence's, in ``key_layout``: a query sees all
+        keys of the document with its own's number, and none where that is empty.
         ConfigError when the boundaries do not ascend from 0 to the layout's token count, or the mask makes no sense.
         """
         documents = PackedDocuments.of(cu_seqlens, layout.num_tokens)
@@ -49,8 +52,13 @@ class Schedule(RingWork):
         check_stride(stride, window, sink_tokens)
         if key_layout is None:
             key_layout = layout
-        check_key_layout(layout, key_layout, stride)
-        return cls(layout, key_layout, documents.bounds, causal, window, sink_tokens, stride)
+        if key_documents is None:
+            check_key_layout(layout, key_layout, stride)
+            return cls(layout, key_layout, documents.bounds, causal, window, sink_tokens, stride)
+        check_key_documents(layout, documents, key_layout, key_documents)
+        if causal or window is not None or sink_tokens or stride:
+            raise ConfigError("cross attention sees all of a document: it has no side, window, sink tokens or stride.")
+        return cls(layout, key_layout, documents.bounds, False, None, 0, key_cu_seqlens=key_documents.bounds)
 
     def with_distances(self) -> Schedule:
         """The same schedule with each slice's distances, for scores that depend on them."""
@@ -64,6 +72,8 @@ class Schedule(RingWork):
         # `distances` is left out: it changes what a rank computes, not what travels.
         layouts = [(x.kind, x.num_tokens, x.degree, x.ulysses, x.runs) for x in (self.layout, self.key_layout)]
         mask = (self.cu_seqlens, self.causal, self.window, self.sink_tokens, self.stride)
+        if self.key_cu_seqlens is not None:
+            mask += (self.key_cu_seqlens,)
         return blake2b(repr((layouts, mask)).encode(), digest_size=16).hexdigest()
 
     def describe(self) -> str:
@@ -80,6 +90,8 @@ class Schedule(RingWork):
             described += f", window {self.window}, {self.sink_tokens} sink tokens"
         if self.stride:
             described += f", stride {self.stride}"
+        if self.key_cu_seqlens is not None:
+            described += f", keys of another sequence: {self.key_layout.kind}, {self.key_layout.num_tokens} tokens"
         return described
 
     def hops(self, rank: int) -> tuple[Hop, ...]:
@@ -154,6 +166,24 @@ def check_stride(stride: int, window: int | None, sink_tokens: int) -> None:
         raise ConfigError(
             f"stride={stride} (0 for none) needs a window, and goes with no sink tokens; got window={window}, "
             f"sink_tokens={sink_tokens}."
+        )
+
+
+def check_key_documents(
+    layout: SequenceLayout, documents: PackedDocuments, keys: SequenceLayout, key_documents: PackedDocuments
+) -> None:
+    """ConfigError unless each document has its keys', and both sequences lie on the same ranks."""
+    if key_documents.num_documents != documents.num_documents:
+        raise ConfigError(
+            f"the queries have {documents.num_documents} documents, the keys {key_documents.num_documents}: each query "
+            "document sees the key document of its number. Give both as many; one may be empty."
+        )
+    if key_documents.num_tokens != keys.num_tokens:
+        raise ConfigError(f"the keys' layout has {keys.num_tokens} tokens, their documents {key_documents.num_tokens}.")
+    if (keys.degree, keys.ulysses) != (layout.degree, layout.ulysses):
+        raise ConfigError(
+            f"the keys' layout is over {keys.degree} ranks of which {keys.ulysses} split heads, the queries' over "
+            f"{layout.degree} and {layout.ulysses}; both must agree."
         )
 
 

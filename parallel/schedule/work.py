@@ -99,6 +99,8 @@ class RingWork:
     stride: int = 0
     distances: bool = False
     """Whether every slice tells its tokens' distance; without, pieces of a document are taken together."""
+    key_cu_seqlens: tuple[int, ...] | None = None
+    """The keys' own documents, in cross attention: a query sees all keys of the document with its own's number."""
     _built: dict = field(default_factory=dict, init=False, compare=False, repr=False)
 
     def hop(self, receiver: int, owner: int) -> Hop:
@@ -157,6 +159,8 @@ class RingWork:
         if not self._may_meet(receiver, owner):
             return NO_SLICES, []
         queries, keys = self._segments(receiver), self._segments(owner, keys=True)
+        if self.key_cu_seqlens is not None:
+            return prefix_slices(queries, keys, causal=False), []
         mask = Mask(self.causal, self.window, self.sink_tokens, self.stride)
         joined = self.key_layout is self.layout and not self.distances
         slices = local_slices(queries, keys, mask, self._boundaries, own=receiver == owner, joined=joined)
@@ -184,42 +188,59 @@ class RingWork:
 
     def _find_partners(self, ring_rank: int) -> Partners:
         degree, one_layout = self.layout.ring_degree, self.key_layout is self.layout
+        is_cross = self.key_cu_seqlens is not None
+        steps = {layout.runs[ring_rank][0].step for layout in (self.layout, self.key_layout)}
         # Striped tokens would be as many segments as documents times ranks; a stride is seen in another order.
-        if not one_layout or self.stride or self.layout.runs[ring_rank][0].step != 1:
+        if steps != {1} or self.stride or not (one_layout or is_cross):
             everyone = frozenset(range(degree)) - {ring_rank}
             return Partners(ring_rank, degree, everyone, everyone, are_known=False)
-        own, (others, rank_of) = self._segments(ring_rank), self._all_segments
+        all_keys, owner_of = self._all_segments(keys=True)
+        all_queries, receiver_of = self._all_segments()
         owners: set[int] = set()
         receivers: set[int] = set()
         for bounds in mask_bounds(causal=self.causal, window=self.window, sink_tokens=self.sink_tokens):
-            _, keys = meeting_segments(own, others, bounds)
-            queries, _ = meeting_segments(others, own, bounds)
-            owners.update(rank_of[keys].tolist())
-            receivers.update(rank_of[queries].tolist())
+            _, keys = meeting_segments(self._segments(ring_rank), all_keys, bounds)
+            queries, _ = meeting_segments(all_queries, self._segments(ring_rank, keys=True), bounds)
+            owners.update(owner_of[keys].tolist())
+            receivers.update(receiver_of[queries].tolist())
         return Partners(ring_rank, degree, frozenset(owners) - {ring_rank}, frozenset(receivers) - {ring_rank})
 
-    @cached_property
-    def _all_segments(self) -> tuple[Segments, ndarray]:
+    def _all_segments(self, *, keys: bool = False) -> tuple[Segments, ndarray]:
         """The segments of all ring ranks in the order of the sequence, and the ring rank of each."""
-        counts = [len(runs) for runs in self.layout.runs]
-        runs = [run for runs in self.layout.runs for run in runs]
-        starts = np.array([run.start for run in runs])
-        order = np.argsort(starts)
-        segments = cut_segments([runs[n] for n in order.tolist()], self._boundaries)
-        owner = np.repeat(np.arange(len(counts)), counts)[order]
-        # A segment belongs to the last run that begins before it ends: runs are disjoint.
-        return segments, owner[np.searchsorted(starts[order], segments.start, side="right") - 1]
+        side, layout, boundaries = self._side(keys=keys)
+
+        def build() -> tuple[Segments, ndarray]:
+            counts = [len(runs) for runs in layout.runs]
+            runs = [run for runs in layout.runs for run in runs]
+            starts = np.array([run.start for run in runs])
+            order = np.argsort(starts)
+            segments = cut_segments([runs[n] for n in order.tolist()], boundaries)
+            owner = np.repeat(np.arange(len(counts)), counts)[order]
+            # A segment belongs to the last run that begins before it ends: runs are disjoint.
+            return segments, owner[np.searchsorted(starts[order], segments.start, side="right") - 1]
+
+        return self._once(("all", side), build)
 
     @cached_property
     def _boundaries(self) -> ndarray:
         return np.array(self.cu_seqlens)
 
-    def _segments(self, ring_rank: int, *, keys: bool = False) -> Segments:
+    @cached_property
+    def _key_boundaries(self) -> ndarray:
+        return np.array(self.key_cu_seqlens)
+
+    def _side(self, *, keys: bool) -> tuple[str, SequenceLayout, ndarray]:
+        """The name of a side, its layout and its documents."""
+        if keys and self.key_cu_seqlens is not None:
+            return "keys", self.key_layout, self._key_boundaries
         # Keys in the layout of the queries have the same segments: both sides then find the same entry.
-        layout, side = self.layout, "queries"
         if keys and self.key_layout is not self.layout:
-            layout, side = self.key_layout, "keys"
-        return self._once((side, ring_rank), lambda: cut_segments(layout.runs[ring_rank], self._boundaries))
+            return "keys", self.key_layout, self._boundaries
+        return "queries", self.layout, self._boundaries
+
+    def _segments(self, ring_rank: int, *, keys: bool = False) -> Segments:
+        side, layout, boundaries = self._side(keys=keys)
+        return self._once((side, ring_rank), lambda: cut_segments(layout.runs[ring_rank], boundaries))
 
     def _classes(self, ring_rank: int, *, early: bool, keys: bool = False) -> ClassSegments:
         segments, window = self._segments(ring_rank, keys=keys), self.window

@@ -123,7 +123,7 @@ class LocalAttention(AttentionCore):
                 return _attend(q_BtHD, k_BtKD, v_BtKV, sinks_H, plan.work, _eager(plan.kernel, q_BtHD), scores)[0]
         else:
             # Rows are laid end to end: slices count rows of the flattened tokens.
-            q_BtHD, k_BtKD, v_BtKV = (x.reshape(1, B * T, x.shape[2], x.shape[3]) for x in (q_BtHD, k_BtKD, v_BtKV))
+            q_BtHD, k_BtKD, v_BtKV = (x.reshape(1, -1, x.shape[2], x.shape[3]) for x in (q_BtHD, k_BtKD, v_BtKV))
         if not torch.is_grad_enabled() and recompute_cache is None:
             forward = partial(ops.forward, plan.kernel)
             out, _ = _attend(q_BtHD, k_BtKD, v_BtKV, sinks_H, plan.work, forward, scores)
@@ -203,7 +203,10 @@ class LocalAttention(AttentionCore):
 
 
 def document_slices(mask: AttentionMask) -> tuple[AttentionSlice, ...]:
-    """The slices of every non-empty document of a mask whose whole sequence lies in this process."""
+    """The slices of every non-empty document of a mask whose whole sequences lie in this process."""
+    if mask.key_documents is not None:
+        sides = zip(pairwise(mask.documents.bounds), pairwise(mask.key_documents.bounds), strict=True)
+        return tuple(AttentionSlice(a, b, c, d) for (a, b), (c, d) in sides if a < b and c < d)
     return tuple(part for a, b in pairwise(mask.documents.bounds) for part in _visible(a, b, mask))
 
 

@@ -28,6 +28,9 @@ class AttentionMask:
     stride: int = 0
     """Beyond the window, queries see tokens a multiple of this before them (arXiv 1904.10509), and behind them if not
     causal; 0 for none."""
+    key_documents: PackedDocuments | None = None
+    """The documents of the sequence that keys are of, in cross attention: a query sees all of the one with its own's
+    number. None if they are the queries' own."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "documents", PackedDocuments.of(self.documents))
@@ -36,6 +39,7 @@ class AttentionMask:
         if self.sink_tokens < 0:
             raise ConfigError(f"sink_tokens={self.sink_tokens} must not be negative; 0 has none.")
         self._check_stride()
+        self._check_cross()
 
     def _check_stride(self) -> None:
         if self.stride < 0:
@@ -46,3 +50,12 @@ class AttentionMask:
                 f"stride={self.stride} needs a window, and goes with no sink tokens; got window={self.window}, "
                 f"sink_tokens={self.sink_tokens}."
             )
+
+    def _check_cross(self) -> None:
+        if self.key_documents is None:
+            return
+        if self.causal or self.window is not None or self.sink_tokens or self.stride:
+            raise ConfigError("cross attention sees all of a document: it has no side, window, sink tokens or stride.")
+        count, own = self.key_documents.num_documents, self.documents.num_documents
+        if count != own:
+            raise ConfigError(f"{own} documents of queries and {count} of keys: each sees the one of its number.")
