@@ -260,7 +260,10 @@ class Stream:
 
     def to(self, device: torch.device) -> Self:
         """The per-token tensors on ``device``; ``documents`` stay on the CPU, where schedules are built."""
-        return self.map_tokens(lambda x: x.to(device, non_blocking=True))
+        moved = self.map_tokens(lambda x: x.to(device, non_blocking=True))
+        if self.places is None:
+            return moved
+        return replace(moved, places=self.places.to(device, non_blocking=True))
 
 
 @dataclass(frozen=True, kw_only=True)

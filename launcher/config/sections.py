@@ -434,6 +434,14 @@ class RunConfig:
             return None
         return MaskRule(data.mask_rate, data.mask_whole_words, data.mask_static)
 
+    @property
+    def head_share(self) -> float:
+        """Share of the tokens that have logits in training: of masked ones those alone that are to be told."""
+        # By chunks the head takes the residual stream as it comes.
+        if self.mask is None or self.train.chunk_tokens:
+            return 1.0
+        return self.mask.rate
+
     def accumulation(self, world_size: int) -> int:
         """Micro-batches of one rank in a step."""
         return len(self.micro_batches(world_size))

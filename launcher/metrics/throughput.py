@@ -46,15 +46,25 @@ def matmul_parameters(config: ModelConfig) -> int:
     return multiplied
 
 
-def training_flops(config: ModelConfig, lengths: Sequence[int]) -> int:
+def head_parameters(config: ModelConfig) -> int:
+    """Those of them that the head has: the output matrix, and the projection before it."""
+    found = config.vocab_size * config.embedding_dim
+    if config.head_transform:
+        found += config.hidden_size * config.embedding_dim
+    return found
+
+
+def training_flops(config: ModelConfig, lengths: Sequence[int], *, head_share: float = 1.0) -> int:
     """Model FLOPs of one forward and backward pass over documents of these lengths.
 
     ``6 · matmul_parameters · Σ n + 3 · Σ_layers Mixer.flops``: forward costs 2 a weight and token, and backward
-    twice as much as forward. With full layers alone that is ``6·P·Σ n + 12·L·H·D · Σ n·(n + 1)/2``.
+    twice as much as forward. With full layers alone that is ``6·P·Σ n + 12·L·H·D · Σ n·(n + 1)/2``. Of the tokens a
+    ``head_share`` has logits.
     """
     linear = 2 * matmul_parameters(config) * sum(lengths)
     mixing = sum(count * mixer.flops(config, lengths) for mixer, count in mixers_of(config).items())
-    return 3 * (linear + mixing)
+    without = round(2 * head_parameters(config) * sum(lengths) * (1 - head_share))
+    return 3 * (linear - without + mixing)
 
 
 def tokens_per_second(num_tokens: int, seconds: float) -> float:

@@ -5,6 +5,7 @@ Bytes are of one micro-batch on one rank. Names of sizes: M model width, F inner
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from launcher.config.resolved import ResolvedConfig
@@ -283,6 +284,7 @@ def _within_kernel(layers: _Layers) -> int:
 
 def loss_bytes(config: ResolvedConfig, tokens: int, device_type: str) -> int:
     """Bytes beside the gradients of hidden states and head, for so many tokens of a rank."""
+    tokens = math.ceil(tokens * config.head_share)
     if device_type == "cpu":
         return _on_cpu(config, tokens)
     logits = min(_LOGITS_OF_GPU, tokens * config.model.vocab_size)

@@ -66,9 +66,10 @@ def product_seconds(config: ResolvedConfig, tokens: int, hardware: Hardware) -> 
         forwards = 1 + _again(config, weight)
         total += count * _seconds(config, hardware, weight, rows, at_once, forwards)
     # The logits and their two products back, never computed again.
-    head = Weight(config.model.vocab_size, config.model.hidden_size)
-    at_once = min(tokens, tokens_of_chunk(head.outer, head.inner, hardware.device_type))
-    return total + _seconds(config, hardware, head, tokens, at_once, 1)
+    model, rows = config.model.config(), tokens * config.head_share
+    head = Weight(model.vocab_size, model.embedding_dim)
+    at_once = min(rows, tokens_of_chunk(head.outer, head.inner, hardware.device_type))
+    return total + _seconds(config, hardware, head, rows, at_once, 1)
 
 
 def _seconds(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from launcher.config.resolved import ResolvedConfig
-from longctx.batch import PackedDocuments, Stream
+from longctx.batch import IGNORED_TARGET, PackedDocuments, Stream
 
 
 def documents_of(config: ResolvedConfig, document_tokens: int = 0) -> PackedDocuments:
@@ -24,8 +24,14 @@ def synthetic_batch(config: ResolvedConfig, document_tokens: int = 0) -> Stream:
     ids = torch.arange(len(lengths)).repeat_interleave(lengths)
     positions = torch.arange(documents.num_tokens) - torch.tensor(documents.bounds[:-1]).repeat_interleave(lengths)
     zeros = torch.zeros(shape, dtype=torch.int64)
+    masked = None
+    if config.mask is not None:
+        # As evenly as they can lie.
+        steps = (torch.arange(documents.num_tokens + 1) * config.mask.rate).floor().diff()
+        masked = zeros.masked_fill((steps == 0).view(shape), IGNORED_TARGET)
     return Stream(
         tokens=zeros,
+        masked=masked,
         following=zeros,
         positions=positions.view(shape),
         document_ids=ids.view(shape),

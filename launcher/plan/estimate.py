@@ -155,7 +155,7 @@ def estimate_run(asked: RunConfig, world: World, hardware: Hardware, *, document
     ranks, host_bytes = estimate_ranks(config, world, hardware, padded)
     # Of the largest micro-batch; with tokens_per_rank others may have a row less.
     copies = config.train.tokens_per_step / documents.num_tokens
-    flops = training_flops(model, documents.lengths) * copies
+    flops = training_flops(model, documents.lengths, head_share=config.head_share) * copies
     return RunEstimate(
         config=config,
         world=world,

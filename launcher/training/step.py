@@ -152,7 +152,8 @@ class TrainStep:
 def _model_flops(run: Run, data: StepData) -> float:
     """This rank's part of the step's model FLOPs: the ranks of a sequence count it whole and divide it."""
     # From the whole batch: a causal shard's attention depends on what lies on the other ranks.
-    flops = sum(training_flops(run.model, lengths) for lengths in data.lengths)
+    head_share = run.config.head_share
+    flops = sum(training_flops(run.model, lengths, head_share=head_share) for lengths in data.lengths)
     return flops / run.mesh.context
 
 

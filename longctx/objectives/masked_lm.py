@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-from longctx.batch import Batch, Stream, with_targets
+from dataclasses import replace
+
+from longctx.batch import IGNORED_TARGET, Batch, Stream, with_targets
 from longctx.errors import ConfigError
+from longctx.kernels.devices import on_cpu
 from longctx.objectives.token_prediction import TokenPrediction
 
 
@@ -16,4 +19,8 @@ class MaskedLM(TokenPrediction):
     def prepare(self, stream: Stream) -> Batch:
         if stream.masked is None:
             raise ConfigError("train.objective=masked needs data that were masked; these were read without a MaskRule.")
-        return with_targets(stream, stream.masked)
+        places = stream.places
+        # Elsewhere than on a CPU to find them would wait for the device.
+        if places is None and on_cpu(stream.masked):
+            places = (stream.masked.flatten() != IGNORED_TARGET).nonzero().flatten()
+        return replace(with_targets(stream, stream.masked), places=places)

@@ -47,15 +47,17 @@ def test_loss_and_gradients_are_those_of_the_definition():
 def test_the_head_computes_what_was_chosen_alone():
     """Told where the chosen tokens are, it gives the same sums, likelihoods and gradients."""
     stream, found = masked_stream(), []
-    places = (stream.masked.flatten() != IGNORED_TARGET).nonzero().flatten()
-    for of_stream in (stream, replace(stream, places=places)):
+    for is_told in (False, True):
         lm = MaskedLM(Decoder(CONFIG)).double()
-        batch = lm.prepare(of_stream)
+        batch = lm.prepare(stream)
+        assert batch.places.tolist() == (stream.masked.flatten() != IGNORED_TARGET).nonzero().flatten().tolist()
+        if not is_told:
+            batch = replace(batch, places=None)
         sums = lm.loss_sum(lm(batch))
         sums["objective"].backward()
         found.append({**sums.sums, **gradients(lm), "likelihoods": lm.token_nll(batch)})
     torch.testing.assert_close(found[1], found[0], rtol=1e-10, atol=1e-12)
-    nothing = replace(stream, masked=torch.full_like(stream.masked, IGNORED_TARGET), places=places[:0])
+    nothing = replace(stream, masked=torch.full_like(stream.masked, IGNORED_TARGET))
     lm = MaskedLM(Decoder(CONFIG)).double()
     sums = lm.loss_sum(lm(lm.prepare(nothing)))
     sums["objective"].backward()
