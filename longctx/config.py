@@ -216,5 +216,32 @@ _EXPERTS = {
     ),
 }
 
-PRESETS: dict[str, ModelConfig] = {**_QUICKSTART, **_GPT, **_LLAMA, **_EXPERTS}
+_BERT: dict[str, Any] = {
+    "causal": False,
+    "o_bias": True,
+    "position": "learned",
+    "norm": "layernorm",
+    "norm_order": "post",
+    "activation": "gelu",
+    "ffn_bias": True,
+    "embedding_norm": True,
+    "head_transform": True,
+    "head_bias": True,
+    "residual_dropout": 0.1,
+    "max_positions": 512,
+}
+"""What BERT and those after its shape have in common."""
+_BASE = {"hidden_size": 768, "num_layers": 12, "num_heads": 12, "num_kv_heads": 12, "ffn_size": 3072}
+_LARGE = {"hidden_size": 1024, "num_layers": 24, "num_heads": 16, "num_kv_heads": 16, "ffn_size": 4096}
+_BERT_ENDS: dict[str, Any] = {"vocab_size": 30_522, "segments": 2, "norm_eps": 1e-12}
+_ROBERTA_ENDS: dict[str, Any] = {"vocab_size": 50_265, "segments": 1, "norm_eps": 1e-5, "position_offset": 2}
+
+_ENCODERS = {
+    "bert-base": ModelConfig(**_BERT, **_BASE, **_BERT_ENDS),  # arXiv 1810.04805
+    "bert-large": ModelConfig(**_BERT, **_LARGE, **_BERT_ENDS),
+    "roberta-base": ModelConfig(**_BERT, **_BASE, **_ROBERTA_ENDS),  # arXiv 1907.11692
+    "roberta-large": ModelConfig(**_BERT, **_LARGE, **_ROBERTA_ENDS),
+}
+
+PRESETS: dict[str, ModelConfig] = {**_QUICKSTART, **_GPT, **_LLAMA, **_EXPERTS, **_ENCODERS}
 """Named shapes for ``model.preset``: small ones to start from, and published models."""

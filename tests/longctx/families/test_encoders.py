@@ -10,8 +10,9 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from longctx.architecture.size import count_parameters
 from longctx.batch import IGNORED_TARGET, PackedDocuments
-from longctx.config import ModelConfig
+from longctx.config import PRESETS, ModelConfig
 from longctx.conversion import load_hf, save_hf
 from longctx.conversion.tensors import tensor_specs
 from longctx.conversion.verify import compare_logits
@@ -156,3 +157,17 @@ def test_what_this_model_cannot_be_is_refused(values, said):
     config = json.loads(CASES["bert"].config().to_json_string(use_diff=False))
     with pytest.raises(ConfigError, match=said):
         ModelConfig.from_hf(config | values)
+
+
+@pytest.mark.parametrize(
+    ("preset", "kind"),
+    [("bert-base", "Bert"), ("bert-large", "Bert"), ("roberta-base", "Roberta"), ("roberta-large", "Roberta")],
+)
+def test_presets_have_as_many_parameters_as_theirs(preset, kind):
+    config = PRESETS[preset]
+    described = config.to_hf()
+    assert described["model_type"] == kind.lower()
+    assert ModelConfig.from_hf(described) == config
+    with torch.device("meta"):
+        theirs = transformers.AutoModelForMaskedLM.from_config(getattr(transformers, f"{kind}Config")(**described))
+    assert sum(count_parameters(config).values()) == sum(p.numel() for p in theirs.parameters())
