@@ -235,12 +235,26 @@ _BASE = {"hidden_size": 768, "num_layers": 12, "num_heads": 12, "num_kv_heads": 
 _LARGE = {"hidden_size": 1024, "num_layers": 24, "num_heads": 16, "num_kv_heads": 16, "ffn_size": 4096}
 _BERT_ENDS: dict[str, Any] = {"vocab_size": 30_522, "segments": 2, "norm_eps": 1e-12}
 _ROBERTA_ENDS: dict[str, Any] = {"vocab_size": 50_265, "segments": 1, "norm_eps": 1e-5, "position_offset": 2}
+_ALBERT: dict[str, Any] = {
+    **_BERT,
+    "vocab_size": 30_000,
+    "embedding_size": 128,
+    "shared_layers": True,
+    "segments": 2,
+    "norm_eps": 1e-12,
+    "activation": "gelu_tanh",
+    "residual_dropout": 0.0,
+}
 
 _ENCODERS = {
     "bert-base": ModelConfig(**_BERT, **_BASE, **_BERT_ENDS),  # arXiv 1810.04805
     "bert-large": ModelConfig(**_BERT, **_LARGE, **_BERT_ENDS),
     "roberta-base": ModelConfig(**_BERT, **_BASE, **_ROBERTA_ENDS),  # arXiv 1907.11692
     "roberta-large": ModelConfig(**_BERT, **_LARGE, **_ROBERTA_ENDS),
+    "albert-base": ModelConfig(**_ALBERT, **_BASE),  # arXiv 1909.11942, version 2
+    "albert-xxlarge": ModelConfig(
+        **_ALBERT, hidden_size=4096, num_layers=12, num_heads=64, num_kv_heads=64, ffn_size=16_384
+    ),
 }
 
 PRESETS: dict[str, ModelConfig] = {**_QUICKSTART, **_GPT, **_LLAMA, **_EXPERTS, **_ENCODERS}

@@ -39,7 +39,7 @@ def matmul_parameters(config: ModelConfig) -> int:
     ``M``. Once a model: the output head ``V·M``, tied or not.
     """
     # A tied head multiplies the embedding's weights, which are looked up besides; one of its own is in the counts.
-    counts, table = count_matrices(config, active=True), config.vocab_size * config.embedding_dim
+    counts, table = count_matrices(config, active=True, uses=True), config.vocab_size * config.embedding_dim
     multiplied = sum(counts.values())
     if not config.tie_embeddings:
         multiplied -= table

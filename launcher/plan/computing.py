@@ -57,14 +57,17 @@ def product_seconds(config: ResolvedConfig, tokens: int, hardware: Hardware) -> 
     chunk = min(config.train.chunk_tokens or tokens, tokens)
     total, chosen = 0.0, config.model.experts_per_token
     most_of_expert = BLOCK_TOKENS if hardware.device_type == "cpu" else math.inf
-    for weight, count in weights_in(build_shapes(config).model.layers).items():
+    blocks = build_shapes(config).model.layers
+    # A block that is all layers is used once a layer.
+    uses = config.model.num_layers // len(blocks)
+    for weight, count in weights_in(blocks).items():
         rows, at_once = float(tokens), float(chunk)
         if weight.num_experts:
             # Every expert is chosen equally often: by the tokens of this rank, and of those that share its experts.
             rows = tokens * chosen / weight.num_experts
             at_once = min(rows * chunk / tokens, most_of_expert)
         forwards = 1 + _again(config, weight)
-        total += count * _seconds(config, hardware, weight, rows, at_once, forwards)
+        total += uses * count * _seconds(config, hardware, weight, rows, at_once, forwards)
     # The logits and their two products back, never computed again.
     model, rows = config.model.config(), tokens * config.head_share
     head = Weight(model.vocab_size, model.embedding_dim)
@@ -189,6 +192,7 @@ def _weight_sum_seconds(config: ResolvedConfig, tokens: int, hardware: Hardware)
     if not config.train.chunk_tokens:
         return 0.0
     chunks, parameters = -(-tokens // config.train.chunk_tokens), num_layer_parameters(config)
-    moved = chunks * parameters * (2.0 * config.dtype.itemsize + 2 * _FLOAT32)
+    uses = config.model.num_layers // len(build_shapes(config).model.layers)
+    moved = uses * chunks * parameters * (2.0 * config.dtype.itemsize + 2 * _FLOAT32)
     of_tensor = parameters / (7 * config.model.num_layers) * _FLOAT32
     return moved / hardware.memory_bandwidth.at(config.train.dtype, bytes=of_tensor)

@@ -44,7 +44,7 @@ def num_layer_parameters(config: ResolvedConfig, layer: int | None = None) -> in
     layers = build_shapes(config).model.layers
     if layer is None:
         return _count(layers)
-    return _count(layers[layer])
+    return _count(layers[layer % len(layers)])
 
 
 @cache

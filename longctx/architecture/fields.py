@@ -47,6 +47,8 @@ class Sizes:
     """Width of the embedding tables, which are projected to hidden_size behind them (ALBERT); 0 is hidden_size."""
     num_layers: int = 4
     """Decoder blocks."""
+    shared_layers: bool = False
+    """Whether all layers are one block with one set of weights (ALBERT)."""
     num_heads: int = 2
     """Query heads H."""
     num_kv_heads: int = 1

@@ -160,6 +160,8 @@ def _check_layers(config: ModelFields) -> None:
                 f"model.{name} names {count} layers; with model.num_layers={config.num_layers} it must name 1 to "
                 f"{config.num_layers}, which are repeated over the depth."
             )
+    if config.shared_layers:
+        _check_shared(config)
     for name, readers, usual in (("window", "window and sparse", 4096), ("sparse_stride", "sparse", 128)):
         is_needed, value = is_read(config, name), getattr(config, name)
         if is_needed != (value > 0):
@@ -170,6 +172,20 @@ def _check_layers(config: ModelFields) -> None:
                 f"model.{name}={value} with model.layers={list(config.layers)}: {readers} layers need a {name} of at "
                 f"least 1, and nothing else reads it. {advice}"
             )
+
+
+def _check_shared(config: ModelFields) -> None:
+    """ConfigError unless all layers can be one block."""
+    if len(set(config.layers)) > 1 or len(set(config.rope_layers)) > 1:
+        raise ConfigError(
+            f"model.shared_layers=true makes all layers one block, and model.layers={list(config.layers)}, "
+            f"model.rope_layers={list(config.rope_layers)} differ between layers. Name one kind."
+        )
+    if config.num_experts:
+        raise ConfigError(
+            f"model.shared_layers=true goes with no experts (model.num_experts={config.num_experts}): their routers "
+            "are counted and replayed by layer. Set model.num_experts=0."
+        )
 
 
 def is_read(config: ModelFields, field: str) -> bool:

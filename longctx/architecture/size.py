@@ -45,12 +45,13 @@ def count_parameters(config: ModelFields, *, active: bool = False) -> dict[str, 
     return {name: counts[name] for name in COMPONENTS}
 
 
-def count_matrices(config: ModelFields, *, active: bool = False) -> dict[str, int]:
+def count_matrices(config: ModelFields, *, active: bool = False, uses: bool = False) -> dict[str, int]:
     """Weight matrices by component: no norms, biases, sinks, and no tables of positions, which are only looked up.
 
-    GPT-3's "175 billion" is their sum. ``active`` as in ``count_parameters``.
+    GPT-3's "175 billion" is their sum. ``active`` as in ``count_parameters``; with ``uses`` those of shared layers
+    count once a layer.
     """
-    counts = _sum(config, _block_matrices)
+    counts = _sum(config, _block_matrices, uses=uses)
     E = config.embedding_dim
     counts["embedding"] = config.vocab_size * E
     if not config.tie_embeddings:
@@ -72,10 +73,14 @@ def _active(config: ModelFields, routed: int) -> int:
     return routed // config.num_experts * config.experts_per_token
 
 
-def _sum(config: ModelFields, of_block: Callable[[ModelFields, int], dict[str, int]]) -> Counter[str]:
-    """Parameters by component, over all layers."""
+def _sum(
+    config: ModelFields, of_block: Callable[[ModelFields, int], dict[str, int]], *, uses: bool = False
+) -> Counter[str]:
+    """Parameters by component, over all layers; shared ones count once, or with ``uses`` as often as they are used."""
     total: Counter[str] = Counter()
     for layer in range(config.num_layers):
+        if layer and config.shared_layers and not uses:
+            break
         total.update(of_block(config, layer))
     return total
 

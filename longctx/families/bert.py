@@ -1,6 +1,7 @@
-"""BERT and RoBERTa with their masked-LM heads: both sides, learned positions, LayerNorm after each sum.
+"""BERT, RoBERTa and ALBERT with their masked-LM heads: both sides, learned positions, LayerNorm after each sum.
 
-RoBERTa's positions begin at row ``pad_token_id`` + 1 of the table, and all of its tokens are of one segment.
+RoBERTa's positions begin at row ``pad_token_id`` + 1 of the table, and all of its tokens are of one segment. ALBERT's
+layers are one block, and its tables are narrower than the model.
 """
 
 from __future__ import annotations
@@ -124,6 +125,16 @@ def _norm(ours: str, theirs: str) -> tuple[TensorRule, ...]:
     )
 
 
+def _front(theirs: str) -> tuple[TensorRule, ...]:
+    """The tables, and their norm."""
+    return (
+        _tensor("model.embed_tokens.weight", f"{theirs}.word_embeddings.weight"),
+        _tensor("model.embed_positions.weight", f"{theirs}.position_embeddings.weight"),
+        _tensor("model.embed_segments.weight", f"{theirs}.token_type_embeddings.weight"),
+        *_norm("model.embed_norm", f"{theirs}.LayerNorm"),
+    )
+
+
 def _tensors(prefix: str, *, head: str, head_dense: str, head_norm: str) -> tuple[TensorRule, ...]:
     front, layer = f"{prefix}.embeddings", f"{prefix}.encoder.layer.{{layer}}"
     attention = [
@@ -132,10 +143,7 @@ def _tensors(prefix: str, *, head: str, head_dense: str, head_norm: str) -> tupl
         for rule in _layer(f"{BLOCK}self_attn.{ours}", f"{layer}.attention.self.{theirs}")
     ]
     return (
-        _tensor("model.embed_tokens.weight", f"{front}.word_embeddings.weight"),
-        _tensor("model.embed_positions.weight", f"{front}.position_embeddings.weight"),
-        _tensor("model.embed_segments.weight", f"{front}.token_type_embeddings.weight"),
-        *_norm("model.embed_norm", f"{front}.LayerNorm"),
+        *_front(front),
         *attention,
         *_layer(f"{BLOCK}self_attn.o_proj", f"{layer}.attention.output.dense"),
         *_norm(f"{BLOCK}post_attention_layernorm", f"{layer}.attention.output.LayerNorm"),
@@ -145,6 +153,39 @@ def _tensors(prefix: str, *, head: str, head_dense: str, head_norm: str) -> tupl
         *_layer("lm_head.transform.dense", head_dense),
         *_norm("lm_head.transform.norm", head_norm),
         _tensor("lm_head.bias", f"{head}.bias"),
+    )
+
+
+def _one_group() -> tuple[Rule, ...]:
+    """One block, used in all layers."""
+    return (
+        constant(shared_layers=True),
+        only("num_hidden_groups", 1),
+        only("inner_group_num", 1),
+        only("classifier_dropout_prob", 0.1, 0.0, None, written=False),
+        same("embedding_size", "embedding_size", default=128),
+        same("max_position_embeddings", "max_positions", default=512),
+    )
+
+
+def _albert_tensors() -> tuple[TensorRule, ...]:
+    front, layer = "albert.embeddings", "albert.encoder.albert_layer_groups.0.albert_layers.0"
+    attention = [
+        rule
+        for ours, theirs in (("q_proj", "query"), ("k_proj", "key"), ("v_proj", "value"), ("o_proj", "dense"))
+        for rule in _layer(f"{BLOCK}self_attn.{ours}", f"{layer}.attention.{theirs}")
+    ]
+    return (
+        *_front(front),
+        *_layer("model.embed_projection", "albert.encoder.embedding_hidden_mapping_in"),
+        *attention,
+        *_norm(f"{BLOCK}post_attention_layernorm", f"{layer}.attention.LayerNorm"),
+        *_layer(f"{BLOCK}mlp.up_proj", f"{layer}.ffn"),
+        *_layer(f"{BLOCK}mlp.down_proj", f"{layer}.ffn_output"),
+        *_norm(f"{BLOCK}post_feedforward_layernorm", f"{layer}.full_layer_layer_norm"),
+        *_layer("lm_head.transform.dense", "predictions.dense"),
+        *_norm("lm_head.transform.norm", "predictions.LayerNorm"),
+        _tensor("lm_head.bias", "predictions.bias"),
     )
 
 
@@ -175,5 +216,17 @@ ROBERTA = Family(
     other_heads=(r"roberta\.pooler\.dense\.(weight|bias)",),
     copies={"lm_head.decoder.bias": "lm_head.bias"},
     head="lm_head.decoder.weight",
+    auto_class="AutoModelForMaskedLM",
+)
+ALBERT = Family(
+    model_type="albert",
+    architecture="AlbertForMaskedLM",
+    rules=(*_COMMON, *_one_group()),
+    tensors=_albert_tensors(),
+    ignored_keys=_OF_OTHER_HEADS | {"net_structure_type", "gap_size", "num_memory_blocks", "down_scale_factor"},
+    ignored_tensors=(r"albert\.embeddings\.position_ids",),
+    other_heads=(r"albert\.pooler\.(weight|bias)", r"sop_classifier\.classifier\.(weight|bias)"),
+    copies={"predictions.decoder.bias": "predictions.bias"},
+    head="predictions.decoder.weight",
     auto_class="AutoModelForMaskedLM",
 )

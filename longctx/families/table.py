@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from longctx.families.bert import BERT, ROBERTA
+from longctx.families.bert import ALBERT, BERT, ROBERTA
 from longctx.families.deepseek import DEEPSEEK_V2, DEEPSEEK_V3
 from longctx.families.gemma import GEMMA2, GEMMA3_TEXT
 from longctx.families.gpt import GPT1, GPT2
@@ -33,6 +33,7 @@ _ALL = (
     GPT_OSS,
     BERT,
     ROBERTA,
+    ALBERT,
 )
 
 FAMILIES: dict[str, Family] = {family.model_type: family for family in _ALL}

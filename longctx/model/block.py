@@ -33,7 +33,7 @@ Draws = tuple[Draw | None, Draw | None]
 
 @dataclass(frozen=True, eq=False)
 class Call:
-    """What a forward pass tells all layers of one mixer."""
+    """What a forward pass tells a layer; layers of one mixer differ in their number alone."""
 
     core: PassCore
     plan: Plan
@@ -42,6 +42,8 @@ class Call:
     cache: PassCache | None
     dropout: Dropout | None
     experts: MoECall
+    layer: int = 0
+    """Number of the layer: a block may be several."""
     keep: Keep = "all"
     store: HostStore | None = None
     """Where what is kept lives; None is the device."""
@@ -52,6 +54,13 @@ class Call:
     run: Run = call_function
     """How a block calls its parts on both sides of the core: as they are, or compiled."""
 
+    def draws(self) -> Draws:
+        """What the layer's two residual sums drop."""
+        if self.dropout is None:
+            return None, None
+        # Two sites a layer: each draws other random numbers for the same token.
+        return self.dropout.draw(2 * self.layer), self.dropout.draw(2 * self.layer + 1)
+
 
 class Block(nn.Module):
     """Attention and FFN, each added to the residual stream, with norms before, after or around them."""
@@ -60,7 +69,6 @@ class Block(nn.Module):
         """``experts`` are the layer's experts whose weights are here."""
         super().__init__()
         M = config.hidden_size
-        self.layer = layer
         self.order = config.norm_order
         self.residual_scale = config.residual_scale
         spec = layer_specs(config)[layer]
@@ -100,7 +108,7 @@ class Block(nn.Module):
     def _run_with_store(
         self, x_BtM: Tensor, table: RotaryTable | None, call: Call, store: HostStore
     ) -> tuple[Tensor, ...]:
-        with store.layer(self.layer):
+        with store.layer(call.layer):
             return self._run_and_keep(x_BtM, table, call)
 
     def _run_and_keep(self, x_BtM: Tensor, table: RotaryTable | None, call: Call) -> tuple[Tensor, ...]:
@@ -116,7 +124,7 @@ class Block(nn.Module):
         if self.self_attn.sinks is not None:
             sinks_H = self.self_attn.sinks()
         if call.cache is not None:
-            cache = call.cache.layer(self.layer)
+            cache = call.cache.layer(call.layer)
         # called from here and from nothing deeper: a core outside of compiled graphs breaks each function around it
         heads_BtHV = call.core(
             q,
@@ -128,7 +136,7 @@ class Block(nn.Module):
             sinks_H=sinks_H,
             recompute_cache=recompute_cache,
         )
-        return self.finish(x_BtM, heads_BtHV, self.draws(call.dropout), call, recompute_cache)
+        return self.finish(x_BtM, heads_BtHV, call.draws(), call, recompute_cache)
 
     def finish(
         self, x_BtM: Tensor, heads_BtHV: Tensor, draws: Draws, call: Call, recompute_cache: RecomputeCache | None
@@ -180,13 +188,6 @@ class Block(nn.Module):
         if self.order == "post":
             x_BtM = self.post_feedforward_layernorm(x_BtM)
         return x_BtM
-
-    def draws(self, dropout: Dropout | None) -> Draws:
-        """What the layer's two residual sums drop."""
-        if dropout is None:
-            return None, None
-        # Two sites a layer: each draws other random numbers for the same token.
-        return dropout.draw(2 * self.layer), dropout.draw(2 * self.layer + 1)
 
     def _before(self, x_BtM: Tensor, norm: str) -> Tensor:
         if self.order == "post":

@@ -6,6 +6,7 @@ Axes: B rows, t tokens of this rank, M model width, V vocabulary, L layers, S do
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -71,7 +72,8 @@ class Backbone(nn.Module):
             self.embed_projection = Linear(E, config.hidden_size)
         if config.position == "t5":
             self.relative_bias = Weight(config.relative_buckets, config.num_heads)
-        self.layers = nn.ModuleList(Block(config, layer, experts) for layer in range(config.num_layers))
+        num_blocks = 1 if config.shared_layers else config.num_layers
+        self.layers = nn.ModuleList(Block(config, layer, experts) for layer in range(num_blocks))
         self.norm: nn.Module | None = None
         if config.norm_order != "post":
             self.norm = build_norm(config, config.hidden_size)
@@ -99,8 +101,9 @@ class Backbone(nn.Module):
         if stream is not None:
             x_BtM = stream.enter(x_BtM)
         stats: list[tuple[Tensor, ...]] = []
-        for spec, rope, block in zip(self._specs, self._rope_of_layer, self.layers, strict=True):
-            x_BtM, *of_layer = block(x_BtM, tables[rope], call=calls[spec.mixer])
+        for layer, (spec, rope) in enumerate(zip(self._specs, self._rope_of_layer, strict=True)):
+            block = self.layers[layer % len(self.layers)]
+            x_BtM, *of_layer = block(x_BtM, tables[rope], call=replace(calls[spec.mixer], layer=layer))
             if spec.ffn == "experts":
                 stats.append(tuple(of_layer))
         if stream is None:

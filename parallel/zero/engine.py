@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Generator
-from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -52,8 +52,8 @@ class ZeroEngine:
         check_zero(stage, dtype)
         quiet_deepspeed()
         import_muon()
-        for number, layer in enumerate(model.network.model.layers):
-            layer.register_forward_pre_hook(partial(_before_layer, number))
+        for layer in model.network.model.layers:
+            layer.register_forward_pre_hook(_before_layer, with_kwargs=True)
         self.stage, self.dtype = stage, dtype
         self.tensors = ModelTensors.of(model.network, mark_experts(model))
         self.partition = PARTITIONS[stage](
@@ -162,6 +162,6 @@ class ZeroEngine:
         return not_finite((parts.get(name, nothing) for name in self.shapes), device)
 
 
-def _before_layer(number: int, layer: nn.Module, inputs: tuple) -> None:
+def _before_layer(layer: nn.Module, inputs: tuple, named: dict[str, Any]) -> None:
     """Say which layer is computed, should the run hang there."""
-    enter_layer(number)
+    enter_layer(named["call"].layer)

@@ -25,7 +25,7 @@ class LayerParts:
     def __init__(self, block: Block, table: RotaryTable | None, call: Call, num_tokens: int) -> None:
         """``num_tokens`` of each row are this rank's."""
         self.block, self.table, self.call, self.num_tokens = block, table, call, num_tokens
-        self.draws = block.draws(call.dropout)
+        self.draws = call.draws()
 
     def project(self, x_BcM: Tensor, tokens: slice, *, only_graph: bool = False) -> tuple[Tensor, Tensor, Tensor]:
         """Queries, keys and values of a chunk, of all heads; with ``only_graph`` for their backward alone."""

@@ -89,6 +89,14 @@ OF_OBJECTIVES = [
     (["--data.mask_static", "true"], ["data.mask_static=True means nothing", "Leave it out"]),
     ([*MASKED, "--model.position", "t5", "--model.relative_buckets", "7"], ["model.relative_buckets=7", "even number"]),
     ([*MASKED, "--train.objective", "spans"], ["spans", "masked"]),
+    (["--model.position_offset", "2"], ["model.position_offset=2", "model.position='learned'"]),
+    (["--model.embedding_size", "8"], ["model.embedding_size=8", "model.head_transform=true"]),
+    (["--model.head_transform", "true"], ["model.activation='swiglu' is gated", "gelu"]),
+    (["--model.shared_layers", "true"], ["model.shared_layers=true goes with no experts"]),
+    (
+        ["--model.shared_layers", "true", *DENSE, "--model.layers", "full", "window", "--model.window", "8"],
+        ["model.shared_layers=true makes all layers one block", "Name one kind"],
+    ),
 ]
 OF_EXPERTS = [
     (["--parallel.expert", "0"], ["parallel.expert=0 must be at least 1"]),

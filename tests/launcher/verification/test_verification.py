@@ -36,6 +36,18 @@ EXPERTS = {
     "run.hostfile": "none",
 }
 MASKED = {"model.causal": "false", "train.objective": "masked"}
+ALBERT = {
+    "model.shared_layers": "true",
+    "model.embedding_size": 24,
+    "model.embedding_norm": "true",
+    "model.segments": 2,
+    "model.activation": "gelu",
+    "model.head_transform": "true",
+    "model.head_bias": "true",
+    "model.position": "learned",
+    "model.norm": "layernorm",
+    "model.norm_order": "post",
+}
 CHUNKS = {"train.chunk_tokens": 20, "train.keep": "attention"}
 
 
@@ -113,6 +125,8 @@ def test_more_of_them_do():
         {**MASKED, "parallel.layout": "balanced", "train.keep": "inputs", "zero.stage": 3},
         {**MASKED, **dense, "model.layers": "sparse full", "model.window": 20, "model.sparse_stride": 8, **CHUNKS},
         {**MASKED, **dense, "model.layers": "linear window", "model.window": 20, "parallel.ulysses": 1},
+        {**MASKED, **dense, **ALBERT, "zero.stage": 3, "train.keep": "attention"},
+        {**MASKED, **dense, **ALBERT, "zero.stage": 1, **CHUNKS},
     ]
     run_distributed(agree, 2, ways, timeout=550)
 

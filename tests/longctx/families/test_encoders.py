@@ -34,6 +34,8 @@ CASES = {
     "bert, another gelu": Case("Bert", {"hidden_act": "gelu_new"}, 0.3, SIZES),
     "roberta": Case("Roberta", {"pad_token_id": 1, "type_vocab_size": 1, "layer_norm_eps": 1e-5}, 0.3, SIZES),
     "roberta, another padding": Case("Roberta", {"pad_token_id": 4, "type_vocab_size": 2}, 0.3, SIZES),
+    "albert": Case("Albert", {"embedding_size": 20, "pad_token_id": 0, "hidden_act": "gelu_new"}, 0.3, SIZES),
+    "albert, as wide": Case("Albert", {"embedding_size": 36, "pad_token_id": 0, "hidden_act": "relu"}, 0.3, SIZES),
 }
 LENGTHS = (1, 17, 36, 5)
 
@@ -159,13 +161,14 @@ def test_what_this_model_cannot_be_is_refused(values, said):
         ModelConfig.from_hf(config | values)
 
 
-@pytest.mark.parametrize(
-    ("preset", "kind"),
-    [("bert-base", "Bert"), ("bert-large", "Bert"), ("roberta-base", "Roberta"), ("roberta-large", "Roberta")],
-)
-def test_presets_have_as_many_parameters_as_theirs(preset, kind):
+ENCODERS = [name for name, config in PRESETS.items() if not config.causal]
+
+
+@pytest.mark.parametrize("preset", ENCODERS)
+def test_presets_have_as_many_parameters_as_theirs(preset):
     config = PRESETS[preset]
     described = config.to_hf()
+    kind = preset.partition("-")[0].capitalize()
     assert described["model_type"] == kind.lower()
     assert ModelConfig.from_hf(described) == config
     with torch.device("meta"):
