@@ -231,8 +231,8 @@ _BERT: dict[str, Any] = {
     "max_positions": 512,
 }
 """What BERT and those after its shape have in common."""
-_BASE = {"hidden_size": 768, "num_layers": 12, "num_heads": 12, "num_kv_heads": 12, "ffn_size": 3072}
-_LARGE = {"hidden_size": 1024, "num_layers": 24, "num_heads": 16, "num_kv_heads": 16, "ffn_size": 4096}
+_BASE: dict[str, Any] = {"hidden_size": 768, "num_layers": 12, "num_heads": 12, "num_kv_heads": 12, "ffn_size": 3072}
+_LARGE: dict[str, Any] = {"hidden_size": 1024, "num_layers": 24, "num_heads": 16, "num_kv_heads": 16, "ffn_size": 4096}
 _BERT_ENDS: dict[str, Any] = {"vocab_size": 30_522, "segments": 2, "norm_eps": 1e-12}
 _ROBERTA_ENDS: dict[str, Any] = {"vocab_size": 50_265, "segments": 1, "norm_eps": 1e-5, "position_offset": 2}
 _ALBERT: dict[str, Any] = {
