@@ -20,6 +20,7 @@ from data_pipeline.shards.reader import ShardSet
 from data_pipeline.shuffle import fall_below, key64
 from longctx.errors import ConfigError
 from longctx.mixing import mix64_array
+from longctx.tokenizer.words import word_begins
 
 MASK_SHARE, RANDOM_SHARE = 0.8, 0.1
 """Of the chosen tokens, those that are read as the mask, and as a random token."""
@@ -66,7 +67,7 @@ class Masking:
         self._mask = tokenizer.special.mask
         self._is_control = tokenizer.is_control
         self._random_ids = np.flatnonzero(~tokenizer.is_control).astype(np.int32)
-        self._begins_word = tokenizer.begins_word
+        self._begins_word = word_begins(tokenizer)
         # A folder's tokens are masked alike in whatever mixture it is.
         self._folders = [int(shards.manifest.hash[:16], 16) for shards in folders]
 

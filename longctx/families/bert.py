@@ -7,6 +7,7 @@ layers are one block, and its tables are narrower than the model.
 from __future__ import annotations
 
 import logging
+from collections.abc import Mapping
 from typing import Any
 
 from longctx.architecture.fields import ModelFields
@@ -112,48 +113,64 @@ def _tensor(ours: str, *theirs: str) -> TensorRule:
     return TensorRule(parameters=(ours,), layouts=tuple(OnDisk(names=(name,)) for name in theirs))
 
 
-def _layer(ours: str, theirs: str) -> tuple[TensorRule, ...]:
-    """A weight and its bias."""
-    return tuple(_tensor(f"{ours}.{part}", f"{theirs}.{part}") for part in ("weight", "bias"))
-
-
-def _norm(ours: str, theirs: str) -> tuple[TensorRule, ...]:
-    """A LayerNorm; files of TensorFlow's time call its weights gamma and beta."""
-    return (
-        _tensor(f"{ours}.weight", f"{theirs}.weight", f"{theirs}.gamma"),
-        _tensor(f"{ours}.bias", f"{theirs}.bias", f"{theirs}.beta"),
-    )
-
-
-def _front(theirs: str) -> tuple[TensorRule, ...]:
-    """The tables, and their norm."""
-    return (
-        _tensor("model.embed_tokens.weight", f"{theirs}.word_embeddings.weight"),
-        _tensor("model.embed_positions.weight", f"{theirs}.position_embeddings.weight"),
-        _tensor("model.embed_segments.weight", f"{theirs}.token_type_embeddings.weight"),
-        *_norm("model.embed_norm", f"{theirs}.LayerNorm"),
-    )
-
-
-def _tensors(prefix: str, *, head: str, head_dense: str, head_norm: str) -> tuple[TensorRule, ...]:
-    front, layer = f"{prefix}.embeddings", f"{prefix}.encoder.layer.{{layer}}"
-    attention = [
-        rule
-        for ours, theirs in (("q_proj", "query"), ("k_proj", "key"), ("v_proj", "value"))
-        for rule in _layer(f"{BLOCK}self_attn.{ours}", f"{layer}.attention.self.{theirs}")
+def _tensors(front: str, layers: Mapping[str, str], norms: Mapping[str, str], bias: str) -> tuple[TensorRule, ...]:
+    """The tables under ``front``, weights and biases of layers and of norms by our names, and the head's bias."""
+    rules = [
+        _tensor("model.embed_tokens.weight", f"{front}.word_embeddings.weight"),
+        _tensor("model.embed_positions.weight", f"{front}.position_embeddings.weight"),
+        _tensor("model.embed_segments.weight", f"{front}.token_type_embeddings.weight"),
+        _tensor("lm_head.bias", bias),
     ]
-    return (
-        *_front(front),
-        *attention,
-        *_layer(f"{BLOCK}self_attn.o_proj", f"{layer}.attention.output.dense"),
-        *_norm(f"{BLOCK}post_attention_layernorm", f"{layer}.attention.output.LayerNorm"),
-        *_layer(f"{BLOCK}mlp.up_proj", f"{layer}.intermediate.dense"),
-        *_layer(f"{BLOCK}mlp.down_proj", f"{layer}.output.dense"),
-        *_norm(f"{BLOCK}post_feedforward_layernorm", f"{layer}.output.LayerNorm"),
-        *_layer("lm_head.transform.dense", head_dense),
-        *_norm("lm_head.transform.norm", head_norm),
-        _tensor("lm_head.bias", f"{head}.bias"),
-    )
+    for ours, theirs in layers.items():
+        rules += [_tensor(f"{ours}.{part}", f"{theirs}.{part}") for part in ("weight", "bias")]
+    for ours, theirs in ({"model.embed_norm": f"{front}.LayerNorm"} | dict(norms)).items():
+        # Files of TensorFlow's time have gamma and beta.
+        rules.append(_tensor(f"{ours}.weight", f"{theirs}.weight", f"{theirs}.gamma"))
+        rules.append(_tensor(f"{ours}.bias", f"{theirs}.bias", f"{theirs}.beta"))
+    return tuple(rules)
+
+
+_ATTENTION, _FIRST, _SECOND = (
+    f"{BLOCK}self_attn",
+    f"{BLOCK}post_attention_layernorm",
+    f"{BLOCK}post_feedforward_layernorm",
+)
+_DENSE, _NORM = "lm_head.transform.dense", "lm_head.transform.norm"
+
+
+def _of_bert(prefix: str, *, bias: str, dense: str, norm: str) -> tuple[TensorRule, ...]:
+    layer = f"{prefix}.encoder.layer.{{layer}}"
+    layers = {
+        f"{_ATTENTION}.q_proj": f"{layer}.attention.self.query",
+        f"{_ATTENTION}.k_proj": f"{layer}.attention.self.key",
+        f"{_ATTENTION}.v_proj": f"{layer}.attention.self.value",
+        f"{_ATTENTION}.o_proj": f"{layer}.attention.output.dense",
+        f"{BLOCK}mlp.up_proj": f"{layer}.intermediate.dense",
+        f"{BLOCK}mlp.down_proj": f"{layer}.output.dense",
+        _DENSE: dense,
+    }
+    norms = {_FIRST: f"{layer}.attention.output.LayerNorm", _SECOND: f"{layer}.output.LayerNorm", _NORM: norm}
+    return _tensors(f"{prefix}.embeddings", layers, norms, bias)
+
+
+def _of_albert() -> tuple[TensorRule, ...]:
+    layer = "albert.encoder.albert_layer_groups.0.albert_layers.0"
+    layers = {
+        "model.embed_projection": "albert.encoder.embedding_hidden_mapping_in",
+        f"{_ATTENTION}.q_proj": f"{layer}.attention.query",
+        f"{_ATTENTION}.k_proj": f"{layer}.attention.key",
+        f"{_ATTENTION}.v_proj": f"{layer}.attention.value",
+        f"{_ATTENTION}.o_proj": f"{layer}.attention.dense",
+        f"{BLOCK}mlp.up_proj": f"{layer}.ffn",
+        f"{BLOCK}mlp.down_proj": f"{layer}.ffn_output",
+        _DENSE: "predictions.dense",
+    }
+    norms = {
+        _FIRST: f"{layer}.attention.LayerNorm",
+        _SECOND: f"{layer}.full_layer_layer_norm",
+        _NORM: "predictions.LayerNorm",
+    }
+    return _tensors("albert.embeddings", layers, norms, "predictions.bias")
 
 
 def _one_group() -> tuple[Rule, ...]:
@@ -168,36 +185,15 @@ def _one_group() -> tuple[Rule, ...]:
     )
 
 
-def _albert_tensors() -> tuple[TensorRule, ...]:
-    front, layer = "albert.embeddings", "albert.encoder.albert_layer_groups.0.albert_layers.0"
-    attention = [
-        rule
-        for ours, theirs in (("q_proj", "query"), ("k_proj", "key"), ("v_proj", "value"), ("o_proj", "dense"))
-        for rule in _layer(f"{BLOCK}self_attn.{ours}", f"{layer}.attention.{theirs}")
-    ]
-    return (
-        *_front(front),
-        *_layer("model.embed_projection", "albert.encoder.embedding_hidden_mapping_in"),
-        *attention,
-        *_norm(f"{BLOCK}post_attention_layernorm", f"{layer}.attention.LayerNorm"),
-        *_layer(f"{BLOCK}mlp.up_proj", f"{layer}.ffn"),
-        *_layer(f"{BLOCK}mlp.down_proj", f"{layer}.ffn_output"),
-        *_norm(f"{BLOCK}post_feedforward_layernorm", f"{layer}.full_layer_layer_norm"),
-        *_layer("lm_head.transform.dense", "predictions.dense"),
-        *_norm("lm_head.transform.norm", "predictions.LayerNorm"),
-        _tensor("lm_head.bias", "predictions.bias"),
-    )
-
-
 BERT = Family(
     model_type="bert",
     architecture="BertForMaskedLM",
     rules=(*_COMMON, same("max_position_embeddings", "max_positions", default=512)),
-    tensors=_tensors(
+    tensors=_of_bert(
         "bert",
-        head="cls.predictions",
-        head_dense="cls.predictions.transform.dense",
-        head_norm="cls.predictions.transform.LayerNorm",
+        bias="cls.predictions.bias",
+        dense="cls.predictions.transform.dense",
+        norm="cls.predictions.transform.LayerNorm",
     ),
     ignored_keys=_OF_OTHER_HEADS,
     ignored_tensors=(r"bert\.embeddings\.position_ids",),
@@ -210,7 +206,7 @@ ROBERTA = Family(
     model_type="roberta",
     architecture="RobertaForMaskedLM",
     rules=(*_COMMON, _offset_positions()),
-    tensors=_tensors("roberta", head="lm_head", head_dense="lm_head.dense", head_norm="lm_head.layer_norm"),
+    tensors=_of_bert("roberta", bias="lm_head.bias", dense="lm_head.dense", norm="lm_head.layer_norm"),
     ignored_keys=_OF_OTHER_HEADS,
     ignored_tensors=(r"roberta\.embeddings\.position_ids",),
     other_heads=(r"roberta\.pooler\.dense\.(weight|bias)",),
@@ -222,7 +218,7 @@ ALBERT = Family(
     model_type="albert",
     architecture="AlbertForMaskedLM",
     rules=(*_COMMON, *_one_group()),
-    tensors=_albert_tensors(),
+    tensors=_of_albert(),
     ignored_keys=_OF_OTHER_HEADS | {"net_structure_type", "gap_size", "num_memory_blocks", "down_scale_factor"},
     ignored_tensors=(r"albert\.embeddings\.position_ids",),
     other_heads=(r"albert\.pooler\.(weight|bias)", r"sop_classifier\.classifier\.(weight|bias)"),

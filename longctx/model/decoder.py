@@ -313,22 +313,21 @@ class Decoder(nn.Module):
         With a ``stream`` hidden states are never whole either: its handle, which ``forward`` gave, stands for them.
         The objective of a target is its negative log-likelihood with smoothed labels plus the z-loss (``LossOptions``).
         """
-        by_chunks = None
-        if stream is not None:
-            by_chunks = partial(chunked_loss_sums, stream, self._before_head())
+        by_chunks = None if stream is None else partial(chunked_loss_sums, stream, _before_head(self))
         options = {"z_loss": z_loss, "label_smoothing": label_smoothing, "by_chunks": by_chunks}
         return self.lm_head(hidden_BtM, table=self.model.embed_tokens, targets_Bt=targets_Bt, **options)
-
-    def _before_head(self) -> nn.Module | None:
-        """What stands between the residual stream and the output matrix."""
-        parts = [part for part in (self.model.norm, self.lm_head.transform) if part is not None]
-        if len(parts) > 1:
-            return nn.Sequential(*parts)
-        return next(iter(parts), None)
 
     def token_nll(self, hidden_BtM: Tensor, targets_Bt: Tensor) -> Tensor:
         """Each token's negative log-likelihood [B, t], float32, without gradient; 0 where the target is ignored."""
         return self.lm_head(hidden_BtM, table=self.model.embed_tokens, targets_Bt=targets_Bt, per_token=True)
+
+
+def _before_head(decoder: Decoder) -> nn.Module | None:
+    """What stands between the residual stream and the output matrix."""
+    parts = [part for part in (decoder.model.norm, decoder.lm_head.transform) if part is not None]
+    if len(parts) > 1:
+        return nn.Sequential(*parts)
+    return next(iter(parts), None)
 
 
 def _cores_of(decoder: Decoder, chunk: TokenChunk | None) -> dict[Mixer, PassCore]:

@@ -99,10 +99,11 @@ class LMHead(nn.Module):
                 run=self.run,
             )
             return by_chunks(hidden_BtM, weight_VM, self.bias, targets_Bt, compute)
-        read = hidden_BtM.flatten(0, 1), weight_VM, targets_Bt.flatten(), self.bias
+        hidden_NM, targets_N, bias_V = hidden_BtM.flatten(0, 1), targets_Bt.flatten(), self.bias
         if per_token:
-            return token_nll(*read, options=options, products=self.products).view_as(targets_Bt)
-        return loss_sums(*read, options=options, products=self.products, run=self.run)
+            nll_N = token_nll(hidden_NM, weight_VM, targets_N, bias_V, options=options, products=self.products)
+            return nll_N.view_as(targets_Bt)
+        return loss_sums(hidden_NM, weight_VM, targets_N, bias_V, options=options, products=self.products, run=self.run)
 
     def _logits(self, hidden_BtM: Tensor, weight_VM: Tensor) -> Tensor:
         bias_V = self.bias

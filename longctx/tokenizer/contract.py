@@ -19,8 +19,6 @@ from longctx.tokenizer.special import SpecialIds
 from longctx.tokenizer.spelling import Spelling
 from longctx.untrusted.reading import printable
 
-_WORD_BEGINS = ("\u2581", "\u0120", "\u010a", "<0x0A>")
-"""SentencePiece's space, the space and the line of byte-level models, and a line of byte fallback."""
 GROUP_CHARACTERS = 1 << 22
 """Text that is encoded at once on all cores: memory beyond a text and its ids is bounded by this."""
 
@@ -37,6 +35,8 @@ class Tokenizer(Locating, ABC):
     threads = -1
     """Threads that SentencePiece takes for a group of chunks; −1 is one for each core. ``tokenizers`` has
     RAYON_NUM_THREADS, which holds for a whole process."""
+    goes_on = ""
+    """What a piece begins with that goes on a word (WordPiece); empty where spaces are in the pieces."""
     rows: int | None = None
     """Embedding rows of the model that reads the ids; None if none does."""
 
@@ -158,12 +158,6 @@ class Tokenizer(Locating, ABC):
     def spelling(self) -> Spelling | None:
         """The bytes of each id, where a text is these one after the other and nothing else; None elsewhere."""
         return None
-
-    @cached_property
-    def begins_word(self) -> np.ndarray:
-        """For each id whether a word begins with it, bool [vocab_size]: a space, a line, or no text at all."""
-        pieces = [self.piece(token) for token in range(self.vocab_size)]
-        return np.array([piece.startswith(_WORD_BEGINS) for piece in pieces]) | self.is_control
 
     @abstractmethod
     def piece(self, token: int) -> str:

@@ -40,6 +40,7 @@ class FastTokenizer(Tokenizer):
         self._variants = _Variants(self._fast, self._json, path)
         self._added = self._fast.get_added_tokens_decoder()
         self.kind = f"tokenizer.json {self._json['model'].get('type', 'model')}"
+        self.goes_on = self._json["model"].get("continuing_subword_prefix") or ""
         with library_faults(path):
             check_patterns(self._fast, self._json, path)
             before, after = _frame(self._fast)
@@ -107,15 +108,6 @@ class FastTokenizer(Tokenizer):
     def piece(self, token: int) -> str:
         """How the file spells one id, for display; empty for a number that it leaves out."""
         return self._fast.id_to_token(int(token)) or ""
-
-    @cached_property
-    def begins_word(self) -> np.ndarray:
-        prefix = self._json["model"].get("continuing_subword_prefix")
-        if not prefix:
-            return super().begins_word
-        # WordPiece marks what goes on, not what begins.
-        pieces = [self.piece(token) for token in range(self.vocab_size)]
-        return np.array([not piece.startswith(prefix) for piece in pieces])
 
     @cached_property
     def _special_numbers(self) -> list[int]:

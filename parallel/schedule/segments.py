@@ -84,6 +84,18 @@ def cut_segments(runs: Sequence[Run], boundaries: ndarray) -> Segments:
     return Segments(document[some], start[some] + step * begin, end - begin, first_row[some] + begin, step)
 
 
+def segments_of_all(layout: SequenceLayout, boundaries: ndarray) -> tuple[Segments, ndarray]:
+    """The segments of all ring ranks in the order of the sequence, and the ring rank of each."""
+    counts = [len(runs) for runs in layout.runs]
+    runs = [run for runs in layout.runs for run in runs]
+    starts = np.array([run.start for run in runs])
+    order = np.argsort(starts)
+    segments = cut_segments([runs[n] for n in order.tolist()], boundaries)
+    owner = np.repeat(np.arange(len(counts)), counts)[order]
+    # A segment belongs to the last run that begins before it ends: runs are disjoint.
+    return segments, owner[np.searchsorted(starts[order], segments.start, side="right") - 1]
+
+
 def shared_documents(layout: SequenceLayout, bounds: Sequence[int]) -> ndarray:
     """The documents (numbers, ascending) with tokens on several ranks; the others lie on one rank whole."""
     # Ring rank after ring rank, so that a row counted over all of them says which rank holds it: Ulysses too.

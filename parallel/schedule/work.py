@@ -30,7 +30,7 @@ from parallel.schedule.bands import (
     shift_slices,
 )
 from parallel.schedule.rows import RowRanges, union
-from parallel.schedule.segments import Segments, cut_segments
+from parallel.schedule.segments import Segments, cut_segments, segments_of_all
 from parallel.schedule.strided import ClassSegments, StridedWork, sort_by_class, strided_work
 
 T = TypeVar("T")
@@ -206,37 +206,19 @@ class RingWork:
         return Partners(ring_rank, degree, frozenset(owners) - {ring_rank}, frozenset(receivers) - {ring_rank})
 
     def _all_segments(self, *, keys: bool = False) -> tuple[Segments, ndarray]:
-        """The segments of all ring ranks in the order of the sequence, and the ring rank of each."""
         side, layout, boundaries = self._side(keys=keys)
-
-        def build() -> tuple[Segments, ndarray]:
-            counts = [len(runs) for runs in layout.runs]
-            runs = [run for runs in layout.runs for run in runs]
-            starts = np.array([run.start for run in runs])
-            order = np.argsort(starts)
-            segments = cut_segments([runs[n] for n in order.tolist()], boundaries)
-            owner = np.repeat(np.arange(len(counts)), counts)[order]
-            # A segment belongs to the last run that begins before it ends: runs are disjoint.
-            return segments, owner[np.searchsorted(starts[order], segments.start, side="right") - 1]
-
-        return self._once(("all", side), build)
+        return self._once(("all", side), lambda: segments_of_all(layout, boundaries))
 
     @cached_property
     def _boundaries(self) -> ndarray:
         return np.array(self.cu_seqlens)
 
-    @cached_property
-    def _key_boundaries(self) -> ndarray:
-        return np.array(self.key_cu_seqlens)
-
     def _side(self, *, keys: bool) -> tuple[str, SequenceLayout, ndarray]:
         """The name of a side, its layout and its documents."""
-        if keys and self.key_cu_seqlens is not None:
-            return "keys", self.key_layout, self._key_boundaries
         # Keys in the layout of the queries have the same segments: both sides then find the same entry.
-        if keys and self.key_layout is not self.layout:
-            return "keys", self.key_layout, self._boundaries
-        return "queries", self.layout, self._boundaries
+        if not keys or (self.key_cu_seqlens is None and self.key_layout is self.layout):
+            return "queries", self.layout, self._boundaries
+        return "keys", self.key_layout, np.array(self.key_cu_seqlens or self.cu_seqlens)
 
     def _segments(self, ring_rank: int, *, keys: bool = False) -> Segments:
         side, layout, boundaries = self._side(keys=keys)
