@@ -45,6 +45,7 @@ class Case:
     std: float = 0.2
     """Of its weights."""
     sizes: dict[str, Any] = field(default_factory=lambda: _SIZES)
+    auto_class: str = "AutoModelForCausalLM"
 
     def config(self) -> Any:
         import transformers
@@ -165,17 +166,40 @@ CASES = {
 }  # fmt: skip
 
 
+_ENCODER_SIZES = {
+    "vocab_size": 97, "hidden_size": 36, "num_hidden_layers": 3, "num_attention_heads": 4, "intermediate_size": 50,
+    "max_position_embeddings": 41, "bos_token_id": None, "eos_token_id": None,
+}  # fmt: skip
+
+
+def _encoder(name: str, **values: Any) -> Case:
+    return Case(name, values, 0.3, _ENCODER_SIZES, "AutoModelForMaskedLM")
+
+
+ENCODERS = {
+    "bert": _encoder("Bert", pad_token_id=0, hidden_act="gelu"),
+    "bert, three segments": _encoder("Bert", type_vocab_size=3, hidden_act="relu"),
+    "bert, another gelu": _encoder("Bert", hidden_act="gelu_new"),
+    "roberta": _encoder("Roberta", pad_token_id=1, type_vocab_size=1, layer_norm_eps=1e-5),
+    "roberta, another padding": _encoder("Roberta", pad_token_id=4, type_vocab_size=2),
+    "albert": _encoder("Albert", embedding_size=20, pad_token_id=0, hidden_act="gelu_new"),
+    "albert, as wide": _encoder("Albert", embedding_size=36, pad_token_id=0, hidden_act="relu"),
+}
+
+
 def build(case: Case, *, seed: int = 0) -> Any:
     """The model in float32, in evaluation, every tensor far from where it starts; attention by definition."""
     import transformers
 
     config = case.config()
     config._attn_implementation = "eager"
-    model = transformers.AutoModelForCausalLM.from_config(config).eval()
+    model = getattr(transformers, case.auto_class).from_config(config).eval()
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for name, tensor in model.named_parameters():
-            is_factor = ("norm" in name or ".ln_" in name) and not case.name.startswith("Gemma")  # whose norms add 1
+            is_factor = ("norm" in name.lower() or ".ln_" in name) and not case.name.startswith(
+                "Gemma"
+            )  # whose norms add 1
             around = 1.0 if is_factor and name.endswith("weight") else 0.0
             tensor.copy_(torch.randn(tensor.shape, generator=generator) * case.std + around)
         for name, tensor in model.named_buffers():

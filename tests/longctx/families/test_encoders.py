@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -18,39 +17,13 @@ from longctx.conversion.tensors import tensor_specs
 from longctx.conversion.verify import compare_logits
 from longctx.errors import CheckpointError, ConfigError
 from longctx.model.decoder import Decoder
-from tests.longctx.families.hf_models import Case
+from tests.longctx.families.hf_models import ENCODERS, build
 
 transformers = pytest.importorskip("transformers")
 transformers.logging.set_verbosity_error()
 transformers.logging.disable_progress_bar()
 
-SIZES = {
-    "vocab_size": 97, "hidden_size": 36, "num_hidden_layers": 3, "num_attention_heads": 4, "intermediate_size": 50,
-    "max_position_embeddings": 41, "bos_token_id": None, "eos_token_id": None,
-}  # fmt: skip
-CASES = {
-    "bert": Case("Bert", {"pad_token_id": 0, "hidden_act": "gelu"}, 0.3, SIZES),
-    "bert, three segments": Case("Bert", {"type_vocab_size": 3, "hidden_act": "relu"}, 0.3, SIZES),
-    "bert, another gelu": Case("Bert", {"hidden_act": "gelu_new"}, 0.3, SIZES),
-    "roberta": Case("Roberta", {"pad_token_id": 1, "type_vocab_size": 1, "layer_norm_eps": 1e-5}, 0.3, SIZES),
-    "roberta, another padding": Case("Roberta", {"pad_token_id": 4, "type_vocab_size": 2}, 0.3, SIZES),
-    "albert": Case("Albert", {"embedding_size": 20, "pad_token_id": 0, "hidden_act": "gelu_new"}, 0.3, SIZES),
-    "albert, as wide": Case("Albert", {"embedding_size": 36, "pad_token_id": 0, "hidden_act": "relu"}, 0.3, SIZES),
-}
 LENGTHS = (1, 17, 36, 5)
-
-
-def build(case: Case) -> Any:
-    """transformers' model in float64, every weight away from where it starts, and one that float32 holds."""
-    config = case.config()
-    config._attn_implementation = "eager"
-    model = transformers.AutoModelForMaskedLM.from_config(config).double().eval()
-    generator = torch.Generator().manual_seed(0)
-    with torch.no_grad():
-        for name, tensor in model.named_parameters():
-            around = 1.0 if "norm" in name.lower() and name.endswith("weight") else 0.0
-            tensor.copy_(torch.randn(tensor.shape, generator=generator) * case.std + around)
-    return model
 
 
 def ours(folder: Path) -> Decoder:
@@ -60,9 +33,9 @@ def ours(folder: Path) -> Decoder:
     return model
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", ENCODERS)
 def test_logits_and_gradients_packed_here_and_padded_there(name, tmp_path):
-    theirs = build(CASES[name]).float()
+    theirs = build(ENCODERS[name])
     theirs.save_pretrained(tmp_path / "hf")
     theirs = theirs.double()
     model = ours(tmp_path / "hf")
@@ -105,9 +78,9 @@ def test_logits_and_gradients_packed_here_and_padded_there(name, tmp_path):
         assert (parameter.grad - wanted).abs().max() <= 1e-10 * max(1.0, float(wanted.abs().max())), key
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", ENCODERS)
 def test_folders_come_back_bit_for_bit(name, tmp_path):
-    theirs = build(CASES[name]).float()
+    theirs = build(ENCODERS[name])
     theirs.save_pretrained(tmp_path / "hf")
     config, tensors = load_hf(tmp_path / "hf")
     save_hf(config, tensors, tmp_path / "back", model_type=theirs.config.model_type)
@@ -127,7 +100,7 @@ def test_folders_come_back_bit_for_bit(name, tmp_path):
 
 
 def test_weights_may_have_their_old_names_and_copies(tmp_path):
-    theirs = build(CASES["bert"]).float()
+    theirs = build(ENCODERS["bert"])
     theirs.save_pretrained(tmp_path)
     file = tmp_path / "model.safetensors"
     weights = {key.replace("LayerNorm.weight", "LayerNorm.gamma"): value for key, value in load_file(file).items()}
@@ -156,15 +129,12 @@ def test_weights_may_have_their_old_names_and_copies(tmp_path):
     ],
 )
 def test_what_this_model_cannot_be_is_refused(values, said):
-    config = json.loads(CASES["bert"].config().to_json_string(use_diff=False))
+    config = json.loads(ENCODERS["bert"].config().to_json_string(use_diff=False))
     with pytest.raises(ConfigError, match=said):
         ModelConfig.from_hf(config | values)
 
 
-ENCODERS = [name for name, config in PRESETS.items() if not config.causal]
-
-
-@pytest.mark.parametrize("preset", ENCODERS)
+@pytest.mark.parametrize("preset", [name for name, config in PRESETS.items() if not config.causal])
 def test_presets_have_as_many_parameters_as_theirs(preset):
     config = PRESETS[preset]
     described = config.to_hf()
