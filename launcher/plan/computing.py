@@ -72,7 +72,20 @@ def product_seconds(config: ResolvedConfig, tokens: int, hardware: Hardware) -> 
     model, rows = config.model.config(), tokens * config.head_share
     head = Weight(model.vocab_size, model.embedding_dim)
     at_once = min(rows, tokens_of_chunk(head.outer, head.inner, hardware.device_type))
-    return total + _seconds(config, hardware, head, rows, at_once, 1)
+    total += _seconds(config, hardware, head, rows, at_once, 1)
+    for weight, share in narrow_products(model, config.head_share).items():
+        total += _seconds(config, hardware, weight, share * tokens, share * tokens, 1)
+    return total
+
+
+def narrow_products(model: ModelConfig, head_share: float) -> dict[Weight, float]:
+    """Products between the model's width and that of its embeddings, and the share of the tokens in each."""
+    found: dict[Weight, float] = {}
+    if model.embedding_size:
+        found[Weight(model.hidden_size, model.embedding_size)] = 1.0
+    if model.head_transform:
+        found[Weight(model.embedding_dim, model.hidden_size)] = head_share
+    return found
 
 
 def _seconds(

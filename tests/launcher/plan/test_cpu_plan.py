@@ -10,7 +10,7 @@ import pytest
 from launcher.config.load import load_run_config
 from launcher.metrics.throughput import matmul_parameters
 from launcher.plan.attention import Part, attention_of_rank
-from launcher.plan.computing import weights_in
+from launcher.plan.computing import narrow_products, weights_in
 from launcher.plan.estimate import RunEstimate, estimate_run
 from launcher.plan.hardware import FOLDER, Hardware, from_values, load_hardware
 from launcher.plan.parameters import build_shapes, num_parameters
@@ -101,12 +101,14 @@ def test_a_product_takes_the_rate_of_its_shape():
 def test_weights_are_all_that_tokens_are_multiplied_by(preset):
     config = load_run_config(["--config", "quickstart", "--model.preset", preset, "--parallel.expert", "1"])
     model = config.model.config()
-    counted = model.vocab_size * model.hidden_size
-    for weight, count in weights_in(build_shapes(config).model.layers).items():
+    blocks = build_shapes(config).model.layers
+    counted = model.vocab_size * model.embedding_dim
+    counted += sum(weight.outer * weight.inner for weight in narrow_products(model, 1.0))
+    for weight, count in weights_in(blocks).items():
         share = 1.0
         if weight.num_experts:
             share = model.experts_per_token / weight.num_experts
-        counted += count * share * weight.outer * weight.inner
+        counted += model.num_layers // len(blocks) * count * share * weight.outer * weight.inner
     assert counted == pytest.approx(matmul_parameters(model), rel=1e-6)
 
 

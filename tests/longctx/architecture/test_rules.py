@@ -143,6 +143,13 @@ SIZES = {"vocab_size": 13, "num_layers": 2, "head_dim": 8, "ffn_size": 6, "max_p
 
 ANY_VALUES = {
     "hidden_size": st.sampled_from([6, 7]),
+    "causal": st.booleans(),
+    "shared_layers": st.booleans(),
+    "segments": st.sampled_from([0, 2]),
+    "embedding_norm": st.booleans(),
+    "head": st.sampled_from([(0, False), (0, True), (4, True)]),
+    "head_bias": st.booleans(),
+    "position_offset": st.sampled_from([0, 2]),
     "heads": st.sampled_from([(4, 4), (4, 2), (3, 1), (1, 1), (4, 3)]),
     "qkv_bias": st.booleans(),
     "o_bias": st.booleans(),
@@ -188,6 +195,7 @@ ANY_VALUES = {
 
 TOGETHER = {
     "heads": ("num_heads", "num_kv_heads"),
+    "head": ("embedding_size", "head_transform"),
     "latent": ("kv_lora_rank", "rope_head_dim", "q_lora_rank", "value_head_dim"),
     "relative": ("relative_buckets", "relative_max_distance"),
     "experts": ("num_experts", "experts_per_token", "expert_groups", "groups_per_token"),
@@ -207,6 +215,7 @@ def spelled_out(drawn: dict) -> dict:
     values |= {"selection_bias": True} if values.get("selection_bias_rate") else {}
     useless = set() if values.get("num_experts") else {"dense_layers"}
     useless |= set() if values.get("position", "rope") == "rope" else {"rope", "rope_layers", "local_rope_theta"}
+    useless |= set() if values.get("position") == "learned" else {"position_offset"}
     useless |= set() if "window" in layers else {"local_rope_theta"}
     useless |= {"attention_scale", "attention_softcap", "sinks"} if "linear" in layers else set()
     useless |= {"norm_offset"} if values.get("norm") == "layernorm" else set()

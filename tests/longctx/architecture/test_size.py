@@ -30,6 +30,8 @@ PUBLISHED = {
 
 WHERE = {
     "embed_tokens": "embedding",
+    "embed_segments": "embedding",
+    "embed_projection": "embedding",
     "embed_positions": "positions",
     "relative": "positions",
     "norm": "norms",
@@ -41,6 +43,10 @@ WHERE = {
     "lm_head": "head",
 }
 """Part of a parameter's name -> its component; the first that is in the name counts."""
+
+
+LOOKED_UP = ("embed_positions", "embed_segments", "relative_bias")
+"""Tables beside that of the tokens."""
 
 
 def on_meta(config: ModelConfig) -> Decoder:
@@ -66,7 +72,7 @@ def check_against_the_module(config: ModelConfig) -> None:
     matrices = sum(
         p.numel()
         for name, p in decoder.named_parameters()
-        if p.dim() > 1 and name.endswith(names_2d) and "embed_positions" not in name and "relative_bias" not in name
+        if p.dim() > 1 and name.endswith(names_2d) and not any(table in name for table in LOOKED_UP)
     )
     assert sum(count_matrices(config).values()) == matrices
 

@@ -149,7 +149,7 @@ def journal(monkeypatch) -> list[str]:
 
     def watched(self, x, table, call, recompute_cache):
         again = recompute_cache is not None and recompute_cache.recomputing
-        LINES.append(f"layer {self.layer}{' again' if again else ''}")
+        LINES.append(f"layer {call.layer}{' again' if again else ''}")
         return run(self, x, table, call, recompute_cache)
 
     monkeypatch.setattr(decoder_module, "Copies", Journal)

@@ -13,6 +13,7 @@ from longctx.errors import ConfigError
 from longctx.model.decoder import Decoder
 from longctx.objectives.causal_lm import CausalLM
 from longctx.objectives.masked_lm import MaskedLM
+from tests.as_on_a_gpu import computing_as_on_a_gpu
 from tests.longctx.samples import dense_config, gradients, packed_batch
 from tests.oracles import MaskedAttention, stream_of
 
@@ -63,6 +64,14 @@ def test_the_head_computes_what_was_chosen_alone():
     sums["objective"].backward()
     assert float(sums["nll"]) == 0
     assert not any(gradient.any() for gradient in gradients(lm).values())
+
+
+def test_on_a_gpu_chosen_tokens_are_not_looked_for():
+    stream, lm = masked_stream(), MaskedLM(Decoder(CONFIG))
+    with computing_as_on_a_gpu():
+        assert lm.prepare(stream).places is None
+        named = replace(stream, places=torch.tensor([1, 4]))
+        assert lm.prepare(named).places.tolist() == [1, 4]
 
 
 def test_a_hidden_token_is_told_from_both_sides():
