@@ -190,6 +190,11 @@ class Loader:
         """``order`` numbers the documents of all ``folders``, as ``Corpus`` does."""
         self.folders = tuple(folders)
         """What is read. One tokenizer made them all."""
+        if masking is not None and any(order.fims):
+            raise ConfigError(
+                "train.objective=masked hides tokens in their text, and a source of the mixture fills in its middle.\n"
+                "Set fim_rate=0 of each source."
+            )
         self._documents = documents_in(folders, order.fims)
         self._order, self._masking = order, masking
         self.seq_len = seq_len
@@ -364,9 +369,10 @@ class ValidationLoader:
     def bytes_per_token(self) -> float | None:
         """Mean bytes of text that a token of these rows stands for, as the folders' own means are; None if unknown.
 
-        Of conversations it is: the mean is of all tokens, and a loss of those that count.
+        Of conversations it is: the mean is of all tokens, and a loss of those that count. Of masked tokens too, which
+        are told from what stands behind them.
         """
-        if any(shards.is_masked for shards in self.folders):
+        if self._masking is not None or any(shards.is_masked for shards in self.folders):
             return None
         means = [shards.manifest.bytes_per_token for shards in self.folders]
         if len(means) == 1:

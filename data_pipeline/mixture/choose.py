@@ -131,6 +131,7 @@ class Chooser:
             sources = [replace(source, counted=0) for source in sources]
         row_tokens = self._mixture.row_tokens(self._stage(at.rows_consumed), self._seq_len)
         row: list[Piece] = []
+        read_in: list[int] = []
         # Padding of each would lie between documents; laid end to end without it, all of it is at the row's end.
         room = self._seq_len // row_tokens
         # The last row of all may be shorter.
@@ -141,8 +142,12 @@ class Chooser:
             room -= len(rows)
             sources[chosen] = SourcePosition(stream, source.tokens + taken, source.counted + taken)
             first = self._corpus.first_document[chosen]
-            row += [(first + document, start, stop) for found in rows for document, start, stop in found]
-        return Row.of(row), MixedPosition(tuple(sources), at.rows_consumed + 1, shares)
+            for found in rows:
+                row += [(first + document, start, stop) for document, start, stop in found]
+                read_in += found.epochs
+        mixed = Row.of(row)
+        mixed.epochs = read_in
+        return mixed, MixedPosition(tuple(sources), at.rows_consumed + 1, shares)
 
     def _furthest_behind(self, shares: Sequence[int], sources: Sequence[SourcePosition], row_tokens: int) -> int | None:
         """The source that the next row is of; None where all have given their epochs."""

@@ -142,7 +142,10 @@ class _Layout:
 
     def epoch(self, number: int) -> int:
         """Return the epoch that a piece is read in."""
-        return self._row_of(number)[0].epoch
+        row, begin, _ = self._row_of(number)
+        if not row.epochs:
+            return 0
+        return row.epochs[number - begin]
 
     def _row_of(self, number: int) -> tuple[Row, int, int]:
         """The row of a piece, the number of its first one, and that of the next row's first one."""

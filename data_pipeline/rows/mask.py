@@ -68,6 +68,11 @@ class Masking:
         self._is_control = tokenizer.is_control
         self._random_ids = np.flatnonzero(~tokenizer.is_control).astype(np.int32)
         self._begins_word = word_begins(tokenizer)
+        if rule.whole_words and not self._begins_word[~tokenizer.is_control].any():
+            raise ConfigError(
+                f"data.mask_whole_words=true needs a tokenizer whose pieces say where words begin; those of "
+                f"{tokenizer.path} do not. Set data.mask_whole_words=false."
+            )
         # A folder's tokens are masked alike in whatever mixture it is.
         self._folders = [int(shards.manifest.hash[:16], 16) for shards in folders]
 

@@ -32,13 +32,13 @@ class Row:
     documents and first tokens of a few.
     """
 
-    __slots__ = ("documents", "epoch", "lengths", "starts")
+    __slots__ = ("documents", "epochs", "lengths", "starts")
 
     def __init__(self, documents: Sequence[int] = (), starts: Sequence[int] = (), lengths: Sequence[int] = ()) -> None:
         """The pieces' documents, first tokens and numbers of tokens, all as many."""
         self.documents, self.starts, self.lengths = documents, starts, lengths
-        self.epoch = 0
-        """That it is read in; the stream that gives it says so."""
+        self.epochs: Sequence[int] = ()
+        """Of each piece, that it is read in; the stream that gives the row says so. Empty: all in the first."""
 
     @classmethod
     def of(cls, pieces: Iterable[Piece]) -> Row:

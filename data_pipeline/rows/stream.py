@@ -90,7 +90,7 @@ class Stream:
             stop = min(plan.num_rows, at.block_row + count - len(rows))
             found, found_tokens = plan.rows(at.block_row, stop)
             for row in found:
-                row.epoch = at.epoch
+                row.epochs = (at.epoch,) * len(row)
             rows += found
             tokens += found_tokens
             epoch, block = self.planner.next_block(at.epoch, at.block)

@@ -25,6 +25,11 @@ def check_objective(config: RunConfig) -> None:
     if objective == "masked":
         # Its own rule of what it may be.
         assert config.mask is not None
+        if config.validation.sample_tokens:
+            raise ConfigError(
+                f"validation.sample_tokens={config.validation.sample_tokens} is text that a model goes on with, and "
+                "one that sees both sides continues nothing. Set validation.sample_tokens=0."
+            )
         if config.data.fim_rate:
             raise ConfigError(
                 f"data.fim_rate={config.data.fim_rate} is for train.objective=causal: what fills a gap is read behind "

@@ -12,6 +12,7 @@ from launcher.config.resolved import ResolvedConfig
 from launcher.training.model import shard_batch
 from launcher.training.setup import build_engine
 from launcher.verification.rows import micro_batch, packed_rows
+from longctx.batch import IGNORED_TARGET, Stream
 from longctx.evaluation.leaks import Leaks, find_leaks
 from parallel.comm.world import gather_objects, sum_over_ranks
 from parallel.mesh import Mesh
@@ -41,13 +42,20 @@ class Probe:
 
     def _likelihoods(self, tokens: Tensor, document_ids: Tensor) -> Tensor:
         """Return each token's negative log-likelihood [B, T, 1], of all ranks."""
-        shard = shard_batch(packed_rows(tokens, document_ids), self.config, self.mesh)
+        stream = packed_rows(tokens, document_ids)
+        shard = shard_batch(self._asking(stream, stream.document_ids >= 0), self.config, self.mesh)
         task = self.engine.model
         own = task.token_nll(task.prepare(shard.to(self.device))).float().cpu()
         parts = gather_objects((self.mesh.data_rank, self.mesh.context_rank, own))
         mine = [part for data_rank, _, part in sorted(parts, key=_place) if data_rank == self.mesh.data_rank]
         whole = shard.placement.join(mine, 1)
         return whole[:, : tokens.numel()].view(*tokens.shape, 1)
+
+    def _asking(self, stream: Stream, told: Tensor) -> Stream:
+        """The stream of which these tokens count: what follows them, or if the objective is masked they themselves."""
+        if self.config.mask is None:
+            return dataclasses.replace(stream, counted=told)
+        return dataclasses.replace(stream, masked=stream.tokens.masked_fill(~told, IGNORED_TARGET))
 
     def _losses(self, tokens: Tensor, document_ids: Tensor) -> Tensor:
         """Return the loss of each token's document [B, T, 1], by the pass that trains: in chunks, if it has any."""
@@ -56,8 +64,7 @@ class Probe:
             own = stream.document_ids == number
             if not own.any():
                 continue
-            counted = dataclasses.replace(stream, counted=own)
-            shard = shard_batch(counted, self.config, self.mesh).to(self.device)
+            shard = shard_batch(self._asking(stream, own), self.config, self.mesh).to(self.device)
             task = self.engine.model
             with torch.enable_grad():
                 sums = self.engine.forward(task.prepare(shard))

@@ -165,7 +165,7 @@ class HfReader:
         if first.dtype == second.dtype and torch.equal(first, second):
             return
         advice = "Export the model again."
-        if original == self._embeddings:
+        if original == self._embeddings and not FAMILIES[self.model_type].copies:
             advice = "Set tie_word_embeddings to false to keep both."
         raise CheckpointError(
             f"{self.folder}: {copy} differs from {original}, of which it is a copy (tie_word_embeddings="
@@ -228,6 +228,7 @@ def save_hf(
             write_json(staging / INDEX, {"metadata": {"total_size": writer.total_bytes}, "weight_map": file_of})
         ids = {key: (token_ids or {}).get(key) for key in TOKEN_ID_KEYS}
         if tokenizer is not None:
+            _check_padding(tokenizer, hf_config)
             ids = export_tokenizer(tokenizer, staging, max_positions=config.max_positions)
         # RoBERTa's padding id says where its positions begin, whatever the tokenizer pads by.
         ids = _loadable(ids, config.vocab_size) | {key: hf_config[key] for key in ids if key in hf_config}
@@ -240,6 +241,18 @@ def save_hf(
         if tokenizer is not None:
             check_tokenizer(tokenizer, staging, HARD_TEXTS)
     return folder
+
+
+def _check_padding(tokenizer: Tokenizer, hf_config: Mapping[str, Any]) -> None:
+    """ConfigError where transformers would take a token of texts for padding, and so count positions otherwise."""
+    wanted = hf_config.get("pad_token_id")
+    if wanted is None or wanted == tokenizer.padding:
+        return
+    raise ConfigError(
+        f"transformers' {hf_config['model_type']} counts the positions of a text without id {wanted} (model."
+        f"position_offset={wanted + 1}), which is {tokenizer.spelt(wanted)} here; this tokenizer pads with "
+        f"{tokenizer.padding}. A model for it has model.position_offset={tokenizer.padding + 1}."
+    )
 
 
 def _loadable(ids: dict[str, Any], rows: int) -> dict[str, Any]:

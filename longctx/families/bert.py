@@ -46,11 +46,11 @@ def _all_heads() -> Rule:
     return Rule(read=read)
 
 
-def _attention_dropout() -> Rule:
-    """Attention weights are never dropped here. It matters in training only, so a warning is enough."""
+def _dropout(usual: float) -> tuple[Rule, ...]:
+    """Of the residual stream. Attention weights are never dropped here, of which a warning is enough."""
 
     def read(hf: HfConfig) -> dict[str, Any]:
-        rate = typed(_DROPPED_ATTENTION, hf.get(_DROPPED_ATTENTION, 0.1), "float")
+        rate = typed(_DROPPED_ATTENTION, hf.get(_DROPPED_ATTENTION, usual), "float")
         if rate:
             log.warning(
                 "%s=%s of config.json is left out: this model drops no attention weights in training",
@@ -58,7 +58,8 @@ def _attention_dropout() -> Rule:
             )  # fmt: skip
         return {}
 
-    return Rule(keys=(_DROPPED_ATTENTION,), read=read, write=lambda _: {_DROPPED_ATTENTION: 0.0})
+    attention = Rule(keys=(_DROPPED_ATTENTION,), read=read, write=lambda _: {_DROPPED_ATTENTION: 0.0})
+    return attention, same("hidden_dropout_prob", "residual_dropout", default=usual)
 
 
 def _offset_positions() -> Rule:
@@ -95,13 +96,10 @@ _COMMON = (
     same("type_vocab_size", "segments", default=2, least=1),
     same("layer_norm_eps", "norm_eps", default=1e-12),
     same("initializer_range", "init_std", default=0.02),
-    same("hidden_dropout_prob", "residual_dropout", default=0.1),
     # Untied, the head has a second bias, which nothing reads.
     only("tie_word_embeddings", True),
-    translated("hidden_act", "activation", _ACTIVATIONS, default="gelu"),
     divided_head_dim(),
     _all_heads(),
-    _attention_dropout(),
     only("position_embedding_type", "absolute", written=False),
     only("is_decoder", False, written=False),
     only("add_cross_attention", False, written=False),
@@ -177,6 +175,7 @@ def _one_group() -> tuple[Rule, ...]:
     """One block, used in all layers."""
     return (
         constant(shared_layers=True),
+        translated("hidden_act", "activation", _ACTIVATIONS, default="gelu_new"),
         only("num_hidden_groups", 1),
         only("inner_group_num", 1),
         only("classifier_dropout_prob", 0.1, 0.0, None, written=False),
@@ -188,7 +187,12 @@ def _one_group() -> tuple[Rule, ...]:
 BERT = Family(
     model_type="bert",
     architecture="BertForMaskedLM",
-    rules=(*_COMMON, same("max_position_embeddings", "max_positions", default=512)),
+    rules=(
+        *_COMMON,
+        *_dropout(0.1),
+        translated("hidden_act", "activation", _ACTIVATIONS, default="gelu"),
+        same("max_position_embeddings", "max_positions", default=512),
+    ),
     tensors=_of_bert(
         "bert",
         bias="cls.predictions.bias",
@@ -205,7 +209,13 @@ BERT = Family(
 ROBERTA = Family(
     model_type="roberta",
     architecture="RobertaForMaskedLM",
-    rules=(*_COMMON, _offset_positions()),
+    # Its head has this activation whatever the layers have.
+    rules=(
+        *_COMMON,
+        *_dropout(0.1),
+        translated("hidden_act", "activation", {"gelu": "gelu"}, default="gelu"),
+        _offset_positions(),
+    ),
     tensors=_of_bert("roberta", bias="lm_head.bias", dense="lm_head.dense", norm="lm_head.layer_norm"),
     ignored_keys=_OF_OTHER_HEADS,
     ignored_tensors=(r"roberta\.embeddings\.position_ids",),
@@ -217,7 +227,7 @@ ROBERTA = Family(
 ALBERT = Family(
     model_type="albert",
     architecture="AlbertForMaskedLM",
-    rules=_COMMON + _one_group(),
+    rules=_COMMON + _dropout(0.0) + _one_group(),
     tensors=_of_albert(),
     ignored_keys=_OF_OTHER_HEADS | {"net_structure_type", "gap_size", "num_memory_blocks", "down_scale_factor"},
     ignored_tensors=(r"albert\.embeddings\.position_ids",),

@@ -129,7 +129,8 @@ class Backbone(nn.Module):
         if config.position == "sinusoidal":
             x_BtM = x_BtM + sinusoidal_embedding(positions_Bt, config.embedding_dim, x_BtM.dtype).to(x_BtM.dtype)
         if config.segments:
-            x_BtM = x_BtM + self.embed_segments(torch.zeros_like(positions_Bt))
+            # One row for all tokens: its gradient is one sum, and not rounded once a token.
+            x_BtM = x_BtM + self.embed_segments(positions_Bt.new_zeros(1))
         if config.embedding_norm:
             x_BtM = self.embed_norm(x_BtM)
         if dropout is not None:

@@ -160,6 +160,18 @@ def test_epochs_differ_unless_the_rule_is_static_and_a_run_goes_on(folder):
     assert torch.equal(next(again).tokens, next(loader).tokens)
 
 
+def test_the_sources_of_a_mixture_are_masked_by_their_own_epochs(folder, tmp_path):
+    path = tmp_path / "mixture.toml"
+    path.write_text(f'[[sources]]\nname = "a"\npath = "{folder}"\nweight = 1\n')
+    options: dict[str, Any] = {"seq_len": SEQ_LEN, "rows_per_step": 1, "mask": MaskRule(), "shuffle": False}
+    mixed, alone = build_loader(path, **options), build_loader(folder, **options)
+    while alone.epoch < 2:
+        assert torch.equal(next(mixed).tokens, next(alone).tokens)
+    path.write_text(path.read_text() + "fim_rate = 0.5\n")
+    with pytest.raises(ConfigError, match=r"fim_rate"):
+        build_loader(path, **options)
+
+
 def test_validation_is_masked_alike_each_time(folder):
     options: dict[str, Any] = {"seq_len": SEQ_LEN, "max_rows": 4, "mask": MaskRule(0.3)}
     once = [batch.tokens for batch in build_validation_loader(folder, **options)]
@@ -170,6 +182,9 @@ def test_validation_is_masked_alike_each_time(folder):
 
 
 def test_what_cannot_be_masked_is_refused(folder, source, tmp_path):
+    validation = build_validation_loader(folder, seq_len=SEQ_LEN, mask=MaskRule())
+    assert validation.bytes_per_token is None
+    assert build_validation_loader(folder, seq_len=SEQ_LEN).bytes_per_token
     for rate in (0.0, 1.0, -0.1, float("nan")):
         with pytest.raises(ConfigError, match="must be a share above 0 and below 1"):
             MaskRule(rate)

@@ -85,6 +85,7 @@ OF_OBJECTIVES = [
     (MASKED[:2], ["train.objective=masked hides tokens", "Try --model.causal false"]),
     ([*MASKED, "--data.mask_rate", "0"], ["data.mask_rate=0.0 must be a share above 0"]),
     ([*MASKED, "--data.fim_rate", "0.5"], ["data.fim_rate=0.5 is for train.objective=causal"]),
+    ([*MASKED, "--validation.sample_tokens", "8"], ["validation.sample_tokens=8", "continues nothing"]),
     (["--data.mask_rate", "0.3"], ["data.mask_rate=0.3 means nothing to train.objective=causal"]),
     (["--data.mask_static", "true"], ["data.mask_static=True means nothing", "Leave it out"]),
     ([*MASKED, "--model.position", "t5", "--model.relative_buckets", "7"], ["model.relative_buckets=7", "even number"]),

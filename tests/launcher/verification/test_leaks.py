@@ -30,6 +30,7 @@ PROBED = {
     "run.hostfile": "none",
 }
 LINEAR = {"model.layers": "linear full"}
+BOTH_SIDES = {"model.causal": "false", "train.objective": "masked"}
 
 
 def probe(changed: dict[str, Any]) -> str:
@@ -47,7 +48,7 @@ def nothing_leaks(ways: list[dict[str, Any]]) -> None:
 
 @pytest.mark.timeout(200)
 def test_nothing_leaks():
-    run_distributed(nothing_leaks, 2, [{}, {**LINEAR, "train.chunk_tokens": 20}], timeout=180)
+    run_distributed(nothing_leaks, 2, [{}, {**LINEAR, "train.chunk_tokens": 20}, BOTH_SIDES], timeout=180)
 
 
 WAYS: dict[str, list[dict[str, Any]]] = {
@@ -57,6 +58,17 @@ WAYS: dict[str, list[dict[str, Any]]] = {
     "chunks": [{"train.chunk_tokens": 17}, {"train.chunk_tokens": 17, "train.keep": "attention"}],
     "mixers": [LINEAR, {"model.layers": "full window", "model.window": 20}, {"model.position": "learned"}],
     "experts": [{"model.num_experts": 4}],
+    "both sides": [
+        {**BOTH_SIDES, "parallel.layout": "balanced"},
+        {**BOTH_SIDES, **LINEAR, "train.chunk_tokens": 17},
+        {
+            **BOTH_SIDES,
+            "model.position": "t5",
+            "model.layers": "sparse full",
+            "model.window": 5,
+            "model.sparse_stride": 3,
+        },
+    ],
     "rows": [
         {
             "parallel.context": 1,

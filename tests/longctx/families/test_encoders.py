@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from pathlib import Path
 
@@ -17,13 +18,21 @@ from longctx.conversion.tensors import tensor_specs
 from longctx.conversion.verify import compare_logits
 from longctx.errors import CheckpointError, ConfigError
 from longctx.model.decoder import Decoder
+from longctx.tokenizer import Tokenizer, load_tokenizer
 from tests.longctx.families.hf_models import ENCODERS, build
+from tests.longctx.tokenizer.byte_level import tokenizer_json, write_tokenizer
 
 transformers = pytest.importorskip("transformers")
 transformers.logging.set_verbosity_error()
 transformers.logging.disable_progress_bar()
 
 LENGTHS = (1, 17, 36, 5)
+SMALL = {"hidden_size": 36, "num_layers": 1, "num_heads": 4, "num_kv_heads": 4, "head_dim": 9, "ffn_size": 20}
+
+
+def byte_level_tokenizer(folder: Path) -> Tokenizer:
+    write_tokenizer(folder / "tokenizer", tokenizer_json())
+    return load_tokenizer(folder / "tokenizer")
 
 
 def ours(folder: Path) -> Decoder:
@@ -125,6 +134,7 @@ def test_weights_may_have_their_old_names_and_copies(tmp_path):
         ({"model_type": "bert", "hidden_act": "silu"}, "hidden_act='silu'"),
         ({"model_type": "bert", "num_attention_heads": 5}, "no multiple of num_attention_heads=5"),
         ({"model_type": "bert", "tie_word_embeddings": False}, "tie_word_embeddings=False"),
+        ({"model_type": "roberta", "architectures": None, "hidden_act": "relu"}, "hidden_act='relu'"),
         ({"model_type": "roberta", "pad_token_id": 40}, "leaves no row behind"),
     ],
 )
@@ -144,3 +154,25 @@ def test_presets_have_as_many_parameters_as_theirs(preset):
     with torch.device("meta"):
         theirs = transformers.AutoModelForMaskedLM.from_config(getattr(transformers, f"{kind}Config")(**described))
     assert sum(count_parameters(config).values()) == sum(p.numel() for p in theirs.parameters())
+
+
+def test_keys_that_are_absent_mean_what_transformers_takes_for_them():
+    for kind in ("Bert", "Roberta", "Albert"):
+        described = getattr(transformers, f"{kind}Config")()
+        bare = {"model_type": kind.lower(), "pad_token_id": 1}
+        for key in ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size"):
+            bare[key] = getattr(described, key)
+        config = ModelConfig.from_hf(bare)
+        assert config.activation == {"gelu": "gelu", "gelu_new": "gelu_tanh"}[described.hidden_act]
+        assert config.residual_dropout == described.hidden_dropout_prob
+        assert config.norm_eps == described.layer_norm_eps
+
+
+def test_a_tokenizer_whose_padding_is_another_one_is_not_exported_with_roberta(tmp_path):
+    tokenizer = byte_level_tokenizer(tmp_path)
+    offset = tokenizer.padding + 2
+    config = dataclasses.replace(PRESETS["roberta-base"], **SMALL, vocab_size=300, position_offset=offset)
+    with pytest.raises(ConfigError, match=rf"counts the positions of a text without id {offset - 1} "):
+        save_hf(config, Decoder(config).state_dict(), tmp_path / "out", tokenizer=tokenizer)
+    fitting = dataclasses.replace(config, position_offset=tokenizer.padding + 1)
+    save_hf(fitting, Decoder(fitting).state_dict(), tmp_path / "out", tokenizer=tokenizer)
