@@ -184,15 +184,17 @@ def _one_group() -> tuple[Rule, ...]:
     )
 
 
+_BERT = (
+    translated("hidden_act", "activation", _ACTIVATIONS, default="gelu"),
+    same("max_position_embeddings", "max_positions", default=512),
+)
+# Its head has this activation whatever the layers have.
+_ROBERTA = (translated("hidden_act", "activation", {"gelu": "gelu"}, default="gelu"), _offset_positions())
+
 BERT = Family(
     model_type="bert",
     architecture="BertForMaskedLM",
-    rules=(
-        *_COMMON,
-        *_dropout(0.1),
-        translated("hidden_act", "activation", _ACTIVATIONS, default="gelu"),
-        same("max_position_embeddings", "max_positions", default=512),
-    ),
+    rules=_COMMON + _dropout(0.1) + _BERT,
     tensors=_of_bert(
         "bert",
         bias="cls.predictions.bias",
@@ -209,13 +211,7 @@ BERT = Family(
 ROBERTA = Family(
     model_type="roberta",
     architecture="RobertaForMaskedLM",
-    # Its head has this activation whatever the layers have.
-    rules=(
-        *_COMMON,
-        *_dropout(0.1),
-        translated("hidden_act", "activation", {"gelu": "gelu"}, default="gelu"),
-        _offset_positions(),
-    ),
+    rules=_COMMON + _dropout(0.1) + _ROBERTA,
     tensors=_of_bert("roberta", bias="lm_head.bias", dense="lm_head.dense", norm="lm_head.layer_norm"),
     ignored_keys=_OF_OTHER_HEADS,
     ignored_tensors=(r"roberta\.embeddings\.position_ids",),
