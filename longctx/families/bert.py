@@ -6,7 +6,6 @@ layers are one block, and its tables are narrower than the model.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Mapping
 from typing import Any
 
@@ -15,51 +14,25 @@ from longctx.errors import ConfigError
 from longctx.families.llama import DENSE
 from longctx.families.rules import (
     UNUSED,
+    all_heads,
     constant,
     divided_head_dim,
     integer,
+    left_out_dropout,
     only,
     same,
     translated,
-    typed,
-    width_over_heads,
 )
 from longctx.families.spec import BLOCK, Family, HfConfig, OnDisk, Rule, TensorRule
 
-log = logging.getLogger(__name__)
-
 _ACTIVATIONS = {"gelu": "gelu", "gelu_new": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh", "relu": "relu"}
-_DROPPED_ATTENTION = "attention_probs_dropout_prob"
-
-
-def _all_heads() -> Rule:
-    """Keys and values have as many heads as queries, and the heads share the width."""
-
-    def read(hf: HfConfig) -> dict[str, Any]:
-        heads = integer(hf, "num_attention_heads")
-        if integer(hf, "hidden_size") != width_over_heads(hf) * heads:
-            raise ConfigError(
-                f"hidden_size={hf['hidden_size']} in config.json is no multiple of num_attention_heads={heads}."
-            )
-        return {"num_kv_heads": heads}
-
-    return Rule(read=read)
 
 
 def _dropout(usual: float) -> tuple[Rule, ...]:
-    """Of the residual stream. Attention weights are never dropped here, of which a warning is enough."""
-
-    def read(hf: HfConfig) -> dict[str, Any]:
-        rate = typed(_DROPPED_ATTENTION, hf.get(_DROPPED_ATTENTION, usual), "float")
-        if rate:
-            log.warning(
-                "%s=%s of config.json is left out: this model drops no attention weights in training",
-                _DROPPED_ATTENTION, rate,
-            )  # fmt: skip
-        return {}
-
-    attention = Rule(keys=(_DROPPED_ATTENTION,), read=read, write=lambda _: {_DROPPED_ATTENTION: 0.0})
-    return attention, same("hidden_dropout_prob", "residual_dropout", default=usual)
+    return (
+        left_out_dropout("attention_probs_dropout_prob", usual),
+        same("hidden_dropout_prob", "residual_dropout", default=usual),
+    )
 
 
 def _offset_positions() -> Rule:
@@ -99,7 +72,7 @@ _COMMON = (
     # Untied, the head has a second bias, which nothing reads.
     only("tie_word_embeddings", True),
     divided_head_dim(),
-    _all_heads(),
+    all_heads(),
     only("position_embedding_type", "absolute", written=False),
     only("is_decoder", False, written=False),
     only("add_cross_attention", False, written=False),

@@ -5,7 +5,6 @@ GPT-1's norms stand after each sum, GPT-2's before each part.
 
 from __future__ import annotations
 
-import logging
 from typing import Any
 
 from longctx.architecture.fields import ModelFields
@@ -13,29 +12,17 @@ from longctx.errors import ConfigError
 from longctx.families.llama import DENSE
 from longctx.families.rules import (
     UNUSED,
+    all_heads,
     constant,
     divided_head_dim,
     integer,
+    left_out_dropout,
     only,
     same,
     translated,
     typed,
-    width_over_heads,
 )
 from longctx.families.spec import BLOCK, Family, HfConfig, OnDisk, Rule, TensorRule
-
-log = logging.getLogger(__name__)
-
-
-def _all_heads() -> Rule:
-    """Keys and values have as many heads as queries, and the heads share the width."""
-
-    def read(hf: HfConfig) -> dict[str, Any]:
-        if integer(hf, "n_embd") != width_over_heads(hf, "n_embd", "n_head") * integer(hf, "n_head"):
-            raise ConfigError(f"n_embd={hf['n_embd']} in config.json is no multiple of n_head={hf['n_head']}.")
-        return {"num_kv_heads": integer(hf, "n_head")}
-
-    return Rule(read=read)
 
 
 def _inner() -> Rule:
@@ -64,21 +51,6 @@ def _dropout() -> Rule:
         return {"resid_pdrop": config.residual_dropout, "embd_pdrop": config.residual_dropout}
 
     return Rule(keys=("resid_pdrop", "embd_pdrop"), read=read, write=write)
-
-
-def _attention_dropout() -> Rule:
-    """Attention weights are never dropped here. It matters in training only, so a warning is enough."""
-    key = "attn_pdrop"
-
-    def read(hf: HfConfig) -> dict[str, Any]:
-        rate = typed(key, hf.get(key, 0.1), "float")
-        if rate:
-            log.warning(
-                "%s=%s of config.json is left out: this decoder drops no attention weights in training", key, rate
-            )
-        return {}
-
-    return Rule(keys=(key,), read=read, write=lambda _: {key: 0.0})
 
 
 def _read_context(hf: HfConfig) -> dict[str, Any]:
@@ -111,9 +83,9 @@ _COMMON = (
     same("initializer_range", "init_std", default=0.02),
     same("tie_word_embeddings", "tie_embeddings", default=True),
     divided_head_dim("n_embd", "n_head"),
-    _all_heads(),
+    all_heads("n_embd", "n_head"),
     _dropout(),
-    _attention_dropout(),
+    left_out_dropout("attn_pdrop"),
     Rule(keys=("n_ctx",), read=_read_context),
 )
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from dataclasses import fields
 from typing import Any
@@ -11,6 +12,8 @@ from longctx.architecture.rules import MOST_LAYERS
 from longctx.errors import ConfigError
 from longctx.families.spec import HfConfig, Rule
 from longctx.untrusted.reading import shown
+
+log = logging.getLogger(__name__)
 
 MOST_INTEGER = 2**40
 """The largest number that any size, distance or length in a config.json may be."""
@@ -163,6 +166,35 @@ def width_of_heads(family: str) -> Rule:
         return {}
 
     return Rule(read=lambda _: {}, write=write)
+
+
+def all_heads(width: str = "hidden_size", heads: str = "num_attention_heads") -> Rule:
+    """Keys and values have as many heads as queries, and the heads share the width."""
+
+    def read(hf: HfConfig) -> dict[str, Any]:
+        size, count = integer(hf, width), integer(hf, heads)
+        if size != width_over_heads(hf, width, heads) * count:
+            raise ConfigError(f"{width}={size} in config.json is no multiple of {heads}={count}.")
+        return {"num_kv_heads": count}
+
+    return Rule(read=read)
+
+
+def left_out_dropout(key: str, usual: float = 0.1) -> Rule:
+    """Dropout of attention weights, ``usual`` where the key is absent: never done here, of which a warning is enough.
+
+    It matters in training only.
+    """
+
+    def read(hf: HfConfig) -> dict[str, Any]:
+        rate = typed(key, hf.get(key, usual), "float")
+        if rate:
+            log.warning(
+                "%s=%s of config.json is left out: this decoder drops no attention weights in training", key, rate
+            )
+        return {}
+
+    return Rule(keys=(key,), read=read, write=lambda _: {key: 0.0})
 
 
 def width_over_heads(hf: HfConfig, width: str = "hidden_size", heads: str = "num_attention_heads") -> int:
