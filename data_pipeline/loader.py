@@ -370,7 +370,7 @@ class ValidationLoader:
         """Mean bytes of text that a token of these rows stands for, as the folders' own means are; None if unknown.
 
         Of conversations it is: the mean is of all tokens, and a loss of those that count. Of masked tokens too, which
-        are told from what stands behind them.
+        are predicted from both sides.
         """
         if self._masking is not None or any(shards.is_masked for shards in self.folders):
             return None

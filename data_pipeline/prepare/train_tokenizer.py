@@ -152,7 +152,7 @@ def train_tokenizer(
     """Train a model on ``documents`` and write it to ``output``, all at once; the same input gives the same bytes.
 
     ``kind`` is ``bpe``, ``unigram``, ``word`` or ``char``. With ``fim`` three of the ids stand before the parts of a
-    document whose middle is to be filled in; with ``mask`` one stands for a token that is to be told. Training holds
+    document whose middle is to be filled in; with ``mask`` one stands for a masked token. Training holds
     the text in memory. Above ``max_text_bytes`` it therefore uses a sample of whole documents, drawn by a hash of
     ``seed`` and text. Raises ``DataError`` for a ``vocab_size`` that the corpus cannot fill.
 

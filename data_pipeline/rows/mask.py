@@ -1,4 +1,4 @@
-"""Masked tokens: some of a document's are chosen, read as something else, and have to be told from the rest.
+"""Masked tokens: some of a document's are chosen, read as something else, and predicted from the rest.
 
 "BERT" (Devlin et al., 2018, arXiv 1810.04805, §3.1): of the chosen tokens 80 % are read as the mask, 10 % as a token
 drawn from the vocabulary, 10 % as they are. Which ones, and as what, are functions of (seed, epoch, folder, document,

@@ -125,7 +125,7 @@ class DataSection:
     """A document longer than this is filled in by parts of so many tokens, which must divide the tokens of a row; 0:
     data.seq_len, or with a mixture's stages the most that divides all of their rows."""
     mask_rate: float = 0.15
-    """With train.objective=masked, share of the tokens that are to be told: 80 % of them are read as the tokenizer's
+    """With train.objective=masked, share of the tokens to predict: 80 % of them are read as the tokenizer's
     mask, 10 % as another token, 10 % as they are. Needs a tokenizer with a mask, as `tokenizer train --mask` makes."""
     mask_whole_words: bool = False
     """Whether words are masked in place of tokens."""
@@ -436,7 +436,7 @@ class RunConfig:
 
     @property
     def head_share(self) -> float:
-        """Share of the tokens that have logits in training: of masked ones those alone that are to be told."""
+        """Share of the tokens that have logits in training: if the objective is masked, the chosen ones alone."""
         # By chunks the head takes the residual stream as it comes.
         if self.mask is None or self.train.chunk_tokens:
             return 1.0

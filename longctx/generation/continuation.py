@@ -61,7 +61,7 @@ class Request:
         if not model.config.causal:
             raise ConfigError(
                 "this model sees both sides of a token (model.causal=false), so it continues nothing. Its masked "
-                "tokens are told in validation (train.objective=masked)."
+                "tokens are predicted in validation (train.objective=masked)."
             )
         if len(prompt_ids) == 0:
             raise ConfigError("the prompt is empty: a model continues at least one token. Start with the begin id.")

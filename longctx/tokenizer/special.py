@@ -95,7 +95,7 @@ class SpecialIds:
     fim: FimIds | None = None
     """Where the tokenizer has all three."""
     mask: int | None = None
-    """Stands for a token that is to be told."""
+    """Stands for a masked token."""
 
 
 def special_ids(
