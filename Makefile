@@ -1,6 +1,7 @@
 # make demo    set up, then the whole road: corpus, tokenizer, shards, pretraining, resume, report, export
 # make demo-recall   set up, then a small model that finds needles: training over ranks, evaluation, pictures
 # make demo-chat     set up, then a base model learns to answer in a chat template, over ranks; before and after
+# make demo-translate   set up, then an encoder and a decoder learn to translate, over ranks; BLEU on pages they have not seen
 # make test    set up, then the tests
 # make test-core   set up, then one case of each promise of the README, in a minute or so
 # make test TARGET=torch2.11   the same under Python 3.12 and PyTorch 2.11, in an environment of its own (docs/versions.md)
@@ -29,6 +30,7 @@ TORCH_CPU_INDEX ?= https://download.pytorch.org/whl/cpu
 RUN ?= runs/quickstart
 RECALL_RUN ?= runs/recall
 CHAT_RUN ?= runs/chat
+TRANSLATE_RUN ?= runs/translate
 WORKERS ?= 3
 PART ?= 1/1
 
@@ -38,7 +40,7 @@ endif
 export DS_ACCELERATOR
 export TORCH_EXTENSIONS_DIR ?= $(CURDIR)/$(VENV)/torch_extensions
 
-.PHONY: setup demo demo-recall demo-chat test test-core bench faults lint clean
+.PHONY: setup demo demo-recall demo-chat demo-translate test test-core bench faults lint clean
 
 setup: $(STAMP)
 
@@ -55,8 +57,8 @@ $(STAMP): pyproject.toml $(wildcard constraints/*.txt)
 	@echo "==> longctx, its dependencies and the tools of its tests"
 	@# The versions that the tests ran with, if Python and torch are a pair that was tested; of other pairs nothing is pinned.
 	@pins=$$($(BIN)/python -c 'import sys; from importlib.metadata import version; print("constraints/python{}.{}-torch{}.txt".format(*sys.version_info[:2], ".".join(version("torch").split(".")[:2])))'); \
-	if test -f "$$pins"; then echo "==> versions of $$pins" && $(BIN)/pip install -e '.[dev,hf,eval]' -c "$$pins"; \
-	else $(BIN)/pip install -e '.[dev,hf,eval]'; fi
+	if test -f "$$pins"; then echo "==> versions of $$pins" && $(BIN)/pip install -e '.[dev,hf,eval,bleu,po]' -c "$$pins"; \
+	else $(BIN)/pip install -e '.[dev,hf,eval,bleu,po]'; fi
 	@$(BIN)/python -m longctx_train
 	@touch $@
 
@@ -68,6 +70,9 @@ demo-recall: setup
 
 demo-chat: setup
 	@bash launcher/demos/chat.sh $(CHAT_RUN)
+
+demo-translate: setup
+	@bash launcher/demos/translate.sh $(TRANSLATE_RUN)
 
 test: setup
 	@# In the order of tests/conftest.py: by itself xdist begins with the files of most tests, not the longest. Three workers

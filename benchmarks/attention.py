@@ -1,10 +1,11 @@
 """Attention across ranks beside one process: time, memory, exactness, packed rows.
 
-    python -m benchmarks.attention [--only ring exactness packed] [--quick]
+    python -m benchmarks.attention [--only ring both-sides exactness packed] [--quick]
 
 * ring: one causal document, 2 ranks × 1 thread, forward and backward, against half of one process's
   ``scaled_dot_product_attention`` and against the rank's blocks alone (``benchmarks/blocks.py``) in CPU seconds; and
   how much resident memory rises.
+* both-sides: the same in float32, of tokens that see those behind them too (an encoder's), in a contiguous ring.
 * exactness: relative (Frobenius) errors of output and gradients against float64, at degrees 1 to 8.
 * packed: documents of lognormal lengths (mean 1K) in one row, against the sum of the documents one by one.
 
@@ -18,7 +19,7 @@ import argparse
 import math
 import sys
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import Any
 
@@ -52,6 +53,8 @@ SLOW_BFLOAT16 = 0.6
 """The same where PyTorch's bfloat16 attention takes two to five times as long as float32, in which ours computes."""
 MEMORY_BOUND = {FP32: 242, BF16: 80}
 """MiB that a rank's resident memory rises."""
+BOTH_SIDES_BOUND = 1.04
+"""CPU seconds of a rank over half of one process's, of tokens that see both sides."""
 PACKED_BOUND = 1.15
 """CPU seconds of the worst rank over half of one process's, for each unit of the layout's imbalance."""
 _OVER_SHARE = "CPU seconds over half of one process's"
@@ -97,6 +100,16 @@ def ring(options: Options) -> tuple[list[dict], list[Bound]]:
             flush=True,
         )
     return rows, bounds
+
+
+def both_sides(options: Options) -> tuple[list[dict], list[Bound]]:
+    """Two ranks of a contiguous ring on one document that sees both its sides: a row, and its bounds."""
+    asked, case = replace(problem(FP32, 0, TOKENS), causal=False), f"both sides, {FP32}"
+    (row,) = measure_time(asked, [ring_method("contiguous")], 2, options.rounds)
+    print(f"{case}: {_times(row)}", flush=True)
+    why = "a rank does half of the work, and sending costs next to nothing"
+    again = ("--only", "both-sides")
+    return [row], [Bound(_OVER_SHARE, row["ratio_to_share"], BOTH_SIDES_BOUND, case, why, again=again)]
 
 
 def time_bounds(case: str, row: dict, imbalance: float = 1.0, packed: float | None = None) -> Iterator[Bound]:
@@ -200,6 +213,7 @@ def _numbers(of: dict[str, float]) -> str:
 
 TABLES: dict[str, Callable[[Options], tuple[list[dict], list[Bound]]]] = {
     "ring": ring,
+    "both-sides": both_sides,
     "exactness": exactness,
     "packed": packed,
 }

@@ -29,12 +29,13 @@ Solve = Callable[[list[Tensor]], list[Tensor]]
 
 @dataclass(frozen=True)
 class Problem:
-    """Causal attention, forward and backward, with inputs that are the same in every process."""
+    """Attention, forward and backward, with inputs that are the same in every process."""
 
     name: str
     dtype: torch.dtype
     num_kv_heads: int
     cu_seqlens: tuple[int, ...]
+    causal: bool = True
 
     @property
     def tokens(self) -> int:
@@ -75,8 +76,8 @@ def prepare_ours(
 
     It is planned here, as a model plans it once for all layers of a batch.
     """
-    layout = SequenceLayout.build(kind, asked.tokens, degree, asked.cu_seqlens, ulysses)
-    schedule = Schedule.build(layout, asked.cu_seqlens)
+    layout = SequenceLayout.build(kind, asked.tokens, degree, asked.cu_seqlens, ulysses, causal=asked.causal)
+    schedule = Schedule.build(layout, asked.cu_seqlens, asked.causal)
     mesh = Mesh.build(context=degree, ulysses=ulysses)
     shapes = AttentionShapes(
         batch=1,
@@ -108,15 +109,15 @@ def ring_method(layout: str) -> Method:
 RING = ring_method("zigzag")
 
 
-def one_process(cu_seqlens: Sequence[int], full: list[Tensor]) -> list[Tensor]:
+def one_process(asked: Problem, full: list[Tensor]) -> list[Tensor]:
     """Output and gradients by PyTorch's own attention, document by document."""
-    parts = [_one_document([x[:, a:b] for x in full]) for a, b in pairwise(cu_seqlens) if b > a]
+    parts = [_one_document([x[:, a:b] for x in full], asked.causal) for a, b in pairwise(asked.cu_seqlens) if b > a]
     return [torch.cat(of, 1) for of in zip(*parts, strict=True)]
 
 
-def _one_document(tensors: list[Tensor]) -> list[Tensor]:
+def _one_document(tensors: list[Tensor], causal: bool) -> list[Tensor]:
     q, k, v = (x.detach().transpose(1, 2).requires_grad_() for x in tensors[:3])
-    out = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+    out = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=causal, enable_gqa=True)
     out.backward(tensors[3].transpose(1, 2))
     return [x.detach().transpose(1, 2) for x in (out, q.grad, k.grad, v.grad)]  # type: ignore[union-attr]
 
@@ -157,15 +158,15 @@ def time_rounds(asked: Problem, methods: tuple[Method, ...], degree: int, rounds
     process does the whole work the others do the same: cores that share caches are slower together than alone.
     """
     full, rank = asked.inputs(), torch.distributed.get_rank()
-    actions: list[Callable[[], Any]] = [lambda: one_process(asked.cu_seqlens, full)]
+    actions: list[Callable[[], Any]] = [lambda: one_process(asked, full)]
     for method in methods:
         layout, solve = method.prepare(asked, degree, *method.arguments)
         mine = [layout.split(x, rank, 1) for x in full]
         actions.append(lambda solve=solve, mine=mine: solve(mine))
     kinds = [method.layout for method in methods if method.layout is not None]
     for kind in kinds:
-        layout = SequenceLayout.build(kind, asked.tokens, degree, asked.cu_seqlens)
-        actions.append(blocks_alone(Schedule.build(layout, asked.cu_seqlens), rank, full))
+        layout = SequenceLayout.build(kind, asked.tokens, degree, asked.cu_seqlens, causal=asked.causal)
+        actions.append(blocks_alone(Schedule.build(layout, asked.cu_seqlens, asked.causal), rank, full))
     for action in actions:
         action()  # the first use of anything is not counted
     seconds = alternate(actions, rounds)
@@ -221,10 +222,10 @@ def errors(asked: Problem, got: list[Tensor]) -> dict[str, float]:
 @lru_cache(maxsize=2)
 def exact(asked: Problem) -> list[Tensor]:
     """The results in float64."""
-    return one_process(asked.cu_seqlens, [x.double() for x in asked.inputs()])
+    return one_process(asked, [x.double() for x in asked.inputs()])
 
 
 @lru_cache(maxsize=8)
 def one_process_errors(asked: Problem) -> dict[str, float]:
     """Of one process's ``scaled_dot_product_attention``, document by document."""
-    return errors(asked, one_process(asked.cu_seqlens, asked.inputs()))
+    return errors(asked, one_process(asked, asked.inputs()))

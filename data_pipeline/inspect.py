@@ -12,19 +12,20 @@ from typing import Any
 import numpy as np
 import xxhash
 
-from data_pipeline.loader import documents_in, open_order
+from data_pipeline.loader import open_order
 from data_pipeline.mixture.file import Mixture, Stage, is_mixture
 from data_pipeline.prepare.duplicates.outcome import DUPLICATES_FILE
 from data_pipeline.prepare.left_out import LEFT_OUT_FILE
 from data_pipeline.rows.blocks import BlockPlanner, PackReport
 from data_pipeline.rows.filled import Documents
 from data_pipeline.rows.pack import BEST_FIT, Packing, Piece
+from data_pipeline.rows.sides import documents_in
 from data_pipeline.shards.copies import LocalCopy, copies_folder, open_folder
 from data_pipeline.shards.manifest import MANIFEST_FILE, VALIDATION_FOLDER, Manifest
 from data_pipeline.shards.marked import marked_text, mask_of
 from data_pipeline.shards.packing import PACKED_FILE
 from data_pipeline.shards.problems import shard_problems
-from data_pipeline.shards.reader import Corpus, ShardSet, manifest_tokenizer
+from data_pipeline.shards.reader import Corpus, ShardSet, SourceSide, manifest_tokenizer
 from data_pipeline.stores.urls import Location, locate
 from longctx.errors import ConfigError, DataError
 from longctx.files import explained_writes
@@ -33,6 +34,10 @@ from longctx.tokenizer.load import has_tokenizer
 
 PLANNED_DOCUMENTS = 1 << 20
 """Documents that ``describe`` plans; of a larger corpus it estimates rows and padding from them. About a second."""
+
+
+_WHOLE = 1 << 62
+"""Behind the end of any document."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,6 +67,11 @@ class Description:
     """Tokens whose prediction counts in the loss: all, but in a folder of conversations."""
     conversation: str
     """How the first conversation begins, what counts between ⟦ and ⟧; empty in a folder of texts."""
+    source_tokens: int
+    """Tokens of the sources of pairs; 0 in another folder."""
+    longest_source_tokens: int
+    pair: list[str]
+    """Source and target of the first pair; empty in another folder."""
     packing: PackReport | None
     """Epoch 0 of seed 0 at the ``seq_len`` that was asked for; an estimate of more than ``PLANNED_DOCUMENTS``."""
 
@@ -79,6 +89,10 @@ class PieceView:
     """The text it begins with."""
     tail: str
     """The text it ends with; empty where ``head`` is the whole piece."""
+    source_tokens: int = 0
+    """Of a pair what its source has."""
+    source: str = ""
+    """The text that the source begins with."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -138,17 +152,18 @@ def describe_mixture(path: str | Path) -> MixtureView:
     return MixtureView(sources=sources, stages=list(mixture.stages), shares=shares)
 
 
-def describe(folder: str | Path, *, seq_len: int | None = None) -> Description:
+def describe(folder: str | Path, *, seq_len: int | None = None, source_seq_len: int = 0) -> Description:
     """What a shard folder holds; with ``seq_len`` also what packing at that length costs. Checksums are not read.
 
-    All offsets are read, 8 bytes a document, for the longest one.
+    Of pairs packing needs a ``source_seq_len`` too. All offsets are read, 8 bytes a document, for the longest one.
     """
     shards = ShardSet.open(folder)
     manifest = shards.manifest
     packing = None
     if seq_len is not None:
         _check_seq_len(seq_len)
-        packing = BlockPlanner(shards, seq_len).report(documents=PLANNED_DOCUMENTS)
+        planner = BlockPlanner(shards, seq_len, source_seq_len=source_seq_len)
+        packing = planner.report(documents=PLANNED_DOCUMENTS)
     return Description(
         folder=str(folder),
         split=manifest.split,
@@ -169,6 +184,9 @@ def describe(folder: str | Path, *, seq_len: int | None = None) -> Description:
         duplicates={name: value for name, value in manifest.duplicates.items() if name != "list"},
         counted_tokens=manifest.counted or manifest.tokens,
         conversation=_first_conversation(shards),
+        source_tokens=manifest.source_tokens,
+        longest_source_tokens=shards.longest_document("source") if shards.manifest.has_sources else 0,
+        pair=_first_pair(shards),
         packing=packing,
     )
 
@@ -185,6 +203,15 @@ def _first_conversation(shards: ShardSet) -> str:
     return text
 
 
+def _first_pair(shards: ShardSet) -> list[str]:
+    """Return the beginning of both sides of the first pair; none without one."""
+    if not shards.manifest.has_sources or not shards.num_documents:
+        return []
+    tokenizer = shards.tokenizer()
+    target = tokenizer.decode(shards.slice(0, 0, _SHOWN_TOKENS))
+    return [_source_text(shards, 0, tokenizer, _SHOWN_TOKENS), target]
+
+
 def show_row(
     folder: str | Path,
     *,
@@ -195,6 +222,7 @@ def show_row(
     block: int | None = None,
     shuffle: bool = True,
     preview_tokens: int = 32,
+    source_seq_len: int = 0,
 ) -> RowView:
     """Row ``row`` of an epoch as the loader packs it, with ``preview_tokens`` decoded at both ends of each piece.
 
@@ -205,7 +233,7 @@ def show_row(
     shards = ShardSet.open(folder)
     tokenizer = shards.tokenizer()
     # The same pure function as the loader's: what is shown is what a run reads.
-    planner = BlockPlanner(shards, seq_len, seed=seed, shuffle=shuffle)
+    planner = BlockPlanner(shards, seq_len, seed=seed, shuffle=shuffle, source_seq_len=source_seq_len)
     if block is None:
         block, row = _find_row(planner, epoch, row, seq_len)
     if not 0 <= block < planner.num_blocks:
@@ -232,7 +260,14 @@ def show_row(
 
 
 def sample_rows(
-    data: str | Path, *, seq_len: int, rows: int, first_row: int = 0, seed: int = 0, packing: Packing = BEST_FIT
+    data: str | Path,
+    *,
+    seq_len: int,
+    rows: int,
+    first_row: int = 0,
+    seed: int = 0,
+    packing: Packing = BEST_FIT,
+    source_seq_len: int = 0,
 ) -> Iterator[str]:
     """Yield ``rows`` rows of a run as text, from its row ``first_row`` on, a line above each row and each document.
 
@@ -245,9 +280,15 @@ def sample_rows(
     if first_row < 0:
         raise ConfigError(f"first_row={first_row} must be at least 0: rows of a run are numbered from 0.")
     folders, order = open_order(
-        data, seq_len, seed=seed, packing=packing, open_folder=partial(ShardSet.open, verify=False)
+        data,
+        seq_len,
+        seed=seed,
+        packing=packing,
+        source_seq_len=source_seq_len,
+        open_folder=partial(ShardSet.open, verify=False),
     )
-    corpus, tokenizer = Corpus(folders), folders[0].tokenizer()
+    first_folder = folders[0]
+    corpus, tokenizer = Corpus(folders), first_folder.tokenizer()
     documents = documents_in(folders, order.fims)
     at = order.start()
     for first in range(0, first_row, _SKIPPED_AT_ONCE):
@@ -258,15 +299,27 @@ def sample_rows(
             return
         (row,), at = order.rows(at, 1)
         tokens = sum(stop - start for _, start, stop in row)
-        text = [f"════ row {number} ({tokens:,} of {seq_len:,} tokens)"]
+        beside = ""
+        if source_seq_len:
+            beside = f", sources {sum(row.source_lengths):,} of {source_seq_len:,}"
+        text = [f"════ row {number} ({tokens:,} of {seq_len:,} tokens{beside})"]
         for document, start, stop in row:
             size = int(documents.lengths_of(np.array([document]))[0])
             name = corpus.name(document)
             if len(folders) > 1:
                 name = f"{folders[corpus.folder_of(document)].folder.name}: {name}"
             text.append(f"──── {name} (tokens {start:,} to {stop:,} of {size:,})")
+            if source_seq_len:
+                text.append(_source_text(first_folder, document, tokenizer))
+                text.append("⇒")
             text.append(_text_of(documents, (document, start, stop), tokenizer))
         yield "\n".join(text) + "\n"
+
+
+def _source_text(shards: ShardSet, document: int, tokenizer: Tokenizer, most: int = _WHOLE) -> str:
+    """The text of a pair's source, or its beginning."""
+    (ids,) = SourceSide(shards).slices([(document, 0, most)])
+    return _with_marks(ids, tokenizer)
 
 
 def _text_of(documents: Documents, piece: Piece, tokenizer: Tokenizer) -> str:
@@ -409,6 +462,10 @@ def _list_problems(path: Location, hash: str) -> Iterator[str]:
 def _piece_view(shards: ShardSet, tokenizer: Tokenizer, piece: tuple[int, int, int], preview: int) -> PieceView:
     """A piece of a row, decoded at both ends; whole where the two ends would meet."""
     document, start, stop = piece
+    source_tokens, source = 0, ""
+    if shards.manifest.has_sources:
+        source_tokens = int(shards.lengths_of(np.array([document]), "source")[0])
+        source = _source_text(shards, document, tokenizer, 2 * preview)
     head, tail = (start, stop), (stop, stop)
     if stop - start > 2 * preview:
         head, tail = (start, start + preview), (stop - preview, stop)
@@ -420,6 +477,8 @@ def _piece_view(shards: ShardSet, tokenizer: Tokenizer, piece: tuple[int, int, i
         document_tokens=len(shards.document(document)),
         head=_text_of(shards, (document, *head), tokenizer),
         tail=_text_of(shards, (document, *tail), tokenizer),
+        source_tokens=source_tokens,
+        source=source,
     )
 
 

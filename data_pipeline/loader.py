@@ -10,21 +10,22 @@ epoch e directly.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from data_pipeline.mixture.file import Mixture, is_mixture
 from data_pipeline.mixture.order import Forecast, MixedOrder
-from data_pipeline.rows.batches import Place, build_batch, build_share, documents_of, lengths_of
+from data_pipeline.rows.batches import Place
 from data_pipeline.rows.blocks import FirstRows, PackReport
-from data_pipeline.rows.filled import Documents, FimDocuments
-from data_pipeline.rows.fim import Fim
 from data_pipeline.rows.mask import Masking, MaskRule
 from data_pipeline.rows.micro_batches import MicroBatches, balanced
 from data_pipeline.rows.order import FolderOrder, Order
 from data_pipeline.rows.pack import BEST_FIT, Packing, Row
+from data_pipeline.rows.sides import Sides, documents_in, masking_of, sides_of
 from data_pipeline.shards.reader import Corpus, ShardSet
 from data_pipeline.shards.verify import open_verified
 from data_pipeline.stores.urls import Location
@@ -32,8 +33,8 @@ from longctx.batch import Batch, PackedDocuments
 from longctx.compact_batch import CompactBatch
 from longctx.errors import ConfigError, DataError
 
-Cost = Callable[[Sequence[int]], int]
-"""The work that a row of documents of these lengths is, in any unit."""
+Cost = Callable[..., int]
+"""The work that a row of documents of these lengths is, in any unit; of pairs of these lengths and those of sources."""
 
 Open = Callable[[str | Location], ShardSet]
 """Opens a shard folder; ``DataError`` where it cannot be read."""
@@ -53,6 +54,7 @@ def build_loader(
     cost: Cost | None = None,
     lockstep: bool = False,
     mask: MaskRule | None = None,
+    source_seq_len: int = 0,
     verify: bool = True,
     open_folder: Open | None = None,
 ) -> Loader:
@@ -61,7 +63,8 @@ def build_loader(
     ``rows_per_step`` counts rows of all ranks and micro-batches together. A micro-batch is [rows, seq_len], of at most
     ``micro_batch_rows`` rows: where these do not divide a rank's rows of a step, some have one less than others.
     With ``cost``, the work of a row, the rows of a step are dealt out so that ranks have as much, with ``lockstep`` in
-    each micro-batch. With a ``mask`` some tokens are masked.
+    each micro-batch. With a ``mask`` some tokens are masked. Rows of pairs have at most ``source_seq_len`` tokens of
+    sources beside them.
     With ``verify`` nothing damaged is ever read (``open_verified``); a folder that is open already is taken as it is.
     ``open_folder`` opens folders in another way.
     Raises ``ConfigError`` for sizes that do not fit, ``DataError`` for a folder that cannot be read.
@@ -69,12 +72,14 @@ def build_loader(
     _check_sizes(seq_len=seq_len, micro_batch_rows=micro_batch_rows, data_rank=data_rank, data_degree=data_degree)
     _check_rows_per_step(rows_per_step, data_degree=data_degree)
     open_folder = open_folder or _opener(verify=verify)
-    order_of = {"seed": seed, "shuffle": shuffle, "packing": packing}
+    order_of = {"seed": seed, "shuffle": shuffle, "packing": packing, "source_seq_len": source_seq_len}
     folders, order = open_order(folder, seq_len, open_folder=open_folder, **order_of)
     return Loader(
         folders,
         order,
         seq_len=seq_len,
+        source_seq_len=source_seq_len,
+        **sides_of(folders, packing, seq_len, source_seq_len, seed=seed),
         rows_per_step=rows_per_step,
         micro_batch_rows=micro_batch_rows,
         data_rank=data_rank,
@@ -92,6 +97,7 @@ def open_order(
     seed: int = 0,
     shuffle: bool = True,
     packing: Packing = BEST_FIT,
+    source_seq_len: int = 0,
     open_folder: Open = open_verified,
 ) -> tuple[tuple[ShardSet, ...], Order]:
     """The shard folders of a run, and the order of their rows: of one folder, or of those that a mixture's file names.
@@ -101,8 +107,23 @@ def open_order(
     order = {"seed": seed, "shuffle": shuffle, "packing": packing}
     if isinstance(data, ShardSet) or not is_mixture(data):
         shards = _opened(data, open_folder)
-        return (shards,), FolderOrder(shards, seq_len, **order)
+        return (shards,), FolderOrder(shards, seq_len, source_seq_len=source_seq_len, **order)
+    _check_one_folder(data, packing, source_seq_len)
     return _open_mixture(Mixture.load(data), Path(data), seq_len, open_folder, **order)
+
+
+def _check_one_folder(mixture: str | Path, packing: Packing, source_seq_len: int) -> None:
+    """ConfigError for a mixture of pairs, and of texts that examples are made of."""
+    if packing.examples is not None:
+        raise ConfigError(
+            f"{packing.examples} are made of the texts of one folder, and {mixture} is a mixture.\nBuild one folder of "
+            "all: longctx data build --source A --source B …"
+        )
+    if source_seq_len:
+        raise ConfigError(
+            f"data.source_seq_len={source_seq_len} is for pairs, and {mixture} is a mixture, whose sources are texts "
+            "and conversations.\nBuild one folder of all pairs: longctx data build --source A --source B …"
+        )
 
 
 def held_out_of(path: str | Path) -> Mixture:
@@ -130,6 +151,8 @@ def build_validation_loader(
     open_folder: Open | None = None,
     held_out: bool = False,
     mask: MaskRule | None = None,
+    source_seq_len: int = 0,
+    packing: Packing = BEST_FIT,
 ) -> ValidationLoader:
     """The first ``max_rows`` rows (all, if None) of a shard folder, in a fixed order, once each time it is iterated.
 
@@ -146,8 +169,9 @@ def build_validation_loader(
     names: tuple[str, ...] = ()
     if isinstance(folder, ShardSet) or not is_mixture(folder):
         folders = (_opened(folder, open_folder),)
-        rows: Rows = FirstRows(folders[0], seq_len, max_rows=max_rows)
+        rows: Rows = FirstRows(folders[0], seq_len, max_rows=max_rows, source_seq_len=source_seq_len, packing=packing)
     else:
+        _check_one_folder(folder, packing, source_seq_len)
         mixture = Mixture.load(folder).to_validate()
         if held_out:
             mixture = held_out_of(folder)
@@ -156,7 +180,9 @@ def build_validation_loader(
         names = tuple(source.name for source in mixture.sources)
     # The same tokens each time, whatever the run's seed: losses of different runs are over the same.
     masking = masking_of(mask, folders, seed=0)
-    return ValidationLoader(folders, rows, seq_len=seq_len, source_names=names, masking=masking, **sizes)
+    options = {"source_names": names, "masking": masking, "source_seq_len": source_seq_len}
+    options |= sides_of(folders, packing, seq_len, source_seq_len, seed=0)
+    return ValidationLoader(folders, rows, seq_len=seq_len, **options, **sizes)
 
 
 @dataclass(frozen=True)
@@ -168,6 +194,8 @@ class Taken:
     """Those of the whole micro-batch, without padding behind its rows."""
     rows: tuple[int, ...]
     """Its rows' numbers in the step."""
+    source_lengths: tuple[int, ...] = ()
+    """Tokens of the source of each document, of the whole micro-batch of pairs."""
 
 
 class Loader:
@@ -186,6 +214,8 @@ class Loader:
         cost: Cost | None = None,
         lockstep: bool = False,
         masking: Masking | None = None,
+        source_seq_len: int = 0,
+        **of_sides: Any,
     ) -> None:
         """``order`` numbers the documents of all ``folders``, as ``Corpus`` does."""
         self.folders = tuple(folders)
@@ -195,8 +225,8 @@ class Loader:
                 "train.objective=masked hides tokens in their text, and a source of the mixture fills in its middle.\n"
                 "Set fim_rate=0 of each source."
             )
-        self._documents = documents_in(folders, order.fims)
-        self._order, self._masking = order, masking
+        self._order = order
+        self._sides = Sides(documents_in(folders, order.fims), seq_len, masking, source_seq_len, **of_sides)
         self.seq_len = seq_len
         self._cost, self._lockstep = cost, lockstep
         self.micro_batches = MicroBatches.deal(rows_per_step, most_rows=micro_batch_rows, data_degree=data_degree)
@@ -217,29 +247,28 @@ class Loader:
     def __next__(self) -> Batch:
         """The next micro-batch of this data rank, whole and unpacked; training takes its share by ``take``."""
         rows = [row for _, row in self._next_rows()]
-        batch = build_batch(self._documents, rows, self.seq_len, masking=self._masking)
+        batch = self._sides.batch(rows)
         self._advance()
         return batch.unpack()
 
-    def take(self, place: Place) -> Taken:
-        """The part of the next micro-batch that ``place`` says; reads that part alone.
+    def take(self, place: Place, place_source: Place | None = None) -> Taken:
+        """The part of the next micro-batch that ``place`` says, and ``place_source`` of sources; reads that part alone.
 
         The same to the bit as ``next`` and a split behind it.
         """
-        taken = self._read(self._next_rows(), place)
+        taken = self._read(self._next_rows(), place, place_source)
         self._advance()
         return taken
 
-    def claim(self) -> Callable[[Place], Taken]:
-        """What reads the next micro-batch, in any thread: the loader goes on to the one behind it."""
+    def claim(self) -> Callable[..., Taken]:
+        """What reads the next micro-batch as ``take`` does, in any thread: the loader goes on to the one behind it."""
         rows = self._next_rows()
         self._advance()
         return partial(self._read, rows)
 
-    def _read(self, rows: Sequence[tuple[int, Row]], place: Place) -> Taken:
-        own = [row for _, row in rows]
-        share, documents = build_share(self._documents, own, self.seq_len, place, masking=self._masking)
-        return Taken(share, documents, tuple(number for number, _ in rows))
+    def _read(self, rows: Sequence[tuple[int, Row]], place: Place, place_source: Place | None = None) -> Taken:
+        share, documents, source_lengths = self._sides.share([row for _, row in rows], place, place_source)
+        return Taken(share, documents, tuple(number for number, _ in rows), source_lengths)
 
     @property
     def shards(self) -> ShardSet:
@@ -271,7 +300,7 @@ class Loader:
         assert self._micro_batch == 0, "within a step"
         placed = self._placed_rows()
         dealt = [self.micro_batches.rows(number, self._data_rank) for number in range(len(self.micro_batches))]
-        return [documents_of([row for _, row in placed[own.start : own.stop]], self.seq_len) for own in dealt]
+        return [self._sides.layout([row for _, row in placed[own.start : own.stop]]) for own in dealt]
 
     def forecast(self, steps: int) -> Forecast | None:
         """What the next steps will take of each source of a mixture; None of one folder."""
@@ -291,7 +320,7 @@ class Loader:
         """Go on after the step at which ``state`` was taken; ``DataError`` if it is of other data or another order."""
         self._position = self._order.read(state)
         # The state says by which segments middles are to be filled in.
-        self._documents = documents_in(self.folders, self._order.fims)
+        self._sides = replace(self._sides, documents=documents_in(self.folders, self._order.fims))
         # What was read of a step under way is read again, from its first micro-batch.
         self._micro_batch = 0
 
@@ -300,7 +329,7 @@ class Loader:
         rows, self._step_end = self._order.rows(self._position, self._rows_per_step)
         if self._cost is None:
             return list(enumerate(rows))
-        costs = [self._cost(lengths) for lengths in lengths_of(rows, self.seq_len)]
+        costs = [self._cost(*lengths) for lengths in self._sides.lengths(rows)]
         places = balanced(costs, self.micro_batches, lockstep=self._lockstep)
         return [(number, rows[number]) for number in places]
 
@@ -338,14 +367,16 @@ class ValidationLoader:
         even: bool = False,
         source_names: tuple[str, ...] = (),
         masking: Masking | None = None,
+        source_seq_len: int = 0,
+        **of_sides: Any,
     ) -> None:
         """``rows`` number the documents of all ``folders``, as ``Corpus`` does."""
         self.folders = tuple(folders)
         """What is read. One tokenizer made them all."""
         self.source_names = source_names
         """What a mixture calls each folder; empty where one folder is read by itself."""
-        self._documents = documents_in(folders)
-        self._rows, self._masking = rows, masking
+        self._rows = rows
+        self._sides = Sides(documents_in(folders), seq_len, masking, source_seq_len, **of_sides)
         self.seq_len = seq_len
         # Rounded up: the last rows are never left out.
         unit = data_degree
@@ -365,6 +396,10 @@ class ValidationLoader:
         """Rows with text, over all ranks."""
         return len(self._rows)
 
+    def segments(self, row: int) -> list[tuple[np.ndarray, int, int]]:
+        """The examples of a row of two segments: tokens before masking, first token of the second, and their order."""
+        return self._sides.segments(self._rows[row])
+
     @cached_property
     def bytes_per_token(self) -> float | None:
         """Mean bytes of text that a token of these rows stands for, as the folders' own means are; None if unknown.
@@ -372,7 +407,7 @@ class ValidationLoader:
         Of conversations it is: the mean is of all tokens, and a loss of those that count. Of masked tokens too, which
         are predicted from both sides.
         """
-        if self._masking is not None or any(shards.is_masked for shards in self.folders):
+        if self._sides.masking is not None or any(shards.is_masked for shards in self.folders):
             return None
         means = [shards.manifest.bytes_per_token for shards in self.folders]
         if len(means) == 1:
@@ -392,13 +427,12 @@ class ValidationLoader:
     def __iter__(self) -> Iterator[Batch]:
         """Yield this rank's micro-batches, from the first row each time."""
         for number in range(len(self)):
-            yield build_batch(self._documents, self._rows_of(number), self.seq_len, masking=self._masking).unpack()
+            yield self._sides.batch(self._rows_of(number)).unpack()
 
-    def shares(self, place: Place) -> Iterator[CompactBatch]:
-        """Yield the part of each micro-batch that ``place`` says; reads that part alone."""
+    def shares(self, place: Place, place_source: Place | None = None) -> Iterator[CompactBatch]:
+        """Yield the part of each micro-batch that ``place`` says, and ``place_source`` of sources; reads that alone."""
         for number in range(len(self)):
-            rows = self._rows_of(number)
-            yield build_share(self._documents, rows, self.seq_len, place, masking=self._masking)[0]
+            yield self._sides.share(self._rows_of(number), place, place_source)[0]
 
     def _rows_of(self, number: int) -> list[Row]:
         rows: list[Row] = []
@@ -409,32 +443,6 @@ class ValidationLoader:
                 found = self._rows[row]
             rows.append(found)
         return rows
-
-
-def masking_of(rule: MaskRule | None, folders: Sequence[ShardSet], *, seed: int) -> Masking | None:
-    """What a rule means for these folders; ConfigError where nothing in them can be masked."""
-    if rule is None:
-        return None
-    return Masking(rule, folders, seed=seed)
-
-
-def documents_in(folders: Sequence[ShardSet], fims: Sequence[Fim | None] = ()) -> Documents:
-    """The documents of all folders under one numbering, filled in where ``fims`` say so.
-
-    DataError for folders of different tokenizers.
-    """
-    documents: ShardSet | Corpus = folders[0]
-    if len(folders) > 1:
-        documents = Corpus(folders)
-    for shards, fim in zip(folders, fims, strict=False):
-        if fim is not None and shards.is_masked:
-            raise ConfigError(
-                f"data.fim_rate fills in the middle of texts, and {shards.folder} holds conversations.\n"
-                "Set data.fim_rate=0 (fim_rate of a mixture's source)."
-            )
-    if any(fims):
-        return FimDocuments(documents, fims)
-    return documents
 
 
 def _opener(*, verify: bool) -> Open:

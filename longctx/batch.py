@@ -186,8 +186,17 @@ class Stream:
     places: Tensor | None = None
     """The tokens that masking chose, as rows of [B·t], int64 [chosen]; None if nobody has said which. The head computes
     nothing for the others."""
+    segments: Tensor | None = None
+    """Segment of the token in its document, 0 or 1, int64; None if each document is one."""
+    order: Tensor | None = None
+    """At the first token of a document of two segments 0 if they stand together as they are, and 1 if they do not,
+    int64; ``IGNORED_TARGET`` elsewhere. None if nobody asks."""
+    firsts: Tensor | None = None
+    """Those first tokens as rows of [B·t], int64 [firsts]; None if nobody has said which."""
     sources: Tensor | None = None
     """Number of each document's source [num_documents], int64, −1 for padding; None where all have one source."""
+    source: Stream | None = None
+    """What an encoder reads: document n of these tokens reads document n of it. Its rows and placement are its own."""
     row_tokens: int = 0
     """Length of the rows that were laid end to end in one; 0 while each is a row of its own."""
     placement: Any = None
@@ -209,6 +218,11 @@ class Stream:
         return int((self.document_ids != PADDING_DOCUMENT).sum())
 
     @property
+    def num_pairs(self) -> int:
+        """Documents of two segments whose first token is here."""
+        return 0 if self.order is None else int((self.order != IGNORED_TARGET).sum())
+
+    @property
     def num_targets(self) -> int:
         """Tokens that masking chose; without masking, those that one follows in their document, and that count."""
         targets = self.masked
@@ -218,9 +232,11 @@ class Stream:
 
     def flatten_rows(self) -> Self:
         """The same tokens as one row [1, B·T]: the shape that a sequence layout splits."""
-        flat = self.map_tokens(lambda x: x.reshape(1, -1))
+        flat, source = self.map_tokens(lambda x: x.reshape(1, -1)), self.source
+        if source is not None:
+            source = source.flatten_rows()
         # Experts' capacity is counted by rows, so their length is remembered; flat twice is flat once.
-        return replace(flat, row_tokens=self.row_tokens or self.tokens.shape[1])
+        return replace(flat, source=source, row_tokens=self.row_tokens or self.tokens.shape[1])
 
     def padded(self, num_tokens: int) -> Self:
         """The same tokens as one row of ``num_tokens``, padding behind them: documents of its own, without targets."""
@@ -232,6 +248,8 @@ class Stream:
         fill = {
             "counted": 0,
             "tokens": 0,
+            "segments": 0,
+            "order": IGNORED_TARGET,
             "following": IGNORED_TARGET,
             "masked": IGNORED_TARGET,
             "targets": IGNORED_TARGET,
@@ -248,7 +266,7 @@ class Stream:
     def per_token(self) -> dict[str, Tensor]:
         """The tensors with a value for each token, by name: one that was cut without the others would be shifted."""
         found = {"tokens": self.tokens, "positions": self.positions, "document_ids": self.document_ids}
-        for name in ("following", "counted", "masked"):
+        for name in ("following", "counted", "masked", "segments", "order"):
             if (values := getattr(self, name)) is not None:
                 found[name] = values
         return found
@@ -256,14 +274,17 @@ class Stream:
     def map_tokens(self, change: Callable[[Tensor], Tensor]) -> Self:
         """The same with per-token tensors that went through ``change``; ``documents`` stay as they are."""
         # Tokens may be others afterwards.
-        return replace(self, **{name: change(x) for name, x in self.per_token().items()}, places=None)
+        return replace(self, **{name: change(x) for name, x in self.per_token().items()}, places=None, firsts=None)
 
     def to(self, device: torch.device) -> Self:
         """The per-token tensors on ``device``; ``documents`` stay on the CPU, where schedules are built."""
         moved = self.map_tokens(lambda x: x.to(device, non_blocking=True))
-        if self.places is None:
-            return moved
-        return replace(moved, places=self.places.to(device, non_blocking=True))
+        rows = {name: getattr(self, name) for name in ("places", "firsts")}
+        rows = {name: x.to(device, non_blocking=True) for name, x in rows.items() if x is not None}
+        source = self.source
+        if source is not None:
+            source = source.to(device)
+        return replace(moved, **rows, source=source)
 
 
 @dataclass(frozen=True, kw_only=True)

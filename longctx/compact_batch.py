@@ -75,12 +75,18 @@ class CompactBatch:
     masked: Tensor | None = None
     """This rank's tokens that masking chose, and what is read in the place of each, int32 [2, chosen]; ``ids`` have
     what stood there. None if nothing is masked."""
+    seconds: Tensor | None = None
+    """Token of each document that its second segment begins with, int64 [D]; None if each document is one segment."""
+    firsts: Tensor | None = None
+    """Of documents of two segments this rank's first tokens, and ``Stream.order`` of each, int32 [2, firsts]."""
     num_targets: int
     """Tokens that masking chose; without masking, those that one follows in their document, and that count."""
     num_tokens: int
     """Tokens that are not padding."""
     sources: Tensor | None = None
     """``Batch.sources``, which stay on the CPU."""
+    source: CompactBatch | None = None
+    """``Batch.source``: this rank's tokens of it."""
     row_tokens: int = 0
     """``Batch.row_tokens``."""
     placement: Any = None
@@ -89,42 +95,67 @@ class CompactBatch:
     @property
     def nbytes(self) -> int:
         """Bytes that go to the device."""
-        return sum(getattr(self, name).nbytes for name in self._moving)
+        of_source = 0 if self.source is None else self.source.nbytes
+        return of_source + sum(getattr(self, name).nbytes for name in self._moving)
 
     def pinned(self) -> CompactBatch:
         """The same in page-locked memory, which a GPU copies from while it computes."""
-        return replace(self, **{name: getattr(self, name).pin_memory() for name in self._moving})
+        source = self.source
+        if source is not None:
+            source = source.pinned()
+        return replace(self, **{name: getattr(self, name).pin_memory() for name in self._moving}, source=source)
 
     @property
     def _moving(self) -> tuple[str, ...]:
         """Names of the tensors that go to the device."""
         names = ("ids", "spans", "ends", "bounds")
-        return names + tuple(name for name in ("counted", "masked") if getattr(self, name) is not None)
+        optional = ("counted", "masked", "seconds", "firsts")
+        return names + tuple(name for name in optional if getattr(self, name) is not None)
+
+    @property
+    def num_pairs(self) -> int:
+        """Documents of two segments whose first token is here."""
+        return 0 if self.firsts is None else self.firsts.shape[1]
 
     def unpack(self, device: torch.device | str = "cpu", prepare: Callable[[Stream], Batch] = asked_for) -> Batch:
         """The batch with its per-token tensors [B, t], int64, on ``device``; the host waits for nothing.
 
         ``prepare`` makes its targets, there: an objective's own.
         """
+        stream = self.stream(device)
+        if self.source is not None:
+            # Nothing of it is predicted.
+            stream = replace(stream, source=replace(self.source.stream(device), following=None))
+        return prepare(stream)
+
+    def stream(self, device: torch.device | str) -> Stream:
+        """The tokens without targets, and without a source, on ``device``."""
         if torch.device(device).type == "cpu":
             per_token = self.copied()
         else:
             per_token = self.looked_up(device)
-        places = None
+        places = firsts = None
+        if self.seconds is not None and self.firsts is not None:
+            document_ids, seconds = per_token["document_ids"], self.seconds.to(device, non_blocking=True)
+            is_second = per_token["positions"] >= seconds[document_ids.clamp(min=0)]
+            per_token["segments"] = (is_second & (document_ids != PADDING_DOCUMENT)).long()
+            firsts, orders = self.firsts.to(device, non_blocking=True).long()
+            per_token["order"] = torch.full_like(document_ids, IGNORED_TARGET).index_copy_(0, firsts, orders)
         if self.masked is not None:
             places, read_as = self.masked.to(device, non_blocking=True).long()
             tokens = per_token["tokens"]
             per_token["masked"] = torch.full_like(tokens, IGNORED_TARGET).index_copy_(0, places, tokens[places])
             tokens.index_copy_(0, places, read_as)
-        stream = Stream(
+        return Stream(
             **{name: x.view(self.shape) for name, x in per_token.items()},
             documents=self.documents,
             places=places,
+            firsts=firsts,
             sources=self.sources,
+            source=None,
             row_tokens=self.row_tokens,
             placement=self.placement,
         )
-        return prepare(stream)
 
     def looked_up(self, device: torch.device | str) -> dict[str, Tensor]:
         """The per-token tensors [B·t] by name, each token on its own: what a GPU is fast at."""

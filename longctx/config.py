@@ -257,5 +257,61 @@ _ENCODERS = {
     ),
 }
 
-PRESETS: dict[str, ModelConfig] = {**_QUICKSTART, **_GPT, **_LLAMA, **_EXPERTS, **_ENCODERS}
+_AFTER_SUMS: dict[str, Any] = {
+    "o_bias": True,
+    "norm": "layernorm",
+    "norm_order": "post",
+    "norm_eps": 1e-5,
+    "ffn_bias": True,
+    "head_bias": True,
+    "residual_dropout": 0.1,
+}
+"""What BART and Marian have in common."""
+_BART: dict[str, Any] = _AFTER_SUMS | {
+    "vocab_size": 50_265,
+    "position": "learned",
+    "position_offset": 2,
+    "max_positions": 1024,
+    "activation": "gelu",
+    "embedding_norm": True,
+}
+_OPUS: dict[str, Any] = _AFTER_SUMS | {
+    "vocab_size": 58_101,
+    "position": "sinusoidal_halves",
+    "max_positions": 512,
+    "activation": "silu",
+    "embedding_scale": 512**0.5,
+}
+_T5: dict[str, Any] = {
+    "vocab_size": 32_128,
+    "max_positions": 512,
+    "qkv_bias": False,
+    "attention_scale": 1.0,
+    "position": "t5",
+    "activation": "relu",
+    "residual_dropout": 0.1,
+}
+_T5_1_1: dict[str, Any] = _T5 | {"activation": "geglu_tanh", "tie_embeddings": False}
+_SMALL: dict[str, Any] = {"hidden_size": 512, "num_heads": 8, "num_kv_heads": 8, "ffn_size": 2048}
+
+
+def _two_stacks(layers: int, shape: dict[str, Any], rest: dict[str, Any]) -> ModelConfig:
+    """An encoder and a decoder of so many layers each."""
+    values: dict[str, Any] = shape | rest | {"num_layers": layers, "encoder_layers": layers}
+    return ModelConfig(**values)
+
+
+_TWO_STACKS = {
+    "bart-base": _two_stacks(6, _BASE, _BART),  # arXiv 1910.13461
+    "bart-large": _two_stacks(12, _LARGE, _BART),
+    # Helsinki-NLP's translation models of OPUS, by Marian; the vocabulary is that of opus-mt-en-de.
+    "opus-mt": _two_stacks(6, _SMALL, _OPUS),
+    "t5-small": _two_stacks(6, _SMALL, _T5 | {"logit_scale": 512**-0.5}),  # arXiv 1910.10683
+    "t5-base": _two_stacks(12, _BASE, _T5 | {"logit_scale": 768**-0.5}),
+    "t5-large": _two_stacks(24, _LARGE, _T5 | {"logit_scale": 1024**-0.5}),
+    "t5-v1.1-base": _two_stacks(12, _BASE, _T5_1_1 | {"ffn_size": 2048}),
+    "t5-v1.1-large": _two_stacks(24, _LARGE, _T5_1_1 | {"ffn_size": 2816}),
+}
+
+PRESETS: dict[str, ModelConfig] = _QUICKSTART | _GPT | _LLAMA | _EXPERTS | _ENCODERS | _TWO_STACKS
 """Named shapes for ``model.preset``: small ones to start from, and published models."""

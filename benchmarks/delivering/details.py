@@ -47,9 +47,9 @@ class CountingShards(ShardSet):
         self._pages: set[int] = set()
         return self._pages
 
-    def slices(self, pieces: Iterable[tuple[int, int, int]]) -> list[np.ndarray]:
+    def slices(self, pieces: Iterable[tuple[int, int, int]], side: Side = "target") -> list[np.ndarray]:
         """Tokens of documents, as ever."""
-        found = super().slices(pieces)
+        found = super().slices(pieces, side)
         for tokens in found:
             if tokens.nbytes:
                 first = tokens.__array_interface__["data"][0]
@@ -269,7 +269,7 @@ def measure_packing(corpus: Path, seq_len: int, steps: int = 8) -> dict[str, Any
     as_they_come, as_dealt, as_they_meet, at = [], [], [], order.start()
     for _ in range(steps):
         rows, at = order.rows(at, DATA_RANKS * MICRO_BATCHES)
-        costs = [cost(of) for of in lengths_of(rows, seq_len)]
+        costs = [cost(*of) for of in lengths_of(rows, seq_len)]
         as_they_come.append(Work.of(costs, range(len(costs)), dealt))
         as_dealt.append(Work.of(costs, balanced(costs, dealt), dealt))
         as_they_meet.append(Work.of(costs, balanced(costs, dealt, lockstep=True), dealt))

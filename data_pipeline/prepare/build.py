@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from data_pipeline.prepare.documents import Progress
+from data_pipeline.prepare.documents import PAIRS, Progress
 from data_pipeline.prepare.duplicates.outcome import DuplicateReport, Outcome, PartDecision, part_file, read_report
 from data_pipeline.prepare.duplicates.rule import DuplicateRule
 from data_pipeline.prepare.encode import Difference
@@ -24,7 +24,7 @@ from data_pipeline.prepare.parts.staging import Staging, assemble, open_staging,
 from data_pipeline.prepare.parts.work import SHOWN_DIFFERENCES, Advance, Advanced, Job, explain_inexact
 from data_pipeline.prepare.publish import check_free, outgoing_folder, send
 from data_pipeline.prepare.sources import Source, no_text
-from data_pipeline.shards.manifest import MANIFEST_FILE, VALIDATION_FOLDER, Manifest, hash_json
+from data_pipeline.shards.manifest import MANIFEST_FILE, PARAGRAPHS, VALIDATION_FOLDER, Manifest, hash_json
 from data_pipeline.shards.packing import PACKED_FILE, PackedFolder
 from data_pipeline.shards.verify import open_verified
 from data_pipeline.shards.writer import DEFAULT_SHARD_TOKENS
@@ -104,6 +104,7 @@ def build_shards(
     engine: Engine | None = None,
     duplicates: DuplicateRule | None = None,
     chat: ChatRule | None = None,
+    paragraphs: bool = False,
     comparing: Progress | None = None,
     progress: Progress | None = None,
     say: Callable[[str], None] = logger.info,
@@ -126,6 +127,7 @@ def build_shards(
     side of the split. ``comparing`` is told of that pass what ``progress`` is of the other.
 
     ``chat`` says how conversations become ids, of a source that has these. The folder then says which tokens count.
+    With ``paragraphs`` it says where those of its texts begin, by blank lines, or where a text has none by lines.
     """
     place = locate(output)
     _check_numbers(validation_fraction, shard_tokens, workers)
@@ -141,7 +143,11 @@ def build_shards(
     if chat is not None:
         tokenizer = with_chat(tokenizer, chat, say)
         options["chat"] = chat_options(tokenizer, chat)
+    if paragraphs:
+        _check_paragraphs(source)
+        options[PARAGRAPHS] = True
     job = Job(
+        paragraphs=paragraphs,
         read_as=source.read_as,
         validation_fraction=validation_fraction,
         shard_tokens=shard_tokens,
@@ -182,15 +188,22 @@ def _chat_rule(
     source: Source, chat: ChatRule | None, tokenizer: Tokenizer, output: Location, *, overwrite: bool
 ) -> ChatRule | None:
     """Return how the source's conversations are encoded; None for texts. DataError for a rule that means nothing."""
-    if source.fields.kind == "text":
+    if source.fields.kind in ("text", PAIRS):
         if chat is not None:
-            raise DataError(f"{source.spec} holds texts, which have no chat template and no replies.")
+            raise DataError(f"{source.spec} holds no conversations: it has no chat template and no replies.")
         return None
     # A folder that is built already has its date: built again it is up to date.
     recorded = {}
     if not overwrite and (output / MANIFEST_FILE).is_file():
         recorded = Manifest.load(output).options.get("chat", {})
     return settled(chat or ChatRule(), tokenizer, recorded)
+
+
+def _check_paragraphs(source: Source) -> None:
+    """Raise ``DataError`` unless the source has texts."""
+    if source.fields.kind != "text":
+        kind = "pairs" if source.fields.kind == PAIRS else "conversations"
+        raise DataError(f"--paragraphs keeps where those of texts begin, and {source.spec} holds {kind}: leave it out.")
 
 
 def _is_occupied(output: Path, *, overwrite: bool) -> bool:

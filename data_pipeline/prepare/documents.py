@@ -9,6 +9,9 @@ from typing import Any
 from data_pipeline.stores.urls import Location
 from longctx.chat.conversation import FIELDS, Conversation
 
+PAIRS = "pairs"
+"""The kind of records with a source and a target."""
+
 
 class DamageError(Exception):
     """A reader cannot go on in its file; what it yielded before is good."""
@@ -20,9 +23,12 @@ class Document:
 
     name: str
     text: str
-    """Of a conversation what is said in it (``spoken``): by it duplicates are found and lengths are counted."""
+    """Of a conversation what is said in it (``spoken``), of a pair both sides: by it duplicates are found and lengths
+    are counted."""
     conversation: Conversation | None = None
     """The messages, if the record is a conversation."""
+    pair: tuple[str, str] | None = None
+    """Source and target, if the record is a pair."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,13 +36,17 @@ class Fields:
     """Fields or columns that make a record a document."""
 
     text: str = "text"
-    """The field with the text."""
+    """The field with the text; of pairs with the target."""
     kind: str = "text"
-    """``text``, or a kind of conversation: ``messages``, ``conversations`` or ``prompt``."""
+    """``text``, ``pairs``, or a kind of conversation: ``messages``, ``conversations`` or ``prompt``."""
+    source: str = ""
+    """The field with the source, of pairs."""
 
     @property
     def names(self) -> tuple[str, ...]:
         """The fields that a record needs."""
+        if self.kind == PAIRS:
+            return (self.source, self.text)
         return FIELDS.get(self.kind, (self.text,))
 
     def to_json(self) -> dict[str, Any]:
@@ -44,6 +54,8 @@ class Fields:
         said = {"text_field": self.text}
         if self.kind != "text":
             said["format"] = self.kind
+        if self.source:
+            said["source_field"] = self.source
         return said
 
 
@@ -65,7 +77,9 @@ class Format:
     """How a file is read."""
 
     kind: str
-    """``text``, ``lines``, ``json``, ``csv``, ``tsv``, ``parquet`` or ``arrow``."""
+    """``text``, ``lines``, ``json``, ``csv``, ``tsv``, ``parquet`` or ``arrow``; of pairs also ``parallel`` or
+    ``po``.
+    """
     compression: str = ""
     """``.gz``, ``.bz2``, ``.xz``, ``.zst`` or nothing."""
     ending: str = ""
@@ -84,6 +98,8 @@ class File:
     size: int
     """Bytes on disk."""
     format: Format = field(default_factory=lambda: Format("text"))
+    other: File | None = None
+    """Of lines that are one side of pairs the file with the other."""
 
 
 @dataclass(frozen=True, slots=True)

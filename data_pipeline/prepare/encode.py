@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 
 import numpy as np
 import xxhash
@@ -35,6 +37,8 @@ class _Document:
 
     name: str
     parts: list[np.ndarray]
+    begins: list[int]
+    """The parts that a paragraph begins with, the first one left out."""
     hash: xxhash.xxh3_64 = field(default_factory=xxhash.xxh3_64)
     text_bytes: int = 0
     characters: int = 0
@@ -42,19 +46,25 @@ class _Document:
 
 
 def encode_documents(
-    documents: Iterable[Document], tokenizer: Tokenizer, group_characters: int = GROUP_CHARACTERS
+    documents: Iterable[Document],
+    tokenizer: Tokenizer,
+    group_characters: int = GROUP_CHARACTERS,
+    *,
+    paragraphs: bool = False,
 ) -> Iterator[tuple[EncodedDocument, Difference | None]]:
     """Yield each document's tokens, in order, and where its text does not come back, None where it does.
 
+    With ``paragraphs`` each is encoded by itself, and the document says with which tokens they begin.
     Beside one document's text and ids, memory holds ``group_characters`` of text and what the library needs for them.
     """
     open_documents: list[_Document] = []
     group: list[tuple[_Document, Chunk]] = []
     size = 0
     for document in documents:
-        current = _Document(name=document.name, parts=[_small(tokenizer.begins_with, tokenizer)])
+        current = _Document(name=document.name, parts=[_small(tokenizer.begins_with, tokenizer)], begins=[])
         open_documents.append(current)
-        for chunk in tokenizer.cut(document.text):
+        texts = paragraphs_of(document.text) if paragraphs else [document.text]
+        for chunk in _chunks(texts, tokenizer, current.begins):
             group.append((current, chunk))
             size += len(chunk.text)
             if size < group_characters:
@@ -62,10 +72,31 @@ def encode_documents(
             _encode_group(group, tokenizer)
             group, size = [], 0
             # The current document may have more chunks to come.
-            yield from _finished(open_documents[:-1], tokenizer)
+            yield from _finished(open_documents[:-1], tokenizer, paragraphs=paragraphs)
             open_documents = [current]
     _encode_group(group, tokenizer)
-    yield from _finished(open_documents, tokenizer)
+    yield from _finished(open_documents, tokenizer, paragraphs=paragraphs)
+
+
+_BLANK_LINE, _LINE_END = re.compile(r"\n[ \t]*\n\s*"), re.compile(r"\n+")
+
+
+def paragraphs_of(text: str) -> list[str]:
+    """The text cut behind each blank line, or if it has none behind each line; together the parts are the text."""
+    ends = [found.end() for found in _BLANK_LINE.finditer(text)] or [f.end() for f in _LINE_END.finditer(text)]
+    return [text[start:stop] for start, stop in pairwise((0, *ends, len(text))) if start < stop]
+
+
+def _chunks(texts: Sequence[str], tokenizer: Tokenizer, begins: list[int]) -> Iterator[Chunk]:
+    """Yield what texts that follow each other are encoded in; ``begins`` gets the part of each but the first."""
+    # Before all stands what the tokenizer puts there.
+    parts = 1
+    for number, text in enumerate(texts):
+        if number:
+            begins.append(parts)
+        for chunk in tokenizer.cut(text):
+            parts += 1
+            yield chunk._replace(is_first=chunk.is_first and not number)
 
 
 def _encode_group(group: list[tuple[_Document, Chunk]], tokenizer: Tokenizer) -> None:
@@ -108,12 +139,19 @@ def _first_difference(document: _Document, text: str, decoded: str) -> Differenc
     )
 
 
-def _finished(documents: list[_Document], tokenizer: Tokenizer) -> Iterator[tuple[EncodedDocument, Difference | None]]:
+def _finished(
+    documents: list[_Document], tokenizer: Tokenizer, *, paragraphs: bool
+) -> Iterator[tuple[EncodedDocument, Difference | None]]:
     """Yield documents that are encoded to their end."""
     for document in documents:
         document.parts.append(_small(tokenizer.ends_with, tokenizer))
+        begins = None
+        if paragraphs:
+            # A paragraph of spaces may have no token.
+            begins = np.unique(np.cumsum([0, *map(len, document.parts)], dtype=np.int64)[document.begins])
         encoded = EncodedDocument(
             tokens=np.concatenate(document.parts),
+            paragraphs=begins,
             hash=document.hash.intdigest(),
             name=document.name,
             text_bytes=document.text_bytes,

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from data_pipeline.prepare.documents import Fields, File
+from data_pipeline.prepare.documents import PAIRS, Fields, File
 from data_pipeline.prepare.joining import Join
 from data_pipeline.prepare.readers.look import Look, is_plain_text, look
 from longctx.chat.conversation import FIELDS
@@ -23,14 +23,18 @@ _STRAY_SHARE = 0.01
 
 
 def find_fields(
-    spec: str, files: Sequence[File], *, text_field: str, format: str, join: Join | None
+    spec: str, files: Sequence[File], *, text_field: str, source_field: str, format: str, join: Join | None
 ) -> tuple[Fields, frozenset[str]]:
     """Return the fields of a source's documents, and the names of files in which a text was seen in them.
+
+    A ``source_field`` makes them pairs.
 
     DataError if the files leave a doubt, and for options that make no sense together.
     """
     if format not in FORMATS:
         raise DataError(f"format={format!r} is none of {', '.join(FORMATS)}.")
+    if source_field:
+        return _pairs(text_field, source_field, format=format, join=join), frozenset()
     texts, seen = Fields(text=text_field), frozenset()
     kind, is_usual = format, text_field == Fields().text
     if kind == AUTO and is_usual:
@@ -50,6 +54,19 @@ def find_fields(
             "out, or read texts alone with --format text."
         )
     return Fields(kind=kind), frozenset()
+
+
+def _pairs(text_field: str, source_field: str, *, format: str, join: Join | None) -> Fields:
+    """Return the fields of pairs; DataError for options that make no sense beside them."""
+    if format not in (AUTO, "text") or join is not None:
+        other = "--join directory joins texts" if join is not None else f"--format {format} reads conversations"
+        raise DataError(f"--source-field {source_field} reads pairs, and {other}: leave one out.")
+    if source_field == text_field:
+        raise DataError(
+            f"--source-field {source_field} and --text-field {text_field} are one field. Name that of the source and "
+            "that of the target."
+        )
+    return Fields(text=text_field, kind=PAIRS, source=source_field)
 
 
 def described(kind: str) -> str:

@@ -17,10 +17,11 @@ from typing import Any
 
 import xxhash
 
-from data_pipeline.prepare.documents import READABLE, Document, Fields, File, Piece, Skip, whole
+from data_pipeline.prepare.documents import PAIRS, READABLE, Document, Fields, File, Piece, Skip, whole
 from data_pipeline.prepare.joining import Join, cut_directories, join_pieces
 from data_pipeline.prepare.left_out import LeftOut
 from data_pipeline.prepare.listing import Selection, list_files, list_source
+from data_pipeline.prepare.readers.aligned import aligned
 from data_pipeline.prepare.readers.cut import CUT_BYTES, hash_and_cut
 from data_pipeline.prepare.readers.read import UNREADABLE, check
 from data_pipeline.prepare.readers.records import NO_CONVERSATION, no_field_reason
@@ -193,7 +194,7 @@ class Source:
 def _listing_hash(files: Sequence[File]) -> str | None:
     """xxh3_128 of files' names, sizes and times; None where some lie in a store, whose times say nothing."""
     digest = xxhash.xxh3_128()
-    for file in files:
+    for file in [side for one in files for side in (one, one.other) if side is not None]:
         if not isinstance(file.path, Path):
             return None
         try:
@@ -208,6 +209,7 @@ def open_source(
     spec: str | Path,
     *,
     text_field: str = "text",
+    source_field: str = "",
     format: str = AUTO,
     include: Sequence[str] = (),
     exclude: Sequence[str] = (),
@@ -222,7 +224,8 @@ def open_source(
     ``"stdlib"`` is the Python source of the running interpreter's standard library; anything else is a path, or a URL
     of an object store (``s3://``, ``gs://``): a folder
     (read recursively, linked folders once, hidden files left out) or a file: text, JSON, JSON Lines, CSV, Parquet,
-    Arrow, also compressed, with the text in ``text_field``, or with conversations. ``format`` says which: ``"text"``,
+    Arrow, also compressed, with the text in ``text_field``, or with conversations. With a ``source_field`` records are
+    pairs, ``text_field`` that of the target. ``format`` says which: ``"text"``,
     a kind of conversation (``messages``, ``conversations`` or ``prompt``), or ``"auto"``: what the files agree on.
     ``include``, ``exclude``, ``as_text`` and ``as_json``
     (files to read as plain text or as JSON whatever their ending) take glob patterns on relative paths, where ``*``
@@ -245,17 +248,22 @@ def open_source(
     unused = selection.unused()
     if unused:
         logger.warning("%s: pattern %s matches no file", spec, ", ".join(map(repr, unused)))
-    fields, with_text = find_fields(str(spec), listing.files, text_field=text_field, format=format, join=join)
+    fields, with_text = find_fields(
+        str(spec), listing.files, text_field=text_field, source_field=source_field, format=format, join=join
+    )
+    listed = listing.files
+    if fields.kind == PAIRS:
+        listed = aligned(listed, fields)
     # No file is opened twice to see the same.
-    checked = [(file, None if file.name in with_text else check(file, fields)) for file in listing.files]
+    checked = [(file, None if file.name in with_text else check(file, fields)) for file in listed]
     files = [file for file, problem in checked if problem is None]
     problems = [problem for _, problem in checked if problem is not None]
     left_out = listing.left_out + problems
     faults = [skip for skip in left_out if skip.is_fault]
     if strict and faults:
         raise DataError(fault(str(spec), faults[0]))
-    _check_fields(str(spec), fields, files=files, listed=listing.files, problems=problems)
-    _check_unnamed(str(spec), files=files, listed=listing.files, problems=problems)
+    _check_fields(str(spec), fields, files=files, listed=listed, problems=problems)
+    _check_unnamed(str(spec), files=files, listed=listed, problems=problems)
     if not files:
         raise DataError(no_text(str(spec), LeftOut(left_out)))
     if problems:
@@ -287,7 +295,7 @@ def _is_read(file: File, problem: Skip | None) -> bool:
 def _check_fields(spec: str, fields: Fields, *, files: list[File], listed: list[File], problems: list[Skip]) -> None:
     """Raise ``DataError`` where the fields are most likely others: they are nowhere, and much would be lost."""
     reasons = [no_field_reason(field) for field in fields.names]
-    if fields.kind != "text":
+    if fields.kind not in ("text", PAIRS):
         reasons.append(NO_CONVERSATION)
     lost = _lost_files(reasons, files=files, listed=listed, problems=problems)
     if not lost or any(file.format.kind != "text" for file in files):
@@ -297,6 +305,11 @@ def _check_fields(spec: str, fields: Fields, *, files: list[File], listed: list[
             f"source={spec} has no text in field {fields.text!r}.\n{lost}\n"
             "Name the right field with --text-field (text_field), leave such files out with --exclude, "
             "or read them as plain text with --as-text."
+        )
+    if fields.kind == PAIRS:
+        raise DataError(
+            f"source={spec} has no pairs in fields {fields.source!r} (source) and {fields.text!r} (target).\n{lost}\n"
+            "Name the right ones with --source-field and --text-field, or leave such files out with --exclude."
         )
     raise DataError(
         f"source={spec} has no conversations {described(fields.kind)}.\n{lost}\n"
@@ -374,7 +387,10 @@ def no_text(spec: str, left_out: LeftOut) -> str:
 
 def _hash(file: File) -> tuple[str, list[Piece]]:
     try:
-        return hash_and_cut(file, CUT_BYTES)
+        content, pieces = hash_and_cut(file, CUT_BYTES)
+        if file.other is not None:
+            content += hash_and_cut(file.other, CUT_BYTES)[0]
+        return content, pieces
     except OSError as error:
         raise DataError(_unreadable(file, error)) from error
 

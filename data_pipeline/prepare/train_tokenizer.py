@@ -1,4 +1,4 @@
-"""Train a SentencePiece model on a sample of a corpus, which a file keeps while training goes on."""
+"""Train a tokenizer on a sample of a corpus, which a file keeps while training goes on."""
 
 from __future__ import annotations
 
@@ -16,11 +16,15 @@ import sentencepiece as spm
 import xxhash
 
 from data_pipeline.prepare.documents import Document, Progress
+from data_pipeline.prepare.train_wordpiece import SMALLEST_VOCAB_SIZE as SMALLEST_WORDPIECE
+from data_pipeline.prepare.train_wordpiece import SPECIAL_TOKENS, VocabularySizeError, learn_wordpiece
 from longctx.errors import DataError
 from longctx.files import explained_writes, replaced_file, write_atomically
+from longctx.tokenizer import load_tokenizer
 from longctx.tokenizer.chunks import SPACE_MARK
-from longctx.tokenizer.sentencepiece_model import DOCUMENT_BEGIN, DOCUMENT_END, PADDING, SentencePieceTokenizer
-from longctx.tokenizer.special import FIM_TOKENS, MASK_TOKEN
+from longctx.tokenizer.contract import Tokenizer
+from longctx.tokenizer.sentencepiece_model import DOCUMENT_BEGIN, DOCUMENT_END, PADDING
+from longctx.tokenizer.special import FIM_TOKENS, MASK_TOKEN, SENTINEL
 
 FORMAT = "longctx-sample-1"
 
@@ -102,6 +106,8 @@ def load_sample(path: Path, recipe: dict[str, Any]) -> Sample | None:
 
 
 KINDS = ("bpe", "unigram", "word", "char")
+"""Those of SentencePiece."""
+WORDPIECE = "wordpiece"
 SMALLEST_VOCAB_SIZE = 4 + 256 + 1
 """Unknown, begin, end and padding; one id for each byte; one piece to learn."""
 
@@ -143,36 +149,43 @@ def train_tokenizer(
     kind: str = "bpe",
     fim: bool = False,
     mask: bool = False,
+    sentinels: int = 0,
+    cased: bool = False,
     max_text_bytes: int = 256 << 20,
     seed: int = 0,
     progress: Progress | None = None,
     stamp: dict[str, Any] | None = None,
     on_sample: Callable[[Sample, bool], None] | None = None,
-) -> SentencePieceTokenizer:
-    """Train a model on ``documents`` and write it to ``output``, all at once; the same input gives the same bytes.
+) -> Tokenizer:
+    """Train a tokenizer on ``documents`` and write it to ``output``, all at once; the same input gives the same bytes.
 
-    ``kind`` is ``bpe``, ``unigram``, ``word`` or ``char``. With ``fim`` three of the ids stand before the parts of a
-    document whose middle is to be filled in; with ``mask`` one stands for a masked token. Training holds
-    the text in memory. Above ``max_text_bytes`` it therefore uses a sample of whole documents, drawn by a hash of
-    ``seed`` and text. Raises ``DataError`` for a ``vocab_size`` that the corpus cannot fill.
+    ``kind`` is ``bpe``, ``unigram``, ``word`` or ``char`` of SentencePiece, or ``wordpiece`` (BERT), which has a mask,
+    and keeps upper case and accents if it is ``cased``. With ``fim`` three of the ids stand before the parts of a
+    document whose middle is to be filled in; with ``mask`` one stands for a masked token; so many ``sentinels`` stand
+    for spans that are taken out. Training holds the text in memory. Above ``max_text_bytes`` it therefore uses a sample
+    of whole documents, drawn by a hash of ``seed`` and text. Raises ``DataError`` for a ``vocab_size`` that the corpus
+    cannot fill.
 
     With ``stamp``, which says what the documents are, the sample is kept beside ``output`` until the model is there: a
     training that was killed takes it from there, and reads no document. ``on_sample`` is told the sample and whether it
     was kept.
     """
-    if kind not in KINDS:
-        raise DataError(f"kind={kind} is not known. Try {', '.join(KINDS)}.")
+    if kind not in (*KINDS, WORDPIECE):
+        raise DataError(f"kind={kind} is not known. Try {', '.join((*KINDS, WORDPIECE))}.")
+    _check_kind(kind, fim=fim, mask=mask, sentinels=sentinels, cased=cased)
     marks: tuple[str, ...] = ()
     if fim:
         marks = FIM_TOKENS
     if mask:
         marks += (MASK_TOKEN,)
-    smallest = SMALLEST_VOCAB_SIZE + len(marks)
+    if sentinels < 0:
+        raise DataError(f"sentinels={sentinels} must not be negative. T5 has 100.")
+    marks += tuple(SENTINEL.format(number) for number in range(sentinels))
+    smallest, beside = SMALLEST_VOCAB_SIZE + len(marks), f"256 bytes and {4 + len(marks)} control ids"
+    if kind == WORDPIECE:
+        smallest, beside = SMALLEST_WORDPIECE, f"{len(SPECIAL_TOKENS)} control ids"
     if vocab_size < smallest:
-        raise DataError(
-            f"vocab_size={vocab_size} leaves no room beside 256 bytes and {4 + len(marks)} control ids. "
-            f"Try {smallest} or more."
-        )
+        raise DataError(f"vocab_size={vocab_size} leaves no room beside {beside}. Try {smallest} or more.")
     output = Path(output)
     kept = sample_file(output)
     sample, recipe = None, None
@@ -188,7 +201,10 @@ def train_tokenizer(
     if on_sample is not None:
         on_sample(sample, was_kept)
     try:
-        model = _learn(sample, vocab_size, kind, marks)
+        if kind == WORDPIECE:
+            model = _learn_wordpiece(sample, vocab_size, cased=cased)
+        else:
+            model = _learn(sample, vocab_size, kind, marks)
         write_atomically(output, model)
     except Exception:
         # Nothing is left of what cannot be; an interrupt leaves the sample, as a kill does.
@@ -196,7 +212,33 @@ def train_tokenizer(
             kept.unlink()
         raise
     kept.unlink(missing_ok=True)
-    return SentencePieceTokenizer(model, path=output)
+    return load_tokenizer(output)
+
+
+def _check_kind(kind: str, *, fim: bool, mask: bool, sentinels: int, cased: bool) -> None:
+    """DataError for what a kind of tokenizer does not have."""
+    if kind == WORDPIECE and (fim or sentinels):
+        asked = "--fim" if fim else f"--sentinels {sentinels}"
+        raise DataError(f"{asked} goes with SentencePiece's kinds, and --kind {kind} is BERT's. Try --kind bpe.")
+    if kind == WORDPIECE and mask:
+        raise DataError(f"--mask is part of --kind {kind}: leave it out.")
+    if cased and kind != WORDPIECE:
+        raise DataError(f"--cased is for --kind {WORDPIECE}; --kind {kind} keeps every character. Leave it out.")
+
+
+def _learn_wordpiece(sample: Sample, vocab_size: int, *, cased: bool) -> bytes:
+    """The file of a WordPiece vocabulary of a sample."""
+    try:
+        return learn_wordpiece(sample.texts, vocab_size, cased=cased)
+    except VocabularySizeError as error:
+        if error.most is not None:
+            raise DataError(_too_large(vocab_size, error.most)) from error
+        raise DataError(
+            f"vocab_size={vocab_size} is less than the letters of this corpus need, each at a word's beginning and "
+            f"within one.\nTry {error.least} or more."
+        ) from error
+    except (RuntimeError, OSError) as error:
+        raise DataError(f"SentencePiece could not train a vocabulary of {vocab_size}: {error}") from error
 
 
 def _learn(sample: Sample, vocab_size: int, kind: str, marks: tuple[str, ...]) -> bytes:

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import bisect
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import islice
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
+from data_pipeline.rows.examples import Examples
 from data_pipeline.rows.filled import Documents
 from data_pipeline.rows.mask import Masking
 from data_pipeline.rows.pack import Piece, Row
+from data_pipeline.shards.reader import SourceSide
 from longctx.batch import PackedDocuments
 from longctx.compact_batch import CompactBatch, DocumentEnd, Span
 
@@ -37,42 +39,96 @@ Place = Callable[[PackedDocuments], Share]
 """Who decides on the share, from the documents of the micro-batch."""
 
 
+Readable = Documents | SourceSide | Examples
+"""What rows are read of, on either side."""
+
+
+class Sources(NamedTuple):
+    """Of pairs: what an encoder reads beside the documents."""
+
+    documents: SourceSide | Examples
+    seq_len: int
+    """Tokens of a row of it."""
+
+
 def build_batch(
-    shards: Documents, rows: Sequence[Row], seq_len: int, *, masking: Masking | None = None
+    shards: Readable,
+    rows: Sequence[Row],
+    seq_len: int,
+    *,
+    masking: Masking | None = None,
+    sources: Sources | None = None,
 ) -> CompactBatch:
     """Rows of pieces as a batch [len(rows), seq_len]; a row without pieces is all padding.
 
     Reads only the pieces, and one token beyond each that was cut: that token is the target of the piece's last one.
     """
-    layout = _Layout.of(rows, seq_len)
-    share = Share(layout.documents, [(0, len(rows) * seq_len, 1)], None)
-    return _read(shards, layout, share, (len(rows), seq_len), masking=masking)
+    layout = _Layout.of(rows, seq_len, of_pairs=sources is not None)
+    batch = _read(shards, layout, _all_of(layout, len(rows) * seq_len), (len(rows), seq_len), masking=masking)
+    if sources is None:
+        return batch
+    other = _Layout.of([row.source for row in rows], sources.seq_len, of_pairs=True)
+    shape = (len(rows), sources.seq_len)
+    return replace(batch, source=_read(sources.documents, other, _all_of(other, shape[0] * shape[1]), shape))
+
+
+def _all_of(layout: _Layout, num_tokens: int) -> Share:
+    """The share of a process that has all tokens."""
+    return Share(layout.documents, [(0, num_tokens, 1)], None)
 
 
 def build_share(
-    shards: Documents, rows: Sequence[Row], seq_len: int, place: Place, *, masking: Masking | None = None
+    shards: Readable,
+    rows: Sequence[Row],
+    seq_len: int,
+    place: Place,
+    *,
+    masking: Masking | None = None,
+    sources: Sources | None = None,
+    place_source: Place | None = None,
 ) -> tuple[CompactBatch, PackedDocuments]:
     """One rank's part of the same batch, [1, t], and the documents of the whole one, padding behind the rows left out.
 
     Reads this rank's tokens and one beyond each run of them, nothing else, where runs have a step of 1.
+    ``place_source`` says which of the sources' are this rank's; None: as ``place``.
     """
-    layout = _Layout.of(rows, seq_len)
-    share = place(layout.documents)
-    num_tokens = sum(count for _, count, _ in share.runs)
-    # Experts' capacity is counted by rows.
-    batch = _read(shards, layout, share, (1, num_tokens), row_tokens=seq_len, masking=masking)
+    layout = _Layout.of(rows, seq_len, of_pairs=sources is not None)
+    batch = _share(shards, layout, place(layout.documents), seq_len, masking)
+    if sources is not None:
+        other = _Layout.of([row.source for row in rows], sources.seq_len, of_pairs=True)
+        share = (place_source or place)(other.documents)
+        batch = replace(batch, source=_share(sources.documents, other, share, sources.seq_len))
     return batch, layout.documents
 
 
-def documents_of(rows: Sequence[Row], seq_len: int) -> PackedDocuments:
+def _share(
+    shards: Readable, layout: _Layout, share: Share, seq_len: int, masking: Masking | None = None
+) -> CompactBatch:
+    """One rank's part of one side."""
+    num_tokens = sum(count for _, count, _ in share.runs)
+    # Experts' capacity is counted by rows.
+    return _read(shards, layout, share, (1, num_tokens), row_tokens=seq_len, masking=masking)
+
+
+def documents_of(rows: Sequence[Row], seq_len: int, *, of_pairs: bool = False) -> PackedDocuments:
     """The documents of such a batch; nothing is read."""
-    return _Layout.of(rows, seq_len).documents
+    return _Layout.of(rows, seq_len, of_pairs=of_pairs).documents
 
 
-def lengths_of(rows: Sequence[Row], seq_len: int) -> Iterator[tuple[int, ...]]:
-    """Yield the lengths of each row's documents, that of padding too: it is attended to as well."""
+Lengths = tuple[int, ...]
+
+
+def lengths_of(rows: Sequence[Row], seq_len: int, source_seq_len: int = 0) -> Iterator[tuple[Lengths, ...]]:
+    """Yield the lengths of each row's documents, that of padding too: it is attended to as well.
+
+    Of pairs those of their sources stand beside them.
+    """
     for row in rows:
-        yield documents_of([row], seq_len).lengths
+        own = documents_of([row], seq_len, of_pairs=source_seq_len > 0).lengths
+        if source_seq_len:
+            yield own, documents_of([row.source], source_seq_len, of_pairs=True).lengths
+        else:
+            yield (own,)
 
 
 Held = tuple[int, int, int]
@@ -95,14 +151,14 @@ class _Layout:
         return self.documents.padding or ()
 
     @classmethod
-    def of(cls, rows: Sequence[Row], seq_len: int) -> _Layout:
-        """That of these rows."""
+    def of(cls, rows: Sequence[Row], seq_len: int, *, of_pairs: bool = False) -> _Layout:
+        """That of these rows. Rows of pairs have as many documents on both sides: padding is one, if only empty."""
         lengths: list[int] = []
         firsts, padding = [0], []
         for row in rows:
             lengths += row.lengths
             missing = seq_len - sum(row.lengths)
-            if missing:
+            if missing or of_pairs:
                 padding.append(len(lengths))
                 lengths.append(missing)
             firsts.append(len(lengths))
@@ -207,7 +263,7 @@ _NO_SPANS = np.empty((0, len(Span._fields)))
 
 
 def _read(
-    shards: Documents,
+    shards: Readable,
     layout: _Layout,
     share: Share,
     shape: tuple[int, int],
@@ -235,8 +291,12 @@ def _read(
     if masking is not None:
         masked = torch.from_numpy(_masked(shards, layout, share, held, found, masking))
         buffer.num_targets = masked.shape[1]
+    segments: dict[str, Any] = {}
+    if isinstance(shards, Examples) and shards.has_segments:
+        segments = _segments(shards, layout, share, held)
     return CompactBatch(
         masked=masked,
+        **segments,
         ids=torch.from_numpy(buffer.ids()),
         spans=torch.from_numpy(np.array(buffer.spans or _NO_SPANS, np.int64)),
         ends=torch.from_numpy(np.frombuffer(buffer.ends, np.uint8)),
@@ -262,12 +322,13 @@ def _held(documents: PackedDocuments, start: int, count: int, step: int) -> list
     return [held for held in on_step if held[1] < held[2]]
 
 
-def _counted_targets(shards: Documents, layout: _Layout, held: Iterable[list[Held]]) -> np.ndarray:
+def _counted_targets(shards: Readable, layout: _Layout, held: Iterable[list[Held]]) -> np.ndarray:
     """Return the runs of tokens of the micro-batch whose target counts, as pairs of bounds, int64 [2 · runs].
 
     Of the documents that this rank has tokens of. A token's target is the one behind it in its document, so the runs
     are those of the shards moved by one, cut where a piece is.
     """
+    assert not isinstance(shards, Examples), "all of an example counts"
     found: list[np.ndarray] = [np.empty(0, np.int64)]
     for number in sorted({number for run in held for number, _, _ in run}):
         piece = layout.piece(number)
@@ -286,7 +347,7 @@ def _counted_targets(shards: Documents, layout: _Layout, held: Iterable[list[Hel
 
 
 def _masked(
-    shards: Documents,
+    shards: Readable,
     layout: _Layout,
     share: Share,
     held: Sequence[list[Held]],
@@ -309,12 +370,36 @@ def _masked(
     parts = [np.empty((2, 0), np.int32)]
     for piece, tokens, before in zip(pieces, found, context, strict=True):
         number, document, first, last, at, step = piece
-        folder = int(np.searchsorted(shards.first_documents, document, side="right")) - 1
-        own_number = document - int(shards.first_documents[folder])
+        folder, own_number = _owner(shards, document)
         chosen, read_as = masking.draw(folder, own_number, layout.epoch(number), first, tokens[: last - first], before)
         on_step = chosen % step == 0
         parts.append(np.stack([at + chosen[on_step] // step, read_as[on_step]]).astype(np.int32))
     return np.concatenate(parts, axis=1)
+
+
+def _owner(shards: Readable, document: int) -> tuple[int, int]:
+    """A document's folder, and the number that draws for it are made by."""
+    if isinstance(shards, Examples):
+        return 0, shards.key(document)
+    folder = int(np.searchsorted(shards.first_documents, document, side="right")) - 1
+    return folder, document - int(shards.first_documents[folder])
+
+
+def _segments(examples: Examples, layout: _Layout, share: Share, held: Sequence[list[Held]]) -> dict[str, torch.Tensor]:
+    """Where the second segments of documents with tokens here begin, and the first tokens that are here."""
+    bounds = layout.documents.bounds
+    seconds, firsts, local = np.zeros(layout.documents.num_documents, np.int64), [np.empty((0, 2), np.int32)], 0
+    for own, (start, count, step) in zip(held, share.runs, strict=True):
+        for number, first, _ in own:
+            piece = layout.piece(number)
+            if piece is None:
+                continue
+            seconds[number], order = examples.segments(piece[0])
+            if first == bounds[number]:
+                firsts.append(np.array([[local + (first - start) // step, order]], np.int32))
+        local += count
+    found = np.ascontiguousarray(np.concatenate(firsts).T)
+    return {"seconds": torch.from_numpy(seconds), "firsts": torch.from_numpy(found)}
 
 
 def _num_inside(bounds: np.ndarray, start: int, count: int, step: int) -> int:
@@ -323,7 +408,7 @@ def _num_inside(bounds: np.ndarray, start: int, count: int, step: int) -> int:
     return int((np.searchsorted(bounds, tokens, side="right") % 2).sum())
 
 
-def _sources(shards: Documents, layout: _Layout) -> torch.Tensor | None:
+def _sources(shards: Readable, layout: _Layout) -> torch.Tensor | None:
     """The source of each document; None where all have one."""
     if len(shards.first_documents) == 1:
         return None

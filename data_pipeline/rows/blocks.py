@@ -16,13 +16,16 @@ from collections.abc import Iterable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from itertools import accumulate
+from typing import Any
 
 import numpy as np
 
+from data_pipeline.rows.examples import tokens_around
 from data_pipeline.rows.fim import Fim
 from data_pipeline.rows.pack import BEST_FIT, Packing, Parts, Row, RowPlan, Upsampling, copies_of, plan_parts
 from data_pipeline.shards.reader import ShardSet
 from data_pipeline.shuffle import Permutation
+from longctx.errors import ConfigError
 
 PLAN_VERSION = 2
 """Changes with the order of rows: a loader state refers to rows of one version. A single block is as in version 1."""
@@ -62,10 +65,11 @@ class PackReport:
     @classmethod
     def of(cls, plans: Iterable[RowPlan], seq_len: int) -> PackReport:
         """The sums of these plans."""
-        rows = packed = tokens = cut = documents = 0
+        rows = packed = kept = tokens = cut = documents = 0
         for plan in plans:
             rows += plan.num_rows
-            packed += int(plan.pieces.lengths.sum())
+            packed += plan.taken
+            kept += int(plan.pieces.lengths.sum())
             cut += plan.num_cut
             tokens += plan.document_tokens
             documents += plan.num_documents
@@ -73,7 +77,7 @@ class PackReport:
         share = 0.0
         if rows:
             share = padding / (rows * seq_len)
-        return cls(rows, packed, padding, share, cut, tokens - packed, documents, exact=True)
+        return cls(rows, packed, padding, share, cut, tokens - kept, documents, exact=True)
 
     @classmethod
     def together(cls, reports: Sequence[PackReport], seq_len: int) -> PackReport:
@@ -159,8 +163,18 @@ class BlockPlanner:
         upsample: tuple[Upsampling, ...] = (),
         packing: Packing = BEST_FIT,
         fim: Fim | None = None,
+        source_seq_len: int = 0,
     ) -> None:
-        """``deal`` is that of the corpus unless it is given. ``fim`` is what ``packing.fim`` means for this folder."""
+        """``deal`` is that of the corpus unless it is given. ``fim`` is what ``packing.fim`` means for this folder.
+
+        ``source_seq_len`` bounds the sources of a row of pairs. ConfigError for pairs without it, and for it without
+        pairs.
+        """
+        self._tokens_around = 0
+        if packing.examples is None:
+            check_sides(shards, source_seq_len)
+        else:
+            self._tokens_around = sum(tokens_around(shards))
         entries = shards.manifest.shards
         if deal is None:
             deal = Deal.of(shards.num_documents, sum(entry.tokens for entry in entries), len(entries), seq_len)
@@ -170,7 +184,7 @@ class BlockPlanner:
         self._seed = seed
         self._shuffle = shuffle
         self._run = deal.run_documents
-        self._upsample, self._packing, self.fim = upsample, packing, fim
+        self._upsample, self._packing, self.fim, self._source_seq_len = upsample, packing, fim, source_seq_len
         self.num_blocks = deal.num_blocks
         self._plans: OrderedDict[_Key, Future[RowPlan]] = OrderedDict()
         self._lock = threading.Lock()
@@ -259,9 +273,19 @@ class BlockPlanner:
         Nothing that was taken is planned again.
         """
         epoch, block, row_tokens, before = key
-        order = {"seed": self._seed, "epoch": epoch, "block": block, "shuffle": self._shuffle}
+        order: dict[str, Any] = {"seed": self._seed, "epoch": epoch, "block": block, "shuffle": self._shuffle}
         documents = self.documents(epoch, block)
-        left = Parts.whole(documents, self._shards.lengths_of(documents))
+        of_sources = None
+        if self._source_seq_len:
+            order["source_seq_len"] = self._source_seq_len
+        if self._source_seq_len and self._packing.examples is None:
+            of_sources = self._shards.lengths_of(documents, "source")
+        lengths = self._shards.lengths_of(documents)
+        if self._packing.examples is not None:
+            # Those of the text alone; what has none makes no example.
+            documents, lengths = documents[lengths > self._tokens_around], lengths[lengths > self._tokens_around]
+            lengths = lengths - self._tokens_around
+        left = Parts.whole(documents, lengths, of_sources)
         if self._upsample:
             left = copies_of(left, self._upsample, seed=self._seed, epoch=epoch)
         if self.fim is not None:
@@ -271,15 +295,38 @@ class BlockPlanner:
         return plan_parts(left, row_tokens, packing=self._packing, **order)
 
 
+def check_sides(shards: ShardSet, source_seq_len: int) -> None:
+    """ConfigError unless pairs come with a length of sources, and other documents without one."""
+    if shards.manifest.has_sources and not source_seq_len:
+        raise ConfigError(
+            f"{shards.folder} holds pairs: an encoder reads the source of each. Set data.source_seq_len, the most "
+            "tokens of sources in a row, and model.encoder_layers."
+        )
+    if source_seq_len and not shards.manifest.has_sources:
+        raise ConfigError(
+            f"data.source_seq_len={source_seq_len} is for pairs, and {shards.folder} holds none. Build some: longctx "
+            "data build --source-field NAME --text-field NAME …, or set data.source_seq_len=0."
+        )
+
+
 class FirstRows:
     """At most ``max_rows`` rows of epoch 0; all, if None. Two blocks of them are in memory at a time."""
 
     def __init__(
-        self, shards: ShardSet, seq_len: int, *, max_rows: int | None = None, deal: Deal | None = None
+        self,
+        shards: ShardSet,
+        seq_len: int,
+        *,
+        max_rows: int | None = None,
+        deal: Deal | None = None,
+        source_seq_len: int = 0,
+        packing: Packing = BEST_FIT,
     ) -> None:
         """``deal`` is that of the folder unless it is given."""
         # No shuffle and no seed: losses of different runs are over the same rows.
-        self._planner = BlockPlanner(shards, seq_len, shuffle=False, deal=deal)
+        self._planner = BlockPlanner(
+            shards, seq_len, shuffle=False, deal=deal, source_seq_len=source_seq_len, packing=packing
+        )
         # Blocks are planned until there are rows enough: of a large folder the first, or the first few.
         counts: list[int] = []
         while len(counts) < self._planner.num_blocks and (max_rows is None or sum(counts) < max_rows):

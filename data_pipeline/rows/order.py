@@ -24,7 +24,10 @@ STATE_FORMAT = "longctx-loader"
 
 _OF_STREAM = ("epoch", "epoch_row", "block", "block_row")
 
-_IDENTITY = ("format", "plan_version", "manifest_hash", "seed", "seq_len", "shuffle", "packing", "num_blocks")
+_IDENTITY = (
+    *("format", "plan_version", "manifest_hash", "seed", "seq_len", "source_seq_len", "shuffle", "packing"),
+    "num_blocks",
+)
 """Row numbers mean the same rows only where all of these are equal."""
 
 
@@ -75,9 +78,10 @@ def read_position(state: dict[str, Any], own: dict[str, Any], folder: Path) -> P
     if not isinstance(state, dict) or set(state) != set(own):
         raise DataError(f"This is not a loader state: it needs exactly the fields {', '.join(own)}.")
     for name in _IDENTITY:
-        if state[name] != own[name]:
+        # That of pairs alone is in their states alone.
+        if state.get(name) != own.get(name):
             raise DataError(
-                f"The loader state has {name}={shown(state[name])}, this run {own[name]!r} ({folder}).\n"
+                f"The loader state has {name}={shown(state.get(name))}, this run {own.get(name)!r} ({folder}).\n"
                 "Resume with the same shard folder, seed, seq_len, packing and shuffle, or start a new run from the "
                 "weights (run.start_from)."
             )
@@ -162,14 +166,27 @@ class FolderOrder:
         shuffle: bool = True,
         deal: Deal | None = None,
         packing: Packing = BEST_FIT,
+        source_seq_len: int = 0,
     ) -> None:
-        """``deal`` is that of the folder unless it is given."""
+        """``deal`` is that of the folder unless it is given; ``source_seq_len`` bounds the sources of a row of
+        pairs.
+        """
+        self._source_seq_len = source_seq_len
         self._shards, self._seq_len, self._seed, self._shuffle = shards, seq_len, seed, shuffle
         self._packing = packing
         fim = fim_of(packing.fim, shards.tokenizer, seed=seed, seq_len=seq_len)
         self.fims = (fim,)
         """How its documents are filled in in their middle, if they are."""
-        self.planner = BlockPlanner(shards, seq_len, seed=seed, shuffle=shuffle, deal=deal, packing=packing, fim=fim)
+        self.planner = BlockPlanner(
+            shards,
+            seq_len,
+            seed=seed,
+            shuffle=shuffle,
+            deal=deal,
+            packing=packing,
+            fim=fim,
+            source_seq_len=source_seq_len,
+        )
         self._stream = Stream(self.planner)
 
     def start(self) -> Position:
@@ -193,12 +210,16 @@ class FolderOrder:
 
     def state(self, at: Position) -> dict[str, Any]:
         """A position, and what makes it one of this order."""
+        of_pairs = {}
+        if self._source_seq_len:
+            of_pairs["source_seq_len"] = self._source_seq_len
         return {
             "format": STATE_FORMAT,
             "plan_version": PLAN_VERSION,
             "manifest_hash": self._shards.manifest.hash,
             "seed": self._seed,
             "seq_len": self._seq_len,
+            **of_pairs,
             "shuffle": self._shuffle,
             "packing": str(self._packing),
             "num_blocks": self.planner.num_blocks,

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import pairwise
-from typing import Literal, get_args
+from typing import Literal, Protocol, get_args
 
 import numpy as np
 
@@ -32,13 +32,22 @@ class Row:
     documents and first tokens of a few.
     """
 
-    __slots__ = ("documents", "epochs", "lengths", "starts")
+    __slots__ = ("documents", "epochs", "lengths", "source_lengths", "starts")
 
     def __init__(self, documents: Sequence[int] = (), starts: Sequence[int] = (), lengths: Sequence[int] = ()) -> None:
         """The pieces' documents, first tokens and numbers of tokens, all as many."""
         self.documents, self.starts, self.lengths = documents, starts, lengths
         self.epochs: Sequence[int] = ()
         """Of each piece, that it is read in; the stream that gives the row says so. Empty: all in the first."""
+        self.source_lengths: Sequence[int] = ()
+        """Of pairs the tokens of each piece's source, which is whole."""
+
+    @property
+    def source(self) -> Row:
+        """The row of the pairs' other sides."""
+        row = Row(self.documents, [0] * len(self.documents), self.source_lengths)
+        row.epochs = self.epochs
+        return row
 
     @classmethod
     def of(cls, pieces: Iterable[Piece]) -> Row:
@@ -88,12 +97,14 @@ class Parts:
     """0 of a document's first copy, 1 of its second …: an epoch may have some more than once (``copies_of``)."""
     starts: np.ndarray
     stops: np.ndarray
+    source_lengths: np.ndarray | None = None
+    """Of pairs the tokens of each one's source; they are whole documents then."""
 
     @classmethod
-    def whole(cls, documents: np.ndarray, lengths: np.ndarray) -> Parts:
+    def whole(cls, documents: np.ndarray, lengths: np.ndarray, source_lengths: np.ndarray | None = None) -> Parts:
         """These documents, each once."""
         zeros = np.zeros(len(documents), np.int64)
-        return cls(documents, zeros, zeros, lengths)
+        return cls(documents, zeros, zeros, lengths, source_lengths)
 
     @property
     def lengths(self) -> np.ndarray:
@@ -102,7 +113,12 @@ class Parts:
 
     def at(self, numbers: np.ndarray) -> Parts:
         """Those of these numbers, in their order."""
-        return Parts(self.documents[numbers], self.copies[numbers], self.starts[numbers], self.stops[numbers])
+        of_sources = self.source_lengths
+        if of_sources is not None:
+            of_sources = of_sources[numbers]
+        return Parts(
+            self.documents[numbers], self.copies[numbers], self.starts[numbers], self.stops[numbers], of_sources
+        )
 
     def joined(self) -> Parts:
         """The same tokens, pieces that follow each other in one copy of a document as one part; in ascending order."""
@@ -122,6 +138,32 @@ class Parts:
 Kind = Literal["best_fit", "concatenate", "one_document"]
 
 
+class ExampleRule(Protocol):
+    """How long pieces of texts are once examples are made of them (``rows.examples``)."""
+
+    @property
+    def has_segments(self) -> bool:
+        """Whether an example has two segments."""
+        ...
+
+    @property
+    def least_tokens(self) -> int:
+        """Tokens of the shortest piece that makes an example; shorter ones are left out."""
+        ...
+
+    def most_tokens(self, seq_len: int, source_seq_len: int) -> int:
+        """Tokens of the longest piece whose example fits a row."""
+        ...
+
+    def lengths(self, lengths: np.ndarray) -> np.ndarray:
+        """Tokens of the examples of pieces of these lengths."""
+        ...
+
+    def source_lengths(self, lengths: np.ndarray) -> np.ndarray | None:
+        """Tokens of what an encoder reads beside each; None if it reads nothing."""
+        ...
+
+
 @dataclass(frozen=True)
 class Packing:
     """How documents become rows."""
@@ -134,6 +176,8 @@ class Packing:
     a row all."""
     fim: FimRule | None = None
     """Which documents are filled in in their middle, and how."""
+    examples: ExampleRule | None = None
+    """What examples are made of texts, if they are not read as they are."""
 
     def __post_init__(self) -> None:
         if self.kind not in get_args(Kind):
@@ -156,6 +200,8 @@ class Packing:
         # Without a share of its own it is there for the sources of a mixture, whose states name theirs.
         if self.fim is not None and self.fim.rate:
             said += f", {self.fim}"
+        if self.examples is not None:
+            said += f", {self.examples}"
         return said
 
     def check_fim(self, rule: FimRule, row_lengths: Sequence[int]) -> None:
@@ -187,6 +233,8 @@ class RowPlan:
     """Their tokens, all of which stand in rows unless rests are left out."""
     num_cut: int
     """Documents of which no row has all."""
+    taken: int
+    """Tokens of the rows that are not padding."""
 
     @property
     def num_rows(self) -> int:
@@ -214,6 +262,10 @@ class RowPlan:
             Row(documents[start:end], starts[start:end], sizes[start - begin : end - begin])
             for start, end in pairwise(ends)
         ]
+        of_sources = self.pieces.source_lengths
+        if of_sources is not None:
+            for row, (start, end) in zip(rows, pairwise(ends), strict=True):
+                row.source_lengths = of_sources[start:end].tolist()
         return rows, sum(sizes)
 
     @cached_property
@@ -236,8 +288,11 @@ def plan_parts(
     shuffle: bool = True,
     packing: Packing = BEST_FIT,
     open_rows: int = OPEN_ROWS,
+    source_seq_len: int = 0,
 ) -> RowPlan:
     """Pack parts of documents (all of at least 1 token) into rows of at most ``seq_len`` tokens.
+
+    Pairs are whole, in rows with at most ``source_seq_len`` tokens of sources too; one that no row can hold is in none.
 
     With ``shuffle``, a hash of (seed, epoch) orders the parts before they are packed, and then the rows. Without it,
     both keep the order of the parts.
@@ -246,14 +301,20 @@ def plan_parts(
     if shuffle:
         # Packed in shuffled order, so that the rows of an epoch mix other documents than those of the last.
         parts = parts.at(shuffled(parts.documents | parts.copies << _COPY_BIT, seed, epoch, _DOCUMENTS))
-    owners, starts, stops, rows = _pieces(parts.lengths, seq_len, packing, open_rows)
+    if packing.examples is not None:
+        budgets = (seq_len, source_seq_len)
+        owners, starts, stops, rows = _examples(parts.lengths, packing.examples, budgets, packing, open_rows)
+    elif parts.source_lengths is None:
+        owners, starts, stops, rows = _pieces(parts.lengths, seq_len, packing, open_rows)
+    else:
+        budgets = (seq_len, source_seq_len)
+        owners, starts, stops, rows = _whole_pairs(parts.lengths, parts.source_lengths, budgets, packing, open_rows)
     num_rows = int(rows.max(initial=-1)) + 1
     if shuffle:
         # Rows are numbered as they were opened, which says something of their pieces' lengths.
         rows = shuffled(np.arange(num_rows), seed, epoch, _FIRST_ROWS + block)[rows]
-    pieces = Parts(
-        parts.documents[owners], parts.copies[owners], parts.starts[owners] + starts, parts.starts[owners] + stops
-    )
+    pieces = parts.at(owners)
+    pieces = replace(pieces, starts=pieces.starts + starts, stops=pieces.starts + stops)
     offsets = np.concatenate([np.zeros(1, np.int64), np.cumsum(np.bincount(rows, minlength=num_rows))])
     return RowPlan(
         seq_len=seq_len,
@@ -262,8 +323,58 @@ def plan_parts(
         row_offsets=offsets,
         num_documents=len(parts.documents),
         document_tokens=int(parts.lengths.sum()),
-        num_cut=len(np.unique(owners[stops - starts < parts.lengths[owners]])),
+        num_cut=_num_cut(parts, owners, stops - starts),
+        taken=int((stops - starts if packing.examples is None else packing.examples.lengths(stops - starts)).sum()),
     )
+
+
+def _num_cut(parts: Parts, owners: np.ndarray, sizes: np.ndarray) -> int:
+    """Return how many parts have no row with all of them."""
+    cut = len(np.unique(owners[sizes < parts.lengths[owners]]))
+    if parts.source_lengths is None:
+        return cut
+    # Pairs are whole, or in no row.
+    return len(parts.documents) - len(owners)
+
+
+def _whole_pairs(
+    lengths: np.ndarray, source_lengths: np.ndarray, budgets: tuple[int, int], packing: Packing, open_rows: int
+) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+    """As ``_pieces``, of pairs: those that a row can hold, whole."""
+    if packing.kind == "concatenate":
+        raise ConfigError("data.packing=concatenate cuts documents, and pairs are whole. Use best_fit or one_document.")
+    owners = np.flatnonzero((lengths <= budgets[0]) & (source_lengths <= budgets[1]))
+    sizes = lengths[owners]
+    zeros = np.zeros(len(owners), np.int64)
+    if packing.kind == "one_document":
+        return owners, zeros, sizes, np.arange(len(owners))
+    openers = np.array(
+        _best_fit_of_pairs(sizes.tolist(), source_lengths[owners].tolist(), budgets, open_rows), np.int64
+    )
+    opens_row = openers == np.arange(len(sizes))
+    return owners, zeros, sizes, (np.cumsum(opens_row) - 1)[openers]
+
+
+def _examples(
+    lengths: np.ndarray, rule: ExampleRule, budgets: tuple[int, int], packing: Packing, open_rows: int
+) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+    """As ``_pieces``, of texts that examples are made of: rows have room for these."""
+    if packing.kind == "concatenate":
+        raise ConfigError(
+            "data.packing=concatenate cuts wherever a row ends, and an example that is made of a text is whole.\n"
+            "Use best_fit or one_document."
+        )
+    owners, starts, stops = _cut(lengths, rule.most_tokens(*budgets))
+    enough = stops - starts >= rule.least_tokens
+    owners, starts, stops = owners[enough], starts[enough], stops[enough]
+    sizes, of_sources = rule.lengths(stops - starts), rule.source_lengths(stops - starts)
+    if packing.kind == "one_document":
+        return owners, starts, stops, np.arange(len(owners))
+    if of_sources is None:
+        return owners, starts, stops, _rows_of(sizes, budgets[0], open_rows)
+    openers = np.array(_best_fit_of_pairs(sizes.tolist(), of_sources.tolist(), budgets, open_rows), np.int64)
+    opens_row = openers == np.arange(len(sizes))
+    return owners, starts, stops, (np.cumsum(opens_row) - 1)[openers]
 
 
 def _pieces(
@@ -338,6 +449,33 @@ def _best_fit(sizes: Sequence[int], seq_len: int, open_rows: int) -> list[int]:
     return openers
 
 
+def _best_fit_of_pairs(
+    sizes: Sequence[int], source_sizes: Sequence[int], budgets: tuple[int, int], open_rows: int
+) -> list[int]:
+    """As ``_best_fit`` under two budgets: the open row with the least room, as a share of both, that holds the pair."""
+    openers: list[int] = []
+    # Open rows by their room, ascending: that, the free tokens of both sides, and the piece that opened the row.
+    rows: list[tuple[float, int, int, int]] = []
+    for piece, (size, source_size) in enumerate(zip(sizes, source_sizes, strict=True)):
+        # A row with less room than the pair takes cannot hold it.
+        first = bisect.bisect_left(rows, (size / budgets[0] + source_size / budgets[1] - 1e-9,))
+        left, source_left, row = budgets[0], budgets[1], piece
+        for number in range(first, len(rows)):
+            _, free, source_free, opener = rows[number]
+            if free >= size and source_free >= source_size:
+                left, source_left, row = free, source_free, opener
+                del rows[number]
+                break
+        openers.append(row)
+        left, source_left = left - size, source_left - source_size
+        # A pair has tokens on both sides.
+        if left and source_left:
+            bisect.insort(rows, (left / budgets[0] + source_left / budgets[1], left, source_left, row))
+        if len(rows) > open_rows:
+            del rows[0]
+    return openers
+
+
 MAX_FACTOR = 1000.0
 
 
@@ -367,4 +505,4 @@ def copies_of(parts: Parts, rules: tuple[Upsampling, ...], *, seed: int, epoch: 
     numbers = np.repeat(np.arange(len(counts)), counts)
     first = np.repeat(np.cumsum(counts) - counts, counts)
     found = parts.at(numbers)
-    return Parts(found.documents, np.arange(len(numbers)) - first, found.starts, found.stops)
+    return replace(found, copies=np.arange(len(numbers)) - first)

@@ -44,11 +44,12 @@ def survey(
     order: Order,
     seq_len: int,
     micro_batches: MicroBatches,
-    cost: Callable[[Sequence[int]], int],
+    cost: Callable[..., int],
     *,
     documents: int,
     steps: int = STEPS,
     lockstep: bool = False,
+    source_seq_len: int = 0,
 ) -> Survey:
     """Plan the first rows of a run, reading no tokens: blocks with at least so many ``documents`` for the packing.
 
@@ -65,7 +66,7 @@ def survey(
             key = f"2^{(stop - start).bit_length() - 1}"
             tokens[key] = tokens.get(key, 0) + stop - start
     work = StepWork(in_order=[], balanced=[])
-    costs = [cost(lengths) for lengths in lengths_of(rows, seq_len)]
+    costs = [cost(*lengths) for lengths in lengths_of(rows, seq_len, source_seq_len)]
     for first in range(0, len(rows) - rows_per_step + 1, rows_per_step):
         of_step = costs[first : first + rows_per_step]
         places = balanced(of_step, micro_batches, lockstep=lockstep)

@@ -21,13 +21,15 @@ from longctx.untrusted.reading import MOST_JSON_BYTES, NotFetchedError, parse_js
 from longctx.untrusted.schema import HASH, NAME, anything, listing, mapping, one_of, record, text, whole
 
 FORMAT = "longctx-shards"
-VERSION, MASKED_VERSION = 1, 2
-"""Of a folder in which every token counts in the loss, and of one that says which do."""
+VERSION, LATER_VERSION = 1, 2
+"""Of a folder of texts, and of one that says which tokens count in the loss, or that holds pairs."""
 MANIFEST_FILE = "manifest.json"
 LIST_OF_BEFORE = "exclusions.json"
 """A list of excluded shards, which folders had before ``data build --without``."""
 VALIDATION_FOLDER = "validation"
 """Within a shard folder, that of the documents it holds out."""
+PARAGRAPHS = "paragraphs"
+"""The option of a build that has documents say where their paragraphs begin."""
 WITHOUT = "without"
 """The option of a build that lists the shards which were left out of the folder afterwards."""
 
@@ -48,10 +50,12 @@ class ShardEntry:
     """One more than the largest id of the file's tokens; 0 in folders of releases that did not record it."""
     counted: int = 0
     """Tokens whose prediction counts in the loss; 0 in a folder in which all do."""
+    source_tokens: int = 0
+    """Tokens that an encoder reads beside the documents; 0 if they are no pairs."""
 
     def to_json(self) -> dict[str, Any]:
         """The object that is written."""
-        return _without_empty(dataclasses.asdict(self), "sums", "num_ids", "counted")
+        return _without_empty(dataclasses.asdict(self), "sums", "num_ids", "counted", "source_tokens")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -98,10 +102,25 @@ class Manifest:
         return sum(entry.counted for entry in self.shards)
 
     @property
+    def source_tokens(self) -> int:
+        """Tokens that an encoder reads beside the documents, of a folder of pairs; 0 of another one."""
+        return sum(entry.source_tokens for entry in self.shards)
+
+    @property
+    def has_sources(self) -> bool:
+        """Whether the folder holds pairs: documents, and what an encoder reads beside each."""
+        return self.source_tokens > 0
+
+    @property
+    def has_paragraphs(self) -> bool:
+        """Whether the folder says where the paragraphs of its documents begin."""
+        return bool(self.options.get(PARAGRAPHS))
+
+    @property
     def version(self) -> int:
         """Version of the format."""
-        if self.counted:
-            return MASKED_VERSION
+        if self.counted or self.source_tokens:
+            return LATER_VERSION
         return VERSION
 
     @property
@@ -149,10 +168,10 @@ class Manifest:
         body = read_object(path)
         if body.get("format") != FORMAT:
             raise DataError(f"{path} is not a shard manifest (format={body.get('format')!r}, wanted {FORMAT!r}).")
-        if body.get("version") not in (VERSION, MASKED_VERSION):
+        if body.get("version") not in (VERSION, LATER_VERSION):
             raise DataError(
                 f"{path} has format version {body.get('version')!r}; this release reads {VERSION} and "
-                f"{MASKED_VERSION}.\n"
+                f"{LATER_VERSION}.\n"
                 "Build the shards again with this release, or use the release that wrote them."
             )
         # The manifest holds the shards' checksums, so its own hash vouches for every byte of the folder.
@@ -209,15 +228,25 @@ def _contradictions(manifest: Manifest, version: int) -> Iterator[str]:
             yield f"{entry.file} is listed twice"
         seen.add(entry.file)
         # Bounds everything that is reserved or counted by these numbers: the size is compared with the file's.
-        if not 1 <= entry.documents <= entry.tokens or 8 * entry.documents + 2 * entry.tokens > entry.bytes:
+        if not 1 <= entry.documents <= entry.tokens or _least_bytes(entry) > entry.bytes:
             yield (
                 f"{entry.file} cannot hold {entry.documents} documents and {entry.tokens} tokens in {entry.bytes} bytes"
             )
+        if entry.source_tokens and entry.source_tokens < entry.documents:
+            yield f"{entry.file} cannot hold {entry.documents} pairs with {entry.source_tokens} tokens of sources"
     sums = [entry.file for entry in manifest.shards if entry.sums]
     if sums and not manifest.has_sums:
         yield f"{sums[0]} has sums of its blocks and other shards have none"
+    if len({bool(entry.source_tokens) for entry in manifest.shards}) > 1:
+        yield "some shards hold pairs, and others none"
     if manifest.padding >= manifest.vocab_size:
         yield f"padding={manifest.padding} and vocab_size={manifest.vocab_size} cannot be right"
+
+
+def _least_bytes(entry: ShardEntry) -> int:
+    """Bytes that the offsets and ids of a file take, at the least."""
+    sides = 2 if entry.source_tokens else 1
+    return 8 * sides * entry.documents + 2 * (entry.tokens + entry.source_tokens)
 
 
 SHARD_NAME = text(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,120}\.arrow", "name of a shard in this folder, such as 00000.arrow")
@@ -225,7 +254,7 @@ SHARD_NAME = text(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,120}\.arrow", "name of a shard
 _MOST_IDS = 1 << 32
 _SHARD = record(
     {"file": SHARD_NAME, "bytes": whole(), "xxh3_128": HASH, "documents": whole(), "tokens": whole()},
-    {"sums": HASH, "num_ids": whole(), "counted": whole()},
+    {"sums": HASH, "num_ids": whole(), "counted": whole(), "source_tokens": whole()},
 )
 _DUPLICATE_COUNTS = ("exact_documents", "exact_bytes", "near_documents", "near_bytes", "groups", "largest_group")
 _CHECK = record(

@@ -2,7 +2,9 @@
 
 Each ``NNNNN.arrow`` is an Arrow IPC file with one record batch, a row a document: ``tokens`` (large_list of uint16 or
 uint32, by vocabulary), ``source`` (int16), ``hash`` (uint64, xxh3_64 of the text), ``name`` (string); in folders of
-conversations ``counted`` too (large_list of int64): runs of tokens whose prediction counts, as pairs of bounds.
+conversations ``counted`` too (large_list of int64): runs of tokens whose prediction counts, as pairs of bounds. In
+folders of pairs ``source_tokens``, of the tokens' type: what an encoder reads beside each document; if paragraphs are
+kept ``paragraphs`` (large_list of int64): the first tokens of all but the first one.
 """
 
 from __future__ import annotations
@@ -15,16 +17,21 @@ from pathlib import Path
 import numpy as np
 import pyarrow as pa
 
+from data_pipeline.shards.column import OFFSET, TokenColumn, place, wrong_offsets
 from data_pipeline.shards.manifest import MANIFEST_FILE, ShardEntry
 from data_pipeline.shards.stamps import FileState, cheapest_state, file_state, opened_state
-from data_pipeline.shards.sums import ADVICE, BLOCK_SHIFT, Blocks, advise, read_sums
+from data_pipeline.shards.sums import ADVICE, Blocks, advise, read_sums
 from longctx.errors import DataError
 from longctx.files import check_link
 from longctx.untrusted import git_lfs
 from longctx.untrusted.reading import NotFetchedError, check_fetched
 
-_OFFSET, _NAME_OFFSET = 8, 4
-"""Bytes of an offset: of a document in the tokens, and of a name in the names."""
+_NAME_OFFSET = 4
+"""Bytes of an offset of a name in the names."""
+SOURCE = "source_tokens"
+"""The column of the other side of pairs."""
+COUNTED, PARAGRAPHS = "counted", "paragraphs"
+"""Columns of lists of int64: which tokens count in a loss, and which begin a paragraph."""
 _MAGIC, _CONTINUES = b"ARROW1", -1
 
 
@@ -36,25 +43,23 @@ class MappedShard:
         self.path, self.state, self.state_now = path, state, cheapest_state(path)
         self._blocks = blocks
         _check_columns(batch, path)
-        tokens, names = batch.column("tokens"), batch.column("name")
+        names = batch.column("name")
         self._batch = batch
-        self.offsets = tokens.offsets.to_numpy(zero_copy_only=True)
-        self.values = tokens.values.to_numpy(zero_copy_only=True)
-        self._offsets_buffer, values = tokens.offsets.buffers()[1], tokens.values.buffers()[1]
         self._name_offsets = np.frombuffer(names.buffers()[1], np.int32)
         self._names = memoryview(names.buffers()[2] or b"")
-        parts = (self._offsets_buffer, values, names.buffers()[1], names.buffers()[2])
-        self._offsets_at, self._values_at, self._name_offsets_at, self._names_at = (
-            _place(part, content, path) for part in parts
-        )
-        # Plain integers come from a memory view, in a third of the time that numpy takes.
-        self.tokens = _reader(path, blocks, self.values, memoryview(self.offsets), self._offsets_at, self._values_at)
-        """Reads tokens ``start`` to ``stop`` of a document (to its end if None), as a view."""
-        self._counted: _Lists | None = None
-        if "counted" in batch.schema.names:
-            self._counted = _Lists(batch.column("counted"), content, blocks, path)
-        # Tokens are read in runs; of everything else a few bytes here and there.
-        advise(values, mmap.MADV_NORMAL)
+        self._name_offsets_at, self._names_at = (place(part, content, path) for part in names.buffers()[1:])
+        self.target = TokenColumn(batch.column("tokens"), content, blocks, path)
+        """The documents themselves; of pairs the side that is predicted."""
+        self.source: TokenColumn | None = None
+        """Of pairs the side that an encoder reads."""
+        if SOURCE in batch.schema.names:
+            self.source = TokenColumn(batch.column(SOURCE), content, blocks, path)
+        self.tokens = self.target.tokens
+        self._lists = {
+            name: _Lists(batch.column(name), content, blocks, path)
+            for name in (COUNTED, PARAGRAPHS)
+            if name in batch.schema.names
+        }
 
     @classmethod
     def open(cls, folder: Path, entry: ShardEntry, *, verify: bool) -> MappedShard:
@@ -84,33 +89,7 @@ class MappedShard:
     @property
     def num_documents(self) -> int:
         """Documents in this file."""
-        return len(self.offsets) - 1
-
-    def all_tokens(self) -> np.ndarray:
-        """The tokens of all documents, as a view."""
-        self._blocks.check(self._values_at, self._values_at + self.values.nbytes)
-        return self.values
-
-    def lengths_of(self, rows: np.ndarray) -> np.ndarray:
-        """Tokens of each of these documents."""
-        if len(rows) * mmap.PAGESIZE >= self.offsets.nbytes:
-            # Some of every page, or nearly: one read of all is faster than one of each page.
-            advise(self._offsets_buffer, mmap.MADV_WILLNEED)
-        self._blocks.check_items(self._offsets_at + _OFFSET * rows, 2 * _OFFSET)
-        starts, stops = self.offsets[rows], self.offsets[rows + 1]
-        if starts.min() < 0 or (stops <= starts).any() or stops.max() > len(self.values):
-            raise _wrong_offsets(self.path)
-        self._release_offsets()
-        return stops - starts
-
-    def longest_document(self) -> int:
-        """Tokens of the longest document."""
-        # All offsets, in one read.
-        advise(self._offsets_buffer, mmap.MADV_WILLNEED)
-        self._blocks.check(self._offsets_at, self._offsets_at + self.offsets.nbytes)
-        longest = int(np.diff(self.offsets).max(initial=0))
-        self._release_offsets()
-        return longest
+        return len(self.target.offsets) - 1
 
     def name(self, row: int) -> str:
         """The name of a document in its source."""
@@ -118,7 +97,7 @@ class MappedShard:
         self._blocks.check(at, at + 2 * _NAME_OFFSET)
         start, stop = int(self._name_offsets[row]), int(self._name_offsets[row + 1])
         if not 0 <= start <= stop <= len(self._names):
-            raise _wrong_offsets(self.path)
+            raise wrong_offsets(self.path)
         self._blocks.check(self._names_at + start, self._names_at + stop)
         try:
             return bytes(self._names[start:stop]).decode()
@@ -127,13 +106,24 @@ class MappedShard:
 
     def counted(self, row: int) -> np.ndarray | None:
         """Return the runs of a document's tokens that count, as ``EncodedDocument.counted`` has them; None for all."""
-        if self._counted is None:
+        if COUNTED not in self._lists:
             return None
-        bounds = self._counted.of(row)
-        length = int(self.offsets[row + 1] - self.offsets[row])
-        if len(bounds) % 2 or (np.diff(bounds, prepend=-1) <= 0).any() or (len(bounds) and bounds[-1] > length):
+        bounds = self._ascending(COUNTED, row)
+        if len(bounds) % 2:
             raise DataError(f"{self.path} is damaged: its counted tokens are no runs of its documents. {ADVICE}")
         return bounds
+
+    def paragraphs(self, row: int) -> np.ndarray:
+        """Return the first tokens of a document's paragraphs but the first one, of a folder that keeps them."""
+        return self._ascending(PARAGRAPHS, row)
+
+    def _ascending(self, name: str, row: int) -> np.ndarray:
+        """Return a document's list of a column of places among its tokens, which ascend."""
+        places = self._lists[name].of(row)
+        length = int(self.target.offsets[row + 1] - self.target.offsets[row])
+        if (np.diff(places, prepend=-1) <= 0).any() or (len(places) and places[-1] > length):
+            raise DataError(f"{self.path} is damaged: its {name} do not lie in its documents. {ADVICE}")
+        return places
 
     def strange_sources(self, sources: int) -> int | None:
         """A number in the column ``source`` which is not below ``sources``; None without one, or without sources."""
@@ -145,26 +135,17 @@ class MappedShard:
 
     def _check_counts(self, entry: ShardEntry) -> None:
         """DataError unless there are as many documents and tokens as the manifest says."""
-        counted = (self.num_documents, len(self.values)) == (entry.documents, entry.tokens)
-        if counted:
-            ends = np.array([0, self.num_documents])
-            self._blocks.check_items(self._offsets_at + _OFFSET * ends, _OFFSET)
-            counted = self.offsets[ends].tolist() == [0, len(self.values)]
-        if bool(entry.counted) > (self._counted is not None):
+        if bool(entry.counted) > (COUNTED in self._lists):
             raise DataError(f"{self.path} says of no token that it counts, and {MANIFEST_FILE} of some. {ADVICE}")
-        if not counted:
+        has_source = self.source is not None and self.source.has(entry.documents, entry.source_tokens)
+        if not self.target.has(entry.documents, entry.tokens) or has_source != bool(entry.source_tokens):
+            beside = ""
+            if entry.source_tokens:
+                beside = f", and {entry.source_tokens} of their sources,"
             raise DataError(
-                f"{self.path} does not hold the {entry.documents} documents and {entry.tokens} tokens "
+                f"{self.path} does not hold the {entry.documents} documents and {entry.tokens} tokens{beside} "
                 f"that {MANIFEST_FILE} lists. Build the folder again."
             )
-
-    def _release_offsets(self) -> None:
-        """Take the pages of offsets out of this process; they stay in the system's cache.
-
-        A block has a few documents of every shard: a process would come to have the offsets of the whole corpus.
-        """
-        # Of a file that is mapped for reading: nothing can be lost.
-        advise(self._offsets_buffer, mmap.MADV_DONTNEED)
 
 
 class _Lists:
@@ -175,55 +156,17 @@ class _Lists:
         self._offsets = column.offsets.to_numpy(zero_copy_only=True)
         self._values = column.values.to_numpy(zero_copy_only=True)
         buffers = (column.offsets.buffers()[1], column.values.buffers()[1])
-        self._offsets_at, self._values_at = (_place(part, content, path) for part in buffers)
+        self._offsets_at, self._values_at = (place(part, content, path) for part in buffers)
 
     def of(self, row: int) -> np.ndarray:
         """Return a row's list, a view."""
-        at = self._offsets_at + _OFFSET * row
-        self._blocks.check(at, at + 2 * _OFFSET)
+        at = self._offsets_at + OFFSET * row
+        self._blocks.check(at, at + 2 * OFFSET)
         start, stop = int(self._offsets[row]), int(self._offsets[row + 1])
         if not 0 <= start <= stop <= len(self._values):
-            raise _wrong_offsets(self._path)
+            raise wrong_offsets(self._path)
         self._blocks.check(self._values_at + 8 * start, self._values_at + 8 * stop)
         return self._values[start:stop]
-
-
-def _reader(
-    path: Path, blocks: Blocks, values: np.ndarray, offset_of: memoryview, offsets_at: int, values_at: int
-) -> Callable[..., np.ndarray]:
-    """``MappedShard.tokens``, which has what it needs at hand: a method would look it up for a third of its time.
-
-    It does not know the shard itself, which goes with its last user, and not when Python looks for circles.
-    """
-    token_bytes, num_tokens = values.itemsize, len(values)
-
-    def tokens(row: int, start: int = 0, stop: int | None = None) -> np.ndarray:
-        if not blocks.all_seen:
-            at = offsets_at + _OFFSET * row
-            # ``check`` asks the same. Here it would take a quarter of the time of the whole read.
-            if not (blocks.seen[at >> BLOCK_SHIFT] and blocks.seen[(at + 2 * _OFFSET - 1) >> BLOCK_SHIFT]):
-                blocks.check(at, at + 2 * _OFFSET)
-        first, last = offset_of[row], offset_of[row + 1]
-        # A slice of wrong offsets would be another document's tokens, or fewer than the plan counts on.
-        if not 0 <= first < last <= num_tokens:
-            raise _wrong_offsets(path)
-        if stop is not None and first + stop < last:
-            last = first + stop
-        first += start
-        if first >= last:
-            return values[:0]
-        if not blocks.all_seen:
-            begin, end = values_at + token_bytes * first, values_at + token_bytes * last
-            if blocks.seen.find(0, begin >> BLOCK_SHIFT, ((end - 1) >> BLOCK_SHIFT) + 1) >= 0:
-                blocks.check(begin, end)
-        return values[first:last]
-
-    return tokens
-
-
-def _wrong_offsets(path: Path) -> DataError:
-    """The error for documents that begin or end where they cannot."""
-    return DataError(f"{path} is damaged: its documents do not follow each other. {ADVICE}")
 
 
 def check_size(folder: Path, entry: ShardEntry, state_of: Callable[[Path], FileState] = file_state) -> FileState:
@@ -278,8 +221,11 @@ def _check_columns(batch: pa.RecordBatch, path: Path) -> None:
         raise DataError(f"{path} is no shard: its tokens are {tokens.type}, its names {names.type}. {ADVICE}")
     if batch.schema.field("source").type != pa.int16() or any(column.null_count for column in batch.columns):
         raise DataError(f"{path} is no shard: its sources are no int16, or a value is missing. {ADVICE}")
-    if "counted" in batch.schema.names and batch.column("counted").type != pa.large_list(pa.int64()):
-        raise DataError(f"{path} is no shard: its counted tokens are {batch.column('counted').type}. {ADVICE}")
+    if SOURCE in batch.schema.names and batch.column(SOURCE).type != tokens.type:
+        raise DataError(f"{path} is no shard: its sources' tokens are {batch.column(SOURCE).type}. {ADVICE}")
+    for name in (COUNTED, PARAGRAPHS):
+        if name in batch.schema.names and batch.column(name).type != pa.large_list(pa.int64()):
+            raise DataError(f"{path} is no shard: its {name} are {batch.column(name).type}. {ADVICE}")
     # Whether each buffer is as long as its column says: numpy would read on behind a shorter one.
     batch.validate()
 
@@ -308,13 +254,3 @@ def _check_metadata(content: memoryview, blocks: Blocks) -> None:
     if not 0 < length <= end - at:
         raise ValueError("it has no footer where one belongs")
     blocks.check(end - length, end)
-
-
-def _place(part: pa.Buffer | None, content: pa.Buffer, path: Path) -> int:
-    """Where a column's buffer begins in the file; DataError where it is not in the file."""
-    if part is None or not part.size:
-        return 0
-    # Else it is in memory of its own, which advice for files would destroy.
-    if not content.address <= part.address <= content.address + content.size - part.size:
-        raise DataError(f"{path} is compressed: its tokens cannot be mapped. Build the folder again.")
-    return part.address - content.address

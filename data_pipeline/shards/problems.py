@@ -99,11 +99,15 @@ def _wrong_content(
     # A checksum proves that the file is as it was written, not that what was written is right.
     try:
         shard = MappedShard.open(folder, entry, verify=True)
-        found = shard.lengths_of(np.arange(entry.documents))
+        found = shard.target.lengths_of(np.arange(entry.documents))
         lengths.append(found)
+        if shard.source is not None:
+            shard.source.lengths_of(np.arange(entry.documents))
         counted = 0
         for row in range(entry.documents):
             shard.name(row)
+            if manifest.has_paragraphs:
+                shard.paragraphs(row)
             bounds = shard.counted(row)
             if bounds is not None:
                 counted += int(bounds[1::2].sum() - bounds[::2].sum())
@@ -112,22 +116,26 @@ def _wrong_content(
         return
     if counted != entry.counted:
         yield f"{path} says of {counted} tokens that they count, and {MANIFEST_FILE} of {entry.counted}."
-    values = shard.all_tokens()
-    if values.dtype != token_dtype(manifest.vocab_size):
-        yield f"{path} holds ids of {values.dtype}, which do not fit a vocabulary of {manifest.vocab_size}."
-    largest, padded = 0, None
-    for start in range(0, len(values), _TOKENS):
-        part = values[start : start + _TOKENS]
-        largest = max(largest, int(part.max()))
-        if padding is not None and padded is None and (part == padding).any():
-            padded = start + int((part == padding).argmax())
+    largest = 0
+    for column in (shard.target, shard.source):
+        if column is None:
+            continue
+        values = column.all_tokens()
+        if values.dtype != token_dtype(manifest.vocab_size):
+            yield f"{path} holds ids of {values.dtype}, which do not fit a vocabulary of {manifest.vocab_size}."
+        padded = None
+        for start in range(0, len(values), _TOKENS):
+            part = values[start : start + _TOKENS]
+            largest = max(largest, int(part.max()))
+            if padding is not None and padded is None and (part == padding).any():
+                padded = start + int((part == padding).argmax())
+        if padded is not None:
+            document = int(np.searchsorted(column.offsets, padded, side="right")) - 1
+            yield f"{path} holds id {padding}, which is padding, in document {document} ({shard.name(document)})."
     if largest >= manifest.vocab_size:
         yield f"{path} holds id {largest}, outside the vocabulary of {manifest.vocab_size}."
     elif entry.num_ids and entry.num_ids != largest + 1:
         yield f"{path} holds ids up to {largest}, and {MANIFEST_FILE} says num_ids={entry.num_ids}."
-    if padded is not None:
-        document = int(np.searchsorted(np.cumsum(found), padded, side="right"))
-        yield f"{path} holds id {padding}, which is padding, in document {document} ({shard.name(document)})."
     strange = shard.strange_sources(len(manifest.sources))
     if strange is not None:
         yield f"{path} holds documents of source {strange}, and {MANIFEST_FILE} lists {len(manifest.sources)}."

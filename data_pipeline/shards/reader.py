@@ -8,10 +8,11 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import accumulate, pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
+from data_pipeline.shards.column import TokenColumn
 from data_pipeline.shards.copies import LocalCopy, open_folder
 from data_pipeline.shards.manifest import Manifest, ShardEntry
 from data_pipeline.shards.mapped import MappedShard, check_size, unreadable
@@ -20,6 +21,9 @@ from data_pipeline.stores.urls import ObjectPath
 from longctx.errors import DataError
 from longctx.tokenizer import Tokenizer, load_tokenizer
 from longctx.tokenizer.rows import without_row
+
+Side = Literal["target", "source"]
+"""Of pairs: what is predicted, and what an encoder reads. Documents without a source are targets."""
 
 MAX_MAPPED = 4096
 """Shards of a folder that are mapped at once. Linux gives a process 65,530 mappings unless it is told otherwise
@@ -82,32 +86,31 @@ class ShardSet:
         for number in {bisect.bisect_right(self._first_document, document) - 1 for document in documents}:
             self._current(number)
 
-    def lengths_of(self, documents: np.ndarray) -> np.ndarray:
+    def lengths_of(self, documents: np.ndarray, side: Side = "target") -> np.ndarray:
         """Tokens of each of these documents [n], int64. Fastest where they ascend: then each shard is looked at once.
 
         DataError for offsets that cannot be right.
         """
-        lengths = np.empty(len(documents), np.int64)
-        for number, part in _runs(np.searchsorted(self._first_document, documents, side="right") - 1):
-            lengths[part] = self._current(number).lengths_of(documents[part] - self._first_document[number])
+        lengths, first = np.empty(len(documents), np.int64), self._first_document
+        for number, part in _runs(np.searchsorted(first, documents, side="right") - 1):
+            lengths[part] = _column(self._current(number), side).lengths_of(documents[part] - first[number])
         return lengths
 
-    def longest_document(self) -> int:
+    def longest_document(self, side: Side = "target") -> int:
         """Tokens of the longest document; 0 without one. Reads the offsets of all shards, 8 bytes a document."""
         numbers = range(len(self.manifest.shards))
-        return max((self._current(number).longest_document() for number in numbers), default=0)
+        return max((_column(self._current(number), side).longest() for number in numbers), default=0)
 
     def document(self, index: int) -> np.ndarray:
         """All tokens of document ``index``, a read-only view (uint16 or uint32); DataError for wrong offsets."""
-        shard, row = self._find(index)
-        return shard.tokens(row)
+        return self.slice(index, 0)
 
-    def slice(self, index: int, start: int, stop: int) -> np.ndarray:
+    def slice(self, index: int, start: int, stop: int | None = None) -> np.ndarray:
         """Tokens ``start`` to ``stop`` of document ``index``, none beyond its end; their blocks alone are touched."""
         shard, row = self._find(index)
         return shard.tokens(row, start, stop)
 
-    def slices(self, pieces: Iterable[tuple[int, int, int]]) -> list[np.ndarray]:
+    def slices(self, pieces: Iterable[tuple[int, int, int]], side: Side = "target") -> list[np.ndarray]:
         """``slice`` of each piece (document, start, stop), behind ``check_files``: each file is looked at once."""
         found: list[np.ndarray] = []
         first_document, checked = self._first_document, dict[int, Callable[[int, int, int], np.ndarray]]()
@@ -115,7 +118,7 @@ class ShardSet:
             number = bisect.bisect_right(first_document, document) - 1
             tokens_of = checked.get(number)
             if tokens_of is None:
-                tokens_of = checked[number] = self._current(number).tokens
+                tokens_of = checked[number] = _column(self._current(number), side).tokens
             found.append(tokens_of(document - first_document[number], start, stop))
         return found
 
@@ -129,6 +132,11 @@ class ShardSet:
         shard, row = self._find(index)
         return shard.counted(row)
 
+    def paragraphs(self, index: int) -> np.ndarray:
+        """Return the first tokens of document ``index``'s paragraphs but the first one; of a folder that keeps them."""
+        shard, row = self._find(index)
+        return shard.paragraphs(row)
+
     def name(self, index: int) -> str:
         """The name of document ``index`` in its source."""
         shard, row = self._find(index)
@@ -140,7 +148,7 @@ class ShardSet:
 
     def shard_tokens(self, number: int) -> np.ndarray:
         """All tokens of one shard, one document after the other, as a read-only view."""
-        return self._current(number).all_tokens()
+        return self._current(number).target.all_tokens()
 
     def _find(self, index: int) -> tuple[MappedShard, int]:
         """The shard of document ``index``, and the document's number there."""
@@ -176,6 +184,35 @@ class ShardSet:
             with self._lock:
                 self._mapped.pop(number, None)
         return self._shard(number)
+
+
+class SourceSide:
+    """What an encoder reads beside the documents of a folder of pairs, under the documents' numbers."""
+
+    is_masked = False
+
+    def __init__(self, shards: ShardSet) -> None:
+        self._shards = shards
+        self.padding, self.first_documents = shards.padding, shards.first_documents
+
+    def lengths_of(self, documents: np.ndarray) -> np.ndarray:
+        """As ``ShardSet.lengths_of``."""
+        return self._shards.lengths_of(documents, "source")
+
+    def slices(self, pieces: Iterable[tuple[int, int, int]]) -> list[np.ndarray]:
+        """As ``ShardSet.slices``."""
+        return self._shards.slices(pieces, "source")
+
+    def counted(self, index: int) -> None:
+        """None: nothing of it is predicted."""
+
+
+def _column(shard: MappedShard, side: Side) -> TokenColumn:
+    """One side of a shard's documents."""
+    if side == "target":
+        return shard.target
+    assert shard.source is not None, f"{shard.path} holds no pairs"
+    return shard.source
 
 
 def open_for_model(folder: str | Path | ObjectPath, *, vocab_size: int, **options: Any) -> ShardSet:

@@ -14,6 +14,7 @@ import pyarrow as pa
 import xxhash
 
 from data_pipeline.shards.manifest import Manifest, ShardEntry
+from data_pipeline.shards.mapped import COUNTED, PARAGRAPHS, SOURCE
 from data_pipeline.shards.sums import sum_blocks, sums_file
 from longctx.errors import DataError
 from longctx.files import write_synced
@@ -47,6 +48,11 @@ class EncodedDocument:
     """Runs of tokens whose prediction counts in the loss: first token and the one behind the last of each run, one run
     after the other, int64 [2 · runs], strictly ascending. None in a folder in which every token counts."""
 
+    paragraphs: np.ndarray | None = None
+    """First tokens of its paragraphs but the first one, int64, strictly ascending. None in a folder that keeps none."""
+    source_tokens: np.ndarray | None = None
+    """What an encoder reads beside the tokens, of a pair; None in a folder without pairs."""
+
     @property
     def num_counted(self) -> int:
         """Tokens that count; 0 without a mask."""
@@ -68,15 +74,23 @@ class ShardWriter:
     """
 
     def __init__(
-        self, folder: Path, *, vocab_size: int, shard_tokens: int = DEFAULT_SHARD_TOKENS, masked: bool = False
+        self,
+        folder: Path,
+        *,
+        vocab_size: int,
+        shard_tokens: int = DEFAULT_SHARD_TOKENS,
+        masked: bool = False,
+        pairs: bool = False,
+        paragraphs: bool = False,
     ) -> None:
-        """``masked``: every document says which of its tokens count."""
+        """``masked``: every document says which of its tokens count; ``pairs``: each has a source; ``paragraphs``: each
+        says where its paragraphs begin."""
         if shard_tokens < 1:
             raise DataError(f"shard_tokens={shard_tokens} must be at least 1. Try {DEFAULT_SHARD_TOKENS}.")
         self._folder = folder
         self._vocab_size = vocab_size
         self._shard_tokens = shard_tokens
-        self._open = _OpenShard(token_dtype(vocab_size), masked=masked)
+        self._open = _OpenShard(token_dtype(vocab_size), masked=masked, pairs=pairs, paragraphs=paragraphs)
         self._entries: list[ShardEntry] = []
         # Documents by the number of bits of their length: all that the manifest tells of lengths.
         self._by_bits = [0] * 64
@@ -105,6 +119,17 @@ class ShardWriter:
     def add(self, document: EncodedDocument) -> None:
         """Append a document; close the shard before it would grow beyond ``shard_tokens``."""
         tokens = document.tokens
+        self._check(document, tokens)
+        if document.source_tokens is not None:
+            self._check(document, document.source_tokens)
+        if len(self._open) and self._open.tokens + len(tokens) > self._shard_tokens:
+            self._close_shard()
+        self._open.add(document)
+        self._by_bits[len(tokens).bit_length() - 1] += 1
+        self._text_bytes += document.text_bytes
+
+    def _check(self, document: EncodedDocument, tokens: np.ndarray) -> None:
+        """DataError for tokens that a shard cannot hold."""
         if not len(tokens):
             raise DataError(f"{document.name} has no tokens. Leave empty documents out.")
         # Stored unsigned and small: an id outside of the range would come back as another one.
@@ -113,11 +138,6 @@ class ShardWriter:
                 f"{document.name} has id {int(tokens.max())} (lowest {int(tokens.min())}), "
                 f"outside the vocabulary of {self._vocab_size}. Encode it with the tokenizer of this folder."
             )
-        if len(self._open) and self._open.tokens + len(tokens) > self._shard_tokens:
-            self._close_shard()
-        self._open.add(document)
-        self._by_bits[len(tokens).bit_length() - 1] += 1
-        self._text_bytes += document.text_bytes
 
     @property
     def shards(self) -> list[ShardEntry]:
@@ -182,22 +202,66 @@ class ShardWriter:
             sums=xxhash.xxh3_128_hexdigest(sums.tobytes()),
             num_ids=self._open.largest_id + 1,
             counted=self._open.counted,
+            source_tokens=self._open.source.tokens if self._open.source else 0,
         )
         self._entries.append(entry)
         self._open.clear()
 
 
-class _OpenShard:
-    """The documents of a shard that is not written yet: their tokens once, and a few bytes for each document."""
+class _OpenColumn:
+    """The token ids of one side of the documents of a shard that is not written yet: once, in one piece."""
 
-    def __init__(self, dtype: np.dtype, *, masked: bool) -> None:
-        self._values = np.empty(0, dtype)
-        self._masked = masked
-        self.tokens = self.counted = 0
-        self.largest_id = 0
-        # The runs of counted tokens of all documents, and how many numbers those of each are.
-        self._runs, self._num_runs = array("q"), array("q")
-        self._lengths = array("q")
+    def __init__(self, dtype: np.dtype) -> None:
+        self._values, self._lengths = np.empty(0, dtype), array("q")
+        self.tokens = 0
+
+    def add(self, tokens: np.ndarray) -> None:
+        """Append a row."""
+        stop = self.tokens + len(tokens)
+        if stop > len(self._values):
+            # In place: memory holds the tokens once, not once a document and once more in one piece. Nobody else has a
+            # view of the array between two shards.
+            self._values.resize(stop + _SPARE_TOKENS, refcheck=False)
+        self._values[self.tokens : stop] = tokens
+        self.tokens = stop
+        self._lengths.append(len(tokens))
+
+    def column(self) -> pa.Array:
+        """All rows, a view."""
+        return _lists(self._lengths, self._values[: self.tokens])
+
+    def clear(self) -> None:
+        """Begin anew in the same memory."""
+        self.tokens, self._lengths = 0, array("q")
+
+
+class _OpenLists:
+    """Lists of numbers of the documents of a shard that is not written yet."""
+
+    def __init__(self) -> None:
+        self._numbers, self._lengths = array("q"), array("q")
+
+    def add(self, numbers: np.ndarray) -> None:
+        """Append a row, int64."""
+        self._numbers.frombytes(numbers.tobytes())
+        self._lengths.append(len(numbers))
+
+    def column(self) -> pa.Array:
+        """All rows, a view."""
+        return _lists(self._lengths, np.frombuffer(self._numbers, np.int64))
+
+
+class _OpenShard:
+    """The documents of a shard that is not written yet: their tokens, and a few bytes for each document."""
+
+    def __init__(self, dtype: np.dtype, *, masked: bool, pairs: bool, paragraphs: bool) -> None:
+        self._target = _OpenColumn(dtype)
+        self.source: _OpenColumn | None = None
+        if pairs:
+            self.source = _OpenColumn(dtype)
+        self.counted = self.largest_id = 0
+        self._lists = {name: _OpenLists() for name, kept in ((COUNTED, masked), (PARAGRAPHS, paragraphs)) if kept}
+        """Columns of lists of numbers, by name."""
         self._sources = array("h")
         self._hashes = array("Q")
         self._names: list[str] = []
@@ -205,22 +269,24 @@ class _OpenShard:
     def __len__(self) -> int:
         return len(self._names)
 
+    @property
+    def tokens(self) -> int:
+        """Tokens of the documents; of pairs, of their targets."""
+        return self._target.tokens
+
     def add(self, document: EncodedDocument) -> None:
         """Append a document."""
-        stop = self.tokens + len(document.tokens)
-        if stop > len(self._values):
-            # In place: memory holds the tokens once, not once a document and once more in one piece. Nobody else has a
-            # view of the array between two shards.
-            self._values.resize(stop + _SPARE_TOKENS, refcheck=False)
-        self._values[self.tokens : stop] = document.tokens
-        self.tokens = stop
+        self._target.add(document.tokens)
         self.largest_id = max(self.largest_id, int(document.tokens.max()))
-        assert (document.counted is not None) == self._masked, "a folder's documents all have a mask, or none has"
-        if document.counted is not None:
-            self._runs.frombytes(document.counted.tobytes())
-            self._num_runs.append(len(document.counted))
-            self.counted += document.num_counted
-        self._lengths.append(len(document.tokens))
+        for name, numbers in ((COUNTED, document.counted), (PARAGRAPHS, document.paragraphs)):
+            assert (numbers is not None) == (name in self._lists), "a folder's documents all have a mask, or none has"
+            if numbers is not None:
+                self._lists[name].add(numbers)
+        self.counted += document.num_counted
+        assert (document.source_tokens is not None) == (self.source is not None), "a folder has pairs alone, or none"
+        if self.source is not None and document.source_tokens is not None:
+            self.source.add(document.source_tokens)
+            self.largest_id = max(self.largest_id, int(document.source_tokens.max()))
         self._sources.append(document.source)
         self._hashes.append(document.hash)
         self._names.append(document.name)
@@ -228,20 +294,24 @@ class _OpenShard:
     def record_batch(self) -> pa.RecordBatch:
         """The documents as one Arrow record batch, a view of this object: use it before the next ``add``."""
         columns = {
-            "tokens": _lists(self._lengths, self._values[: self.tokens]),
+            "tokens": self._target.column(),
             "source": pa.array(np.frombuffer(self._sources, np.int16)),
             "hash": pa.array(np.frombuffer(self._hashes, np.uint64)),
             "name": pa.array(self._names, pa.string()),
         }
-        if self._masked:
-            columns["counted"] = _lists(self._num_runs, np.frombuffer(self._runs, np.int64))
+        columns |= {name: lists.column() for name, lists in self._lists.items()}
+        if self.source is not None:
+            columns[SOURCE] = self.source.column()
         return pa.record_batch(columns)
 
     def clear(self) -> None:
         """Begin the next shard in the same memory."""
-        self.tokens = self.counted = self.largest_id = 0
-        self._runs, self._num_runs = array("q"), array("q")
-        self._lengths, self._sources, self._hashes, self._names = array("q"), array("h"), array("Q"), []
+        for column in (self._target, self.source):
+            if column is not None:
+                column.clear()
+        self.counted = self.largest_id = 0
+        self._lists = {name: _OpenLists() for name in self._lists}
+        self._sources, self._hashes, self._names = array("h"), array("Q"), []
 
 
 def _lists(lengths: array, values: np.ndarray) -> pa.Array:

@@ -8,20 +8,24 @@ from typing import Annotated
 from tyro.conf import arg
 
 from launcher.cli.console import progress, say
+from longctx.errors import ConfigError
 
 
 def attention(
     *,
     checkpoint: Annotated[Path, arg(metavar="DIR")],
-    text: Annotated[Path, arg(metavar="F|DIR")],
-    layer: int,
-    head: int,
     output: Annotated[Path, arg(metavar="DIR")],
+    text: Annotated[Path | None, arg(metavar="F|DIR", help_behavior_hint="(required)")] = None,
+    layer: Annotated[int | None, arg(help_behavior_hint="(required)")] = None,
+    head: Annotated[int | None, arg(help_behavior_hint="(required)")] = None,
     length: int | None = None,
     blocks: int = 96,
+    cross: bool = False,
+    target: Annotated[Path | None, arg(metavar="F")] = None,
+    positions: bool = False,
     tokenizer: Annotated[Path | None, arg(metavar="TOKENIZER")] = None,
 ) -> None:
-    """Draw what a head of a layer attends to.
+    """Draw what a head of a layer attends to, or what positions add to tokens.
 
     A picture shows the share of each block of keys in the attention of each block of queries, and what the mask
     forbids; its CSV stands beside it. A text of 512 tokens or fewer also gets a page on which each token shows what it
@@ -33,10 +37,38 @@ def attention(
         layer: Counted from 0.
         head: Query head, counted from 0.
         output: Folder for the files.
-        length: Tokens of the row; the whole file unless given.
+        length: Tokens of the row; the whole file unless given. With --positions so many; 512 unless given.
         blocks: Blocks on a side of the picture, at most.
+        cross: Draw cross attention of a model with an encoder, which reads the text: target against source.
+        target: With --cross the text that is written of it; what the model writes unless given.
+        positions: Draw what the model adds to its tokens for their positions, which needs no text, layer or head.
         tokenizer: For a folder that has none of its own: SentencePiece model, tokenizer.json, or a folder with one.
     """
+    if positions:
+        others = (text, layer, head, target)
+        _draw_positions(checkpoint, output, length, reads=cross or any(value is not None for value in others))
+        return
+    if text is None or layer is None or head is None:
+        raise ConfigError("attention needs --text F --layer N --head N, or --positions.")
+    if cross:
+        from launcher.evaluation.cross_attention import CrossOptions, draw_cross_attention
+
+        asked = CrossOptions(
+            checkpoint=checkpoint,
+            text=text,
+            target=target,
+            layer=layer,
+            head=head,
+            output=output,
+            tokenizer=tokenizer,
+        )
+        with progress(f"reading {text}"):
+            paths = draw_cross_attention(asked)
+        for path in paths:
+            say(str(path))
+        return
+    if target is not None:
+        raise ConfigError("--target is what is written of a source: it needs --cross.")
     from launcher.evaluation.attention import AttentionOptions, draw_attention
 
     options = AttentionOptions(
@@ -52,4 +84,14 @@ def attention(
     with progress(f"reading {text}"):
         paths = draw_attention(options)
     for path in paths:
+        say(str(path))
+
+
+def _draw_positions(checkpoint: Path, output: Path, length: int | None, *, reads: bool) -> None:
+    """Draw what is added for positions; ``reads`` says whether a text is asked for."""
+    from launcher.evaluation.position_figures import PositionOptions, draw_positions
+
+    if reads:
+        raise ConfigError("--positions draws no attention: leave out --text, --layer, --head, --cross and --target.")
+    for path in draw_positions(PositionOptions(checkpoint=checkpoint, output=output, length=length)):
         say(str(path))

@@ -40,7 +40,10 @@ class Corpus:
     as_json: Annotated[Several, arg(metavar="GLOB [GLOB ...]")] = field(default_factory=list)
     """Read files that match as JSON: lines, an array or values, whatever their ending, e.g. 'part-*'."""
     text_field: str = "text"
-    """Field or column with the text in JSON, CSV, Parquet and Arrow."""
+    """Field or column with the text in JSON, CSV, Parquet and Arrow; with --source-field that of the target."""
+    source_field: Annotated[str, arg(metavar="NAME")] = ""
+    """Field or column with the other side of pairs, which an encoder reads: a model with model.encoder_layers learns to
+    write --text-field of it."""
     format: Literal["auto", "text", "messages", "conversations", "prompt"] = "auto"
     """What JSON, CSV, Parquet and Arrow hold: texts, or conversations by the field 'messages', 'conversations'
     (ShareGPT) or 'prompt' with 'completion'. By default what the files agree on."""
@@ -74,6 +77,7 @@ class Corpus:
         source = open_source(
             self.source,
             text_field=self.text_field,
+            source_field=self.source_field,
             format=self.format,
             include=flat(self.include),
             exclude=flat(self.exclude),
@@ -83,7 +87,9 @@ class Corpus:
             join=self._joining(),
             lengths=Lengths(min_bytes=self.min_bytes, max_bytes=self.max_bytes),
         )
-        if source.fields.kind != "text":
+        if source.fields.kind == "pairs":
+            note(f"{self.source}: pairs, {source.fields.source!r} to {source.fields.text!r}")
+        elif source.fields.kind != "text":
             note(f"{self.source}: conversations {described(source.fields.kind)}")
         return source
 

@@ -39,7 +39,7 @@ _KEEP = Duplicates()
 _ALL_CORES = Workers()
 _REPLIES = Chats()
 _NONE: list[list[str]] = []
-_NOTHING_ASKED = (Corpus(), None, 0.05, None, False, False, _ALL_CORES, _KEEP, _REPLIES)
+_NOTHING_ASKED = (Corpus(), None, 0.05, None, False, False, False, _ALL_CORES, _KEEP, _REPLIES)
 """What ``data build --without`` may be given besides: the defaults."""
 _ShardFolder = Annotated[Positional[str], arg(metavar="DIR")]
 
@@ -52,6 +52,7 @@ def build(
     validation_fraction: float = 0.05,
     shard_tokens: int | None = None,
     exact: bool = False,
+    paragraphs: bool = False,
     overwrite: bool = False,
     without: Annotated[Several, arg(metavar="SHARD [SHARD ...]")] = _NONE,
     crew: OmitArgPrefixes[Workers] = _ALL_CORES,
@@ -71,6 +72,8 @@ def build(
         validation_fraction: Share of documents to hold out, 0 for none.
         shard_tokens: Close a shard at this many tokens, 2^26 unless given.
         exact: End at a document whose text does not come back exactly, instead of counting such documents.
+        paragraphs: Keep where the paragraphs of texts begin, by blank lines or else by lines: with model.pair_head
+            documents are cut there.
         overwrite: Replace a shard folder, whether it was built from other things or is damaged.
         without: Leave these shards, such as 00007.arrow, out of a folder that is built, and do nothing else.
         crew: Who does the work.
@@ -83,7 +86,8 @@ def build(
     from longctx.tokenizer.remarks import frame_remarks
 
     if without:
-        asked = (corpus, tokenizer, validation_fraction, shard_tokens, exact, overwrite, crew, duplicates, chats)
+        asked = (corpus, tokenizer, validation_fraction, shard_tokens, exact, paragraphs, overwrite, crew, duplicates)
+        asked = (*asked, chats)
         _leave_out(output, flat(without), is_alone=asked == _NOTHING_ASKED, json=json)
         return
     if tokenizer is None:
@@ -113,6 +117,7 @@ def build(
                 say=note,
                 duplicates=rule,
                 chat=chats.rule(),
+                paragraphs=paragraphs,
                 comparing=lambda documents, text_bytes: update(
                     source.bytes_read, note=f"comparing {read_so_far(documents, text_bytes)}", counted=text_bytes
                 ),
@@ -138,6 +143,7 @@ def inspect(
     folder: _ShardFolder,
     *,
     seq_len: int | None = None,
+    source_seq_len: int = 0,
     row: int | None = None,
     block: int | None = None,
     epoch: int = 0,
@@ -149,6 +155,7 @@ def inspect(
     Args:
         folder: Shard folder, or its URL (s3://, gs://), of which shards come into the cache; or a mixture's file.
         seq_len: Tokens of a row; with it, what packing at that length costs.
+        source_seq_len: Most tokens of sources in a row, of pairs.
         row: Row of the epoch to show, from 0; needs --seq-len. It takes a second for each million documents before it.
         block: Count --row from the beginning of this block instead, which takes less than a second.
         epoch: Epoch of the row, from 0.
@@ -167,13 +174,15 @@ def inspect(
         raise ConfigError("--row needs --seq-len: rows are packed when they are read. Try --seq-len 4096.")
     if row is None and (block is not None or epoch or seed):
         raise ConfigError("--block, --epoch and --seed say which row to show: they need --row. Try --row 0.")
-    found = [describe(folder, seq_len=seq_len)]
+    lengths = {"seq_len": seq_len, "source_seq_len": source_seq_len}
+    found = [describe(folder, **lengths)]
     held_out = below(folder, VALIDATION_FOLDER)
     if locate(held_out).is_dir():
-        found.append(describe(held_out, seq_len=seq_len))
+        found.append(describe(held_out, **lengths))
     shown = None
     if row is not None and seq_len is not None:
-        shown = show_row(folder, seq_len=seq_len, row=row, block=block, epoch=epoch, seed=seed)
+        which = {"row": row, "block": block, "epoch": epoch, "seed": seed}
+        shown = show_row(folder, seq_len=seq_len, source_seq_len=source_seq_len, **which)
     if json:
         out: dict[str, Any] = dataclasses.asdict(found[0]) | {"validation": None}
         if len(found) > 1:
@@ -185,6 +194,8 @@ def inspect(
     say(_description_table(found))
     if found[0].conversation:
         say(f"\nThe first conversation, what counts in the loss between ⟦ and ⟧:\n\n{found[0].conversation}")
+    if found[0].pair:
+        say("\nThe first pair, source and target:\n\n" + "\n⇒\n".join(found[0].pair))
     if shown is not None:
         say(f"\n{_row_text(shown)}")
 
@@ -360,6 +371,7 @@ def _description_column(found: Description, exponents: list[int]) -> dict[str, s
         "bytes per token": f"{found.bytes_per_token:.2f}",
         "mean tokens a document": f"{found.mean_tokens:,.0f}",
         "longest document, tokens": f"{found.longest_tokens:,}",
+        **_of_sources(found),
         "vocabulary": f"{found.vocab_size:,}",
         "shards": f"{found.shards:,}",
         "size on disk": human_bytes(found.shard_bytes),
@@ -384,6 +396,16 @@ def _description_column(found: Description, exponents: list[int]) -> dict[str, s
     return column
 
 
+def _of_sources(found: Description) -> dict[str, str]:
+    """What is known of the sources of pairs."""
+    if not found.source_tokens:
+        return {}
+    return {
+        "tokens of sources": f"{found.source_tokens:,}",
+        "longest source, tokens": f"{found.longest_source_tokens:,}",
+    }
+
+
 def _row_text(row: RowView) -> str:
     """A packed row as lines: each document's piece, and how it begins and ends."""
     where = ""
@@ -392,7 +414,11 @@ def _row_text(row: RowView) -> str:
     lines = [f"row {row.row} of {row.num_rows:,}{where}: {row.tokens:,} tokens, {row.padding_tokens:,} of padding"]
     for piece in row.pieces:
         part = f"tokens {piece.start:,} to {piece.stop:,} of {piece.document_tokens:,}"
+        if piece.source_tokens:
+            part += f", source {piece.source_tokens:,}"
         lines.append(f"\n  {piece.name}: {part}")
+        if piece.source:
+            lines.append(f"    {piece.source!r} ⇒")
         lines.append(f"    {piece.head!r}")
         if piece.tail:
             lines.append(f"    … {piece.tail!r}")

@@ -65,12 +65,20 @@ def plan(
     run_config = settle(run_config, _machine(run_config, world.ranks))
     data, micro_batches = run_config.data, run_config.micro_batches(world.ranks)
     open_folder = partial(ShardSet.open, verify=False, cache=data.cache)
-    order_of = {"seed": run_config.run.seed, "packing": run_config.packing}
+    order_of = {"seed": run_config.run.seed, "packing": run_config.packing, "source_seq_len": data.source_seq_len}
     _, order = open_order(data.train, data.seq_len, open_folder=open_folder, **order_of)
     cost = partial(training_flops, run_config.model.config())
     lockstep = run_config.in_lockstep
     with progress(f"planning {data.train}"):
-        found = survey(order, data.seq_len, micro_batches, cost, documents=PLANNED_DOCUMENTS, lockstep=lockstep)
+        found = survey(
+            order,
+            data.seq_len,
+            micro_batches,
+            cost,
+            documents=PLANNED_DOCUMENTS,
+            lockstep=lockstep,
+            source_seq_len=data.source_seq_len,
+        )
     if json:
         say_json(dataclasses.asdict(found))
         return
@@ -98,6 +106,7 @@ def sample(
     fim_rate: float = 0.0,
     fim_spm_rate: float = 0.5,
     fim_segment_tokens: int = 0,
+    source_seq_len: int = 0,
     output: Annotated[Path | None, arg(metavar="F.txt")] = None,
 ) -> None:
     """Write rows of a run as text, whole, as it reads them.
@@ -115,6 +124,7 @@ def sample(
         fim_rate: Its data.fim_rate.
         fim_spm_rate: Its data.fim_spm_rate.
         fim_segment_tokens: Its data.fim_segment_tokens.
+        source_seq_len: Its data.source_seq_len, of pairs.
         output: File to write; standard output unless given.
     """
     from data_pipeline.inspect import sample_rows
@@ -122,7 +132,8 @@ def sample(
     from data_pipeline.rows.pack import Packing
 
     rule = Packing(packing, min_rest_tokens, FimRule(fim_rate, fim_spm_rate, fim_segment_tokens))
-    sampled = sample_rows(folder, seq_len=seq_len, rows=rows, first_row=first_row, seed=seed, packing=rule)
+    which = {"rows": rows, "first_row": first_row, "seed": seed, "packing": rule}
+    sampled = sample_rows(folder, seq_len=seq_len, source_seq_len=source_seq_len, **which)
     if output is None:
         for row in sampled:
             say(row)

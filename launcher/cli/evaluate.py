@@ -56,6 +56,13 @@ class Flags:
     """HotpotQA's hotpot_dev_distractor_v1.json, for ruler_qa_2."""
     english_words: Annotated[Path | None, arg(metavar="F")] = None
     """NVIDIA's english_words.json, for ruler_cwe beyond about 100,000 tokens."""
+    pairs: Annotated[str | None, arg(metavar="FOLDER")] = None
+    """For translation: shards of pairs, or their URL; by default what the run held out. Every pair is read, or the
+    first --samples of them."""
+    beams: int = 1
+    """For translation: search with so many beams; 1 is greedy."""
+    length_penalty: float = 1.0
+    """For translation: beams are compared by log-likelihood over length to this power."""
     longppl_truncation: int = 4096
     """Tokens of near context that LongPPL compares with."""
     longppl_window: int = 1024
@@ -77,7 +84,79 @@ def evaluate(flags: Annotated[Flags, arg(name="")]) -> None:
         for line in lines_of_tasks():
             say(line)
         return
+    if flags.tasks.strip() == "translation":
+        _translate(flags)
+        return
+    asked = {name.strip() for name in flags.tasks.split(",")}
+    if asked & {"masked", "pairs"}:
+        _ask_encoder(flags, asked)
+        return
     _evaluate(_options(flags), as_json=flags.json)
+
+
+def _translate(flags: Flags) -> None:
+    """Translate pairs; rank 0 prints the scores."""
+    from launcher.evaluation.translation import ROWS, Translation, translate
+    from parallel.runtime.launched import environment_rank
+
+    if flags.checkpoint is None or flags.output is None:
+        raise ConfigError("evaluate --tasks translation needs --checkpoint DIR --output DIR.")
+    asked = Translation(
+        output=flags.output,
+        pairs=flags.pairs,
+        # The number of the other tasks is none of this one's.
+        samples=flags.samples if flags.samples != Flags().samples else 0,
+        beams=flags.beams,
+        length_penalty=flags.length_penalty,
+        answer_tokens=flags.answer_tokens,
+    )
+    scores = translate(asked, flags.ranks.values(), flags.checkpoint, token_progress)
+    if environment_rank()[0] != 0:
+        return
+    if flags.json:
+        say_json(scores)
+        return
+    rows = [[name, f"{scores[name]['score']:.2f}", scores[name]["signature"]] for name in ("bleu", "chrf")]
+    say(table(["score", scores["model"], "signature"], rows) + "\n")
+    say(str(flags.output / ROWS))
+
+
+def _ask_encoder(flags: Flags, asked: set[str]) -> None:
+    """Have an encoder predict masked tokens and pairs; rank 0 prints the scores."""
+    from launcher.evaluation.masked import SCORES, Options, measure
+    from launcher.evaluation.options import split_lengths
+    from parallel.runtime.launched import environment_rank
+
+    if others := asked - {"masked", "pairs"}:
+        raise ConfigError(
+            f"--tasks {flags.tasks}: masked and pairs ask an encoder, {', '.join(sorted(others))} do not."
+        )
+    if flags.checkpoint is None or flags.output is None:
+        raise ConfigError(f"evaluate --tasks {flags.tasks} needs --checkpoint DIR --output DIR.")
+    lengths = split_lengths(flags.lengths) if flags.lengths else (None,)
+    if len(lengths) > 1:
+        raise ConfigError(f"--lengths {flags.lengths}: --tasks {flags.tasks} reads rows of one length.")
+    rows = flags.samples if flags.samples != Flags().samples else Options.rows
+    scores = measure(
+        Options(
+            checkpoint=flags.checkpoint,
+            output=flags.output,
+            tasks=tuple(sorted(asked)),
+            text=flags.haystack,
+            rows=rows,
+            seq_len=next(iter(lengths)),
+            **flags.ranks.values(),
+        ),
+        token_progress,
+    )
+    if environment_rank()[0] != 0:
+        return
+    if flags.json:
+        say_json(scores)
+        return
+    named = {name: value for name, value in scores.items() if name != "model"}
+    say(table(["", scores["model"]], [[name.replace("_", " "), _cell(value)] for name, value in named.items()]) + "\n")
+    say(str(flags.output / SCORES))
 
 
 def _options(flags: Flags) -> Options:

@@ -118,7 +118,7 @@ def generate(
     beyond_positions: bool = False,
     ranks: OmitArgPrefixes[RankFlags],
 ) -> None:
-    """Continue a prompt, or many.
+    """Continue a prompt, or many; of a model with an encoder, which reads the prompt, write what follows from it.
 
     Until --max-new-tokens or the document's end. Greedy unless an option of sampling or --beams is given.
     Standard output gets the continuation, as it comes, and a newline, nothing else.
@@ -251,7 +251,7 @@ def _write_text(
     with progress(f"reading {len(prompt_ids):,} tokens"):
         first = list(islice(tokens, 1))
     read_seconds = time.monotonic() - started
-    text = _Text(session.opened.tokenizer, prompt_ids, session.options.stops)
+    text = _Text(session.opened.tokenizer, session.before(prompt_ids), session.options.stops)
     ids: list[int] = []
     parts: list[str] = []
     for token in chain(first, tokens):
@@ -277,7 +277,8 @@ def _continue_all(session: Session, options: Options) -> None:
     try:
         with _result_to(options.output) as write_out:
             for index, ids in session.each():
-                text = _Text(session.opened.tokenizer, session.prompt_ids[index], options.stops)
+                before = session.before(session.prompt_ids[index])
+                text = _Text(session.opened.tokenizer, before, options.stops)
                 continuation = "".join([text.add(token) for token in ids]) + text.finish()
                 result = {**prompts[index].fields, "index": index, "continuation": continuation, "tokens": len(ids)}
                 write_out(f"{json.dumps(result, ensure_ascii=False)}\n")

@@ -32,24 +32,30 @@ def train(
     *,
     vocab_size: int,
     output: Annotated[Path, arg(metavar="F.model")],
-    kind: Literal["bpe", "unigram", "word", "char"] = "bpe",
+    kind: Literal["bpe", "unigram", "word", "char", "wordpiece"] = "bpe",
     fim: bool = False,
     mask: bool = False,
+    sentinels: int = 0,
+    cased: bool = False,
     max_text_bytes: int = 256 << 20,
     seed: int = 0,
     overwrite: bool = False,
 ) -> None:
-    """Train a SentencePiece model on a corpus.
+    """Train a tokenizer on a corpus: a SentencePiece model, or BERT's WordPiece.
 
-    Its byte fallback gives every text back exactly, whatever its kind. The same corpus gives the same file.
-    A training that is stopped or killed once the corpus is read goes on from there with the same command.
+    The byte fallback of SentencePiece's kinds gives every text back exactly; WordPiece does not. The same corpus gives
+    the same file. A training that is stopped or killed once the corpus is read goes on from there with the same
+    command.
 
     Args:
         vocab_size: Number of token ids, 261 or more.
         output: File to write.
         fim: Three ids for prefix, suffix and middle, which data.fim_rate needs.
         mask: An id that stands for a masked token, which train.objective=masked needs.
-        kind: bpe for most models; unigram takes thirty times as long to train; word and char for study.
+        sentinels: So many ids that stand for spans taken out of a text, which train.objective=spans needs.
+        kind: bpe for most models; unigram takes thirty times as long to train; word and char for study; wordpiece for
+            BERT: a tokenizer.json with [CLS], [SEP] and [MASK].
+        cased: With wordpiece, keep upper case and accents.
         max_text_bytes: Train on a sample of documents above this much text.
         seed: Seed of that sample.
         overwrite: Replace a file that is there.
@@ -83,6 +89,8 @@ def train(
                 kind=kind,
                 fim=fim,
                 mask=mask,
+                sentinels=sentinels,
+                cased=cased,
                 max_text_bytes=max_text_bytes,
                 seed=seed,
                 progress=read,

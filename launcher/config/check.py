@@ -10,7 +10,7 @@ from typing import Literal
 from data_pipeline.stores.urls import ObjectPath, is_url, locate
 from launcher.config.kept import check_kept
 from launcher.config.objective import check_objective
-from launcher.config.sections import ModelSection, RunConfig
+from launcher.config.sections import ModelSection, RunConfig, TrainSection
 from launcher.config.side_by_side import padded_tokens, with_context
 from launcher.config.zero import check_zero_section
 from longctx.errors import ConfigError, DataError
@@ -193,6 +193,23 @@ def _check_ranges(config: RunConfig) -> None:
         # Adam divides by 1 − beta^step, and smoothing of 1 leaves nothing of the target.
         if not 0 <= value <= 1 or (name != "final_lr_ratio" and value == 1):
             raise ConfigError(f"train.{name}={value} must lie between 0 and 1.")
+    _check_schedule(config.train)
+
+
+def _check_schedule(train: TrainSection) -> None:
+    """ConfigError for a schedule without what it begins with, or with what it does not read."""
+    if train.schedule != "inverse_sqrt":
+        return
+    if not train.warmup_steps:
+        raise ConfigError(
+            "train.schedule=inverse_sqrt falls from the end of the warm-up, and train.warmup_steps=0.\n"
+            "Set train.warmup_steps, to 4000 say."
+        )
+    if train.final_lr_ratio != TrainSection().final_lr_ratio:
+        raise ConfigError(
+            f"train.final_lr_ratio={train.final_lr_ratio} is where a cosine ends, and train.schedule=inverse_sqrt has "
+            "no end. Leave it out, or set train.schedule=cosine."
+        )
 
 
 def _check_retention(config: RunConfig) -> None:

@@ -5,12 +5,17 @@ from __future__ import annotations
 from launcher.config.sections import DataSection, RunConfig
 from longctx.errors import ConfigError
 
-_MASK_OPTIONS = ("mask_rate", "mask_whole_words", "mask_static")
-"""Keys of ``[data]`` that the masked objective alone reads."""
+_READ_BY = {
+    "masked": ("mask_rate", "mask_whole_words", "mask_static"),
+    "spans": ("mask_rate", "span_length"),
+}
+"""Keys of ``[data]`` that these objectives alone read."""
 
 
 def check_objective(config: RunConfig) -> None:
     """ConfigError for a model that sees what it is to predict, and for options that the objective does not read."""
+    _check_pairs(config)
+    _check_pair_head(config)
     objective, causal = config.train.objective, config.model.causal
     if objective == "causal" and not causal:
         raise ConfigError(
@@ -35,11 +40,71 @@ def check_objective(config: RunConfig) -> None:
                 f"data.fim_rate={config.data.fim_rate} is for train.objective=causal: what fills a gap is read behind "
                 "it. Set data.fim_rate=0."
             )
+    for reader, names in _READ_BY.items():
+        for name in names:
+            value, default = getattr(config.data, name), getattr(DataSection(), name)
+            if value != default and name not in _READ_BY.get(objective, ()):
+                raise ConfigError(
+                    f"data.{name}={value} means nothing to train.objective={objective}. Leave it out, or set "
+                    f"train.objective={reader}."
+                )
+
+
+def _check_pair_head(config: RunConfig) -> None:
+    """ConfigError unless the data of a pair head are what it can be trained on."""
+    head = config.model.pair_head
+    if head == "none":
         return
-    for name in _MASK_OPTIONS:
-        value, default = getattr(config.data, name), getattr(DataSection(), name)
-        if value != default:
+    for name, wanted, why in (
+        ("train.objective", "masked", "its segments are read beside masked tokens"),
+        ("train.chunk_tokens", 0, "by chunks no hidden state of a first token is ever whole"),
+        ("data.packing", "best_fit", "two segments are whole"),
+        ("data.min_rest_tokens", 1, "two segments are whole"),
+    ):
+        value = config.value(name)
+        if value != wanted and (name, value) != ("data.packing", "one_document"):
             raise ConfigError(
-                f"data.{name}={value} means nothing to train.objective={objective}. Leave it out, or set "
-                "train.objective=masked."
+                f"{name}={value} goes with no pair head (model.pair_head={head}): {why}. Set {name}={wanted}."
             )
+    assert config.examples is not None
+    config.examples.most_tokens(config.data.seq_len, 0)
+
+
+def _check_pairs(config: RunConfig) -> None:
+    """ConfigError unless a source comes with an encoder, and neither with what knows one sequence alone."""
+    source, layers = config.data.source_seq_len, config.model.encoder_layers
+    if source < 0:
+        raise ConfigError(f"data.source_seq_len={source} must not be negative; 0 is for texts.")
+    if config.train.objective == "spans" and not layers:
+        raise ConfigError(
+            "train.objective=spans has an encoder read what is left of a text, and model.encoder_layers=0.\n"
+            "Set model.encoder_layers and data.source_seq_len, or train.objective=masked with model.causal=false."
+        )
+    if bool(source) != bool(layers):
+        raise ConfigError(
+            f"model.encoder_layers={layers} and data.source_seq_len={source}: an encoder reads the sources of pairs, "
+            "and nothing else does.\nSet both, or neither."
+        )
+    if not layers:
+        return
+    if config.train.objective == "spans":
+        # Its own rules of what it may be.
+        assert config.examples is not None
+        config.examples.most_tokens(config.data.seq_len, source)
+    for name, wanted, why in (
+        ("train.objective", "causal", "the target's next token is predicted, of pairs (causal) or of texts (spans)"),
+        ("data.fim_rate", 0, "pairs are whole"),
+        ("data.packing", "best_fit", "rows of pairs have two lengths"),
+        ("data.min_rest_tokens", 1, "pairs are whole"),
+        ("parallel.tokens_per_rank", 0, "rows side by side are dealt out by one length"),
+    ):
+        value = config.value(name)
+        if value != wanted and (name, value) not in (("data.packing", "one_document"), ("train.objective", "spans")):
+            raise ConfigError(
+                f"{name}={value} goes with no pairs (data.source_seq_len={source}): {why}. Set {name}={wanted}."
+            )
+    if config.model.position == "learned" and source > config.model.max_positions:
+        raise ConfigError(
+            f"data.source_seq_len={source} is longer than the table of learned positions, model.max_positions="
+            f"{config.model.max_positions}.\nTry --data.source_seq_len {config.model.max_positions}."
+        )

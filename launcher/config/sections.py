@@ -14,7 +14,9 @@ from data_pipeline.mixture.file import is_mixture
 from data_pipeline.rows.fim import FimRule
 from data_pipeline.rows.mask import MaskRule
 from data_pipeline.rows.micro_batches import MicroBatches
-from data_pipeline.rows.pack import Kind, Packing
+from data_pipeline.rows.pack import ExampleRule, Kind, Packing
+from data_pipeline.rows.segments import SegmentRule
+from data_pipeline.rows.spans import SpanRule
 from longctx.config import ModelConfig
 
 LEAST_CHUNK = 1024
@@ -110,7 +112,11 @@ class DataSection:
     """Folder of each host for copies of shards that are packed or in a store; empty: $LONGCTX_CACHE/data, else
     ~/.cache/longctx/data. Its disk must have room for all of them."""
     seq_len: int = 2048
-    """Tokens a row; longer documents are cut into rows of this length."""
+    """Tokens a row; longer documents are cut into rows of this length. Of pairs it is the targets' row, and none is
+    cut."""
+    source_seq_len: int = 0
+    """Most tokens of sources beside a row of pairs, for a model with model.encoder_layers; 0 for texts. A pair that is
+    longer on either side is left out and counted."""
     packing: Kind = "best_fit"
     """How documents become rows: best_fit cuts none that fits in one; concatenate lays them end to end and cuts
     wherever a row ends; one_document gives each row one piece and padding. Validation packs by best_fit."""
@@ -124,9 +130,14 @@ class DataSection:
     fim_segment_tokens: int = 0
     """A document longer than this is filled in by parts of so many tokens, which must divide the tokens of a row; 0:
     data.seq_len, or with a mixture's stages the most that divides all of their rows."""
+    span_length: float = 3.0
+    """With train.objective=spans, mean tokens of a span that is taken out. A row has a sentinel for each of its pieces'
+    spans, as `tokenizer train --sentinels` makes them."""
     mask_rate: float = 0.15
-    """With train.objective=masked, share of the tokens to predict: 80 % of them are read as the tokenizer's
-    mask, 10 % as another token, 10 % as they are. Needs a tokenizer with a mask, as `tokenizer train --mask` makes."""
+    """With train.objective=spans, share of the tokens that are taken out; with masked, share of the tokens to predict:
+    80 % of them are read as the tokenizer's mask, 10 % as another token, 10 % as they are. Needs a tokenizer with a
+    mask, as `tokenizer train --mask` makes.
+    """
     mask_whole_words: bool = False
     """Whether words are masked in place of tokens."""
     mask_static: bool = False
@@ -167,6 +178,9 @@ class TrainSection:
     """Peak learning rate. A run with run.start_from must set it."""
     warmup_steps: int = 40
     """Steps of linear warm-up."""
+    schedule: Literal["cosine", "inverse_sqrt"] = "cosine"
+    """How the rate falls behind the warm-up: by a cosine to final_lr_ratio, or with the root of the steps, as
+    lr · sqrt(warmup_steps / step), whatever the number of steps (the Transformer)."""
     final_lr_ratio: float = 0.05
     """Learning rate at the last step as a share of the peak; cosine in between."""
     weight_decay: float = 0.1
@@ -185,9 +199,11 @@ class TrainSection:
     spike_sigmas: float = 0.0
     """A step whose loss or gradient norm lies more than so many standard deviations above the mean of the last 128 is
     a spike (6 is usual); 0: none is."""
-    objective: Literal["causal", "masked"] = "causal"
-    """What is predicted: the next token (causal), or tokens that data.mask_rate hides in their text (masked, BERT),
-    which needs model.causal=false."""
+    objective: Literal["causal", "masked", "spans"] = "causal"
+    """What is predicted: the next token (causal), of pairs of the target; spans that data.mask_rate takes out of a
+    text, from what is left of it (spans, T5, with an encoder); or tokens that it hides in their text (masked, BERT),
+    which needs model.causal=false.
+    """
     z_loss: float = 0.0
     """Weight of the squared log-sum-exp of each target's logits, which keeps the softmax normalised (PaLM: 1e-4)."""
     label_smoothing: float = 0.0
@@ -424,7 +440,16 @@ class RunConfig:
         # A source of a mixture may have a share of its own.
         if data.fim_rate or is_mixture(data.train):
             fim = rule
-        return Packing(data.packing, data.min_rest_tokens, fim)
+        return Packing(data.packing, data.min_rest_tokens, fim, self.examples)
+
+    @property
+    def examples(self) -> ExampleRule | None:
+        """What examples are made of texts; None if they are read as they are."""
+        if self.train.objective == "spans":
+            return SpanRule(self.data.mask_rate, self.data.span_length)
+        if self.model.pair_head != "none":
+            return SegmentRule(self.model.pair_head)
+        return None
 
     @property
     def mask(self) -> MaskRule | None:

@@ -104,6 +104,10 @@ def draw_attention(options: AttentionOptions) -> list[Path]:
 
 def softmax_call(model: ModelConfig, layer: int, head: int) -> int:
     """The layer's number among those of softmax attention; ConfigError for one that the model does not have."""
+    if model.encoder_layers:
+        raise ConfigError(
+            "this model has an encoder, whose text the decoder reads: draw its cross attention, with --cross."
+        )
     if not 0 <= layer < model.num_layers:
         raise ConfigError(f"--layer {layer}: the model has layers 0 to {model.num_layers - 1}.")
     if not 0 <= head < model.num_heads:

@@ -24,6 +24,12 @@ MEASURES = {
     "longppl": "perplexity of the tokens that need far context (LongPPL's rule, the model is its own judge); no score",
 }
 """Tasks of their own kind, which read text and score no answer."""
+OF_ENCODERS = {
+    "translation": "BLEU and chrF of held-out pairs; needs an encoder beside the decoder, and no other task",
+    "masked": "loss and accuracy of masked tokens of held-out rows; needs model.causal=false",
+    "pairs": "accuracy of the pair head, beside that of common words; needs model.pair_head",
+}
+"""What models with an encoder, or that are one, are asked; each by itself, but masked and pairs together."""
 _NEEDS_FILE = {"ruler_qa_1": "squad", "ruler_qa_2": "hotpotqa"}
 """RULER's tasks whose file a user supplies."""
 
@@ -123,6 +129,7 @@ def lines_of_tasks() -> list[str]:
     width = max(len(name) for name in TASKS | GROUPS)
     lines = list(task_lines())
     lines += [f"{name:{width}}  {measures}" for name, measures in MEASURES.items()]
+    lines += [f"{name:{width}}  {measures}" for name, measures in OF_ENCODERS.items()]
     lines += [f"{name:{width}}  all of: {', '.join(members)}" for name, members in GROUPS.items()]
     return lines
 

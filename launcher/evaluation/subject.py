@@ -82,7 +82,7 @@ def _text_folder(options: Options, checkpoint: Path, task: str) -> Location:
         return fetch_folder(named) if has_folder(named) else named
     run = run_of(checkpoint)
     if run is not None and (run / CONFIG_FILE).is_file():
-        folder, cache = _validation_folder(run / CONFIG_FILE)
+        folder, cache = validation_folder(run / CONFIG_FILE)
         if folder and locate(folder).is_dir():
             # What reads it opens a path; a split of held-out documents is small.
             return fetch_folder(folder, cache)
@@ -92,7 +92,7 @@ def _text_folder(options: Options, checkpoint: Path, task: str) -> Location:
     )
 
 
-def _validation_folder(config: Path) -> tuple[str, str]:
+def validation_folder(config: Path) -> tuple[str, str]:
     """``data.validation`` of a run's config, else the validation split of its training data; and ``data.cache``."""
     data = read_toml(config, str(config)).get("data", {})
     if not isinstance(data, dict):

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import sys
 from array import array
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from longctx.generation.beams import Beams
 from longctx.generation.penalties import Penalties
 from longctx.generation.sampling import Greedy, Sample
 from longctx.generation.stop_strings import check_strings
+from longctx.tokenizer.sides import source_ids
 from longctx.untrusted.reading import parse_json
 
 
@@ -124,7 +126,10 @@ class Prompt:
 def encode_prompts(source: PromptSource, prompts: Sequence[Prompt], opened: OpenedModel) -> list[array[int]]:
     """The ids of each prompt, in four bytes each; ConfigError for one without any, or that is no text."""
     # A file may say one prompt many times, and a long prompt takes a while.
-    encode = opened.tokenizer.encode_prompt
+    encode: Callable[[str], list[int]] = opened.tokenizer.encode_prompt
+    if opened.model.encoder_layers:
+        # A whole text, which the encoder reads.
+        encode = partial(source_ids, opened.tokenizer)
     found: dict[str, array[int]] = {}
     for index, prompt in enumerate(prompts):
         if prompt.text not in found:
@@ -145,6 +150,9 @@ def check_space(
 ) -> None:
     """ConfigError where a prompt and its answer have more tokens than the model has positions."""
     num_positions = opened.model.max_positions
+    if opened.model.encoder_layers:
+        # The source has a sequence of its own, and the answer begins with one id.
+        lengths = [max(length - max_new_tokens, 1) for length in lengths]
     too_long = [index for index, length in enumerate(lengths) if length + max_new_tokens > num_positions]
     if not too_long:
         return

@@ -28,6 +28,7 @@ from longctx.generation.continuation import Request
 from longctx.generation.loop import stream
 from longctx.generation.stop_strings import StopStrings
 from longctx.model.decoder import Decoder
+from longctx.tokenizer.sides import start_of_targets
 from parallel.comm.mailbox import Mailbox
 from parallel.comm.world import agree_or_raise, on_every_rank, on_rank_0
 from parallel.mesh import Mesh
@@ -54,6 +55,9 @@ class Session:
         """A token of these ends a continuation."""
         self.options = options
         self._device = device
+        self._start: int | None = None
+        if opened.model.encoder_layers:
+            self._start = start_of_targets(opened.tokenizer)
         self._model: Decoder | None = None
 
     def load(self) -> None:
@@ -65,6 +69,12 @@ class Session:
         (prompt_ids,) = self.prompt_ids
         return self._streamed(prompt_ids)
 
+    def before(self, prompt_ids: Sequence[int]) -> Sequence[int]:
+        """What stands before a continuation: the prompt, or of a model with an encoder, which reads it, the start."""
+        if self._start is None:
+            return prompt_ids
+        return [self._start]
+
     def replies(self, ask: Callable[[], array[int] | None]) -> Iterator[tuple[array[int], Iterator[int]]]:
         """Yield each prompt that ``ask`` returns on rank 0 and its continuation, until it returns None. Collective."""
         while (prompt_ids := on_rank_0(ask)) is not None:
@@ -72,7 +82,13 @@ class Session:
 
     def _streamed(self, prompt_ids: Sequence[int]) -> Iterator[int]:
         request = Request(max_new_tokens=self.options.max_new_tokens, **self._choosing())
-        return stream(self._loaded(), prompt_ids, request)
+        return stream(self._loaded(), self.before(prompt_ids), request, self._source(prompt_ids))
+
+    def _source(self, prompt_ids: Sequence[int]) -> Sequence[int] | None:
+        """What an encoder reads; None without one."""
+        if self._start is None:
+            return None
+        return prompt_ids
 
     def each(self) -> Iterator[tuple[int, list[int]]]:
         """Yield (prompt, new tokens) on rank 0, in the prompts' order, each as soon as those before it have ended."""
@@ -86,10 +102,15 @@ class Session:
         # More groups than prompts leave some without one.
         if not indices:
             return
+        prompts = [self.prompt_ids[index] for index in indices]
+        sources = None
+        if self._start is not None:
+            sources = [list(ids) for ids in prompts]
         batch = generate_batch(
             model,
-            [list(self.prompt_ids[index]) for index in indices],
+            [list(self.before(ids)) for ids in prompts],
             self.options.max_new_tokens,
+            sources=sources,
             max_sequences=together,
             **self._choosing(),
         )
@@ -158,6 +179,8 @@ def _read_and_check(options: Options, opened: OpenedModel, prompts: list[Prompt]
     source = options.prompts
     prompts += source.read()
     turn_ends: set[int] = set()
+    if source.chat and opened.model.encoder_layers:
+        raise ConfigError("--chat is for a decoder alone, and this model has an encoder: give --prompt, what it reads.")
     if source.chat:
         prompt_ids, turn_ends = encode_chats(source, prompts, opened)
     else:

@@ -9,8 +9,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import cache
 
+from longctx.architecture.fields import decoder_of, encoder_of
 from longctx.architecture.layers import mixers_of
-from longctx.architecture.size import count_matrices
+from longctx.architecture.size import count_matrices, pair_head_size
 from longctx.config import ModelConfig
 
 _PEAK_TFLOPS_BFLOAT16: tuple[tuple[str, float], ...] = (
@@ -39,11 +40,29 @@ def matmul_parameters(config: ModelConfig) -> int:
     ``M``. Once a model: the output head ``V·M``, tied or not.
     """
     # A tied head multiplies the embedding's weights, which are looked up besides; one of its own is in the counts.
-    counts, table = count_matrices(config, active=True, uses=True), config.vocab_size * config.embedding_dim
+    counts, table = count_matrices(decoder_of(config), active=True, uses=True), config.vocab_size * config.embedding_dim
     multiplied = sum(counts.values())
     if not config.tie_embeddings:
         multiplied -= table
+    if config.pair_head != "none":
+        # Of first tokens alone.
+        multiplied -= pair_head_size(config)
+    if config.encoder_layers:
+        # Cross attention's queries and output.
+        multiplied += 2 * config.num_layers * config.hidden_size * config.num_heads * config.head_dim
     return multiplied
+
+
+@cache
+def source_parameters(config: ModelConfig) -> int:
+    """Weights that one token of a source is multiplied by: those of the encoder, and of cross attention's keys and
+    values; 0 without an encoder."""
+    if not config.encoder_layers:
+        return 0
+    encoder = encoder_of(config)
+    counts = count_matrices(encoder, uses=True)
+    multiplied = sum(counts.values()) - counts["head"] - config.vocab_size * config.embedding_dim
+    return multiplied + 2 * config.num_layers * config.hidden_size * config.num_kv_heads * config.head_dim
 
 
 def head_parameters(config: ModelConfig) -> int:
@@ -54,17 +73,31 @@ def head_parameters(config: ModelConfig) -> int:
     return found
 
 
-def training_flops(config: ModelConfig, lengths: Sequence[int], *, head_share: float = 1.0) -> int:
+def training_flops(
+    config: ModelConfig, lengths: Sequence[int], source_lengths: Sequence[int] = (), *, head_share: float = 1.0
+) -> int:
     """Model FLOPs of one forward and backward pass over documents of these lengths.
 
     ``6 · matmul_parameters · Σ n + 3 · Σ_layers Mixer.flops``: forward costs 2 a weight and token, and backward
     twice as much as forward. With full layers alone that is ``6·P·Σ n + 12·L·H·D · Σ n·(n + 1)/2``. Of the tokens a
-    ``head_share`` has logits.
+    ``head_share`` has logits. With an encoder, document n reads a source of ``source_lengths`` n: its tokens go through
+    ``source_parameters`` and the encoder's mixers, and each pair costs cross attention ``4·L·H·D·n·s``.
     """
     linear = 2 * matmul_parameters(config) * sum(lengths)
     mixing = sum(count * mixer.flops(config, lengths) for mixer, count in mixers_of(config).items())
     without = round(2 * head_parameters(config) * sum(lengths) * (1 - head_share))
-    return 3 * (linear - without + mixing)
+    return 3 * (linear - without + mixing + _source_flops(config, lengths, source_lengths))
+
+
+def _source_flops(config: ModelConfig, lengths: Sequence[int], source_lengths: Sequence[int]) -> int:
+    """FLOPs forward of the encoder and of cross attention."""
+    if not config.encoder_layers:
+        return 0
+    mixers = mixers_of(encoder_of(config)).items()
+    encoder = sum(count * mixer.flops(config, source_lengths) for mixer, count in mixers)
+    pairs = sum(n * s for n, s in zip(lengths, source_lengths, strict=True))
+    cross = 4 * config.num_layers * config.num_heads * config.head_dim * pairs
+    return 2 * source_parameters(config) * sum(source_lengths) + encoder + cross
 
 
 def tokens_per_second(num_tokens: int, seconds: float) -> float:

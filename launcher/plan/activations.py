@@ -9,6 +9,7 @@ import math
 from dataclasses import dataclass
 
 from launcher.config.resolved import ResolvedConfig
+from launcher.plan.encoder import encoder_run, num_source_tokens
 from launcher.plan.parameters import num_layer_parameters
 from launcher.plan.workspace import BackwardCall, backward_workspace, expected_kernel
 from longctx.architecture.rules import GATED
@@ -42,7 +43,29 @@ def activations(
 
     ``num_documents`` counts those that a rank has a part of.
     """
-    return _Layers(config, tokens, ring, device_type, num_documents).activations()
+    own = _Layers(config, tokens, ring, device_type, num_documents).activations()
+    of_source = encoder_run(config)
+    if of_source is None:
+        return own
+    return _with_encoder(own, _Layers(of_source, num_source_tokens(config), ring, device_type, num_documents), config)
+
+
+def _with_encoder(decoder: Activations, encoder: _Layers, config: ResolvedConfig) -> Activations:
+    """Of both stacks: the encoder's layers are kept while the decoder runs, and come last in backward."""
+    kept, on_host, on_disk = encoder.kept_of_layers()
+    # What the decoder's layers read, and its gradient.
+    kept += 2 * encoder.tokens * encoder.x
+    if config.train.keep == "all" and not encoder.chunked:
+        # Keys and values of each layer's cross attention.
+        kept += config.model.num_layers * encoder.tokens * encoder.kv
+    last = max(kept + point for layer in {0, encoder.model.num_layers - 1} for point in encoder.points(layer))
+    peak = max(decoder.kept + decoder.passing + kept, last)
+    return Activations(
+        kept=decoder.kept + kept,
+        kept_on_host=decoder.kept_on_host + on_host,
+        kept_on_disk=decoder.kept_on_disk + on_disk,
+        passing=peak - decoder.kept - kept,
+    )
 
 
 class _TokenBytes:
@@ -70,12 +93,23 @@ class _TokenBytes:
             routing = self.routing()
         if keep == "inputs":
             return self.x + routing
+        crossed = self.kept_of_cross()
         if keep == "attention":
-            return self.x + self.out + self.lse + routing
+            return self.x + self.out + self.lse + routing + crossed
         if self.chunked:
-            return self.x + self.q + self.kv + self.out + self.lse + routing
+            return self.x + self.q + self.kv + self.out + self.lse + routing + crossed
         # Inputs of both norms and parts; queries, keys, values and attention's result; the FFN's.
-        return 4 * self.x + self.before_core() + self.out + self.lse + routing + self.saved_of_ffn(layer)
+        return 4 * self.x + self.before_core() + self.out + self.lse + routing + self.saved_of_ffn(layer) + crossed
+
+    def kept_of_cross(self) -> int:
+        """What forward keeps of a layer's cross attention, but for keys and values."""
+        if not self.model.encoder_layers:
+            return 0
+        kept = self.q + self.lse
+        if self.config.train.keep == "all" and not self.chunked:
+            # Queries, the norm's input and theirs.
+            kept += self.q + 2 * self.x
+        return kept
 
     def routing(self) -> int:
         """A token's experts and gates."""
@@ -133,15 +167,7 @@ class _Layers(_TokenBytes):
         if self.chunked:
             # The gradient takes the place of the last layer's output.
             last = 0
-        on_host = on_disk = 0
-        on_device = list(layers)
-        stream = self.x
-        if train.store == "disk":
-            on_device, on_disk, stream = [], sum(layers) + self.x, 0
-        elif train.store == "host" and self.chunked:
-            on_device, on_host, stream = [], sum(layers) + self.x, 0
-        elif train.store == "host":
-            on_device, on_host = layers[-1:], sum(layers[:-1])
+        on_device, on_host, on_disk, stream = self._places(layers)
         kept = self.tokens * (sum(on_device) + last + stream) + head + shared
         # In backward of the last layer the head's gradient and the last norm's input are gone.
         below = self.tokens * sum(on_device) + shared
@@ -150,7 +176,7 @@ class _Layers(_TokenBytes):
         if train.store == "host" and not self.chunked and len(layers) > 1:
             below += self.tokens * layers[-2]
         peaks = [kept + loss_bytes(self.config, self.tokens, self.device_type)]
-        peaks += [below + point for layer in {0, model.num_layers - 1} for point in self._points(layer)]
+        peaks += [below + point for layer in {0, model.num_layers - 1} for point in self.points(layer)]
         return Activations(
             kept=kept,
             kept_on_host=self.tokens * on_host,
@@ -158,7 +184,25 @@ class _Layers(_TokenBytes):
             passing=max(0, max(peaks) - kept),
         )
 
-    def _points(self, layer: int) -> list[int]:
+    def kept_of_layers(self) -> tuple[int, int, int]:
+        """Bytes of all layers, without a head, that are kept on the device, on the host and on a disk."""
+        model = self.model
+        on_device, on_host, on_disk, stream = self._places([self.kept_of(layer) for layer in range(model.num_layers)])
+        shared = self.tokens * (model.head_dim * _FLOAT32 + 64)
+        return self.tokens * (sum(on_device) + stream) + shared, self.tokens * on_host, self.tokens * on_disk
+
+    def _places(self, layers: list[int]) -> tuple[list[int], int, int, int]:
+        """What of layers lies on the device, on the host and on a disk, and the residual stream on the device."""
+        train = self.config.train
+        if train.store == "disk":
+            return [], 0, sum(layers) + self.x, 0
+        if train.store == "host" and self.chunked:
+            return [], sum(layers) + self.x, 0, 0
+        if train.store == "host":
+            return layers[-1:], sum(layers[:-1]), 0, self.x
+        return list(layers), 0, 0, self.x
+
+    def points(self, layer: int) -> list[int]:
         """Bytes at the points of a layer's backward where it may be largest."""
         model = self.model
         if self.chunked:

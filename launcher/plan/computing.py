@@ -52,8 +52,12 @@ def weights_in(layers: nn.Module) -> Counter[Weight]:
     return found
 
 
-def product_seconds(config: ResolvedConfig, tokens: int, hardware: Hardware) -> float:
-    """Forward, backward and what is computed again of it, for a rank's ``tokens`` of a micro-batch."""
+def product_seconds(config: ResolvedConfig, tokens: int, hardware: Hardware, *, has_head: bool = True) -> float:
+    """Forward, backward and what is computed again of it, for a rank's ``tokens`` of a micro-batch.
+
+    Of an encoder beside a decoder without a head (``has_head``). Cross attention's keys and values count as if the
+    decoder's own tokens had them.
+    """
     chunk = min(config.train.chunk_tokens or tokens, tokens)
     total, chosen = 0.0, config.model.experts_per_token
     most_of_expert = BLOCK_TOKENS if hardware.device_type == "cpu" else math.inf
@@ -68,6 +72,8 @@ def product_seconds(config: ResolvedConfig, tokens: int, hardware: Hardware) -> 
             at_once = min(rows * chunk / tokens, most_of_expert)
         forwards = 1 + _again(config, weight)
         total += uses * count * _seconds(config, hardware, weight, rows, at_once, forwards)
+    if not has_head:
+        return total
     # The logits and their two products back, never computed again.
     model, rows = config.model.config(), tokens * config.head_share
     head = Weight(model.vocab_size, model.embedding_dim)
@@ -135,7 +141,7 @@ class _Tokens:
         return passes * self.tokens * a_token / rate.at(dtype, bytes=max(1.0, self.at_once * a_token))
 
 
-def elementwise_seconds(config: ResolvedConfig, tokens: int, hardware: Hardware) -> float:
+def elementwise_seconds(config: ResolvedConfig, tokens: int, hardware: Hardware, *, has_head: bool = True) -> float:
     """Norms, rotation, activations, sums, tokens to experts, and the loss between its products."""
     train, model = config.train, config.model.config()
     of_tokens = _Tokens(config, model, hardware, tokens, min(config.train.chunk_tokens or tokens, tokens))
@@ -145,9 +151,10 @@ def elementwise_seconds(config: ResolvedConfig, tokens: int, hardware: Hardware)
         total += of_experts * _expert_seconds(of_tokens)
     if of_experts < model.num_layers:
         total += (model.num_layers - of_experts) * _ffn_seconds(of_tokens, model.ffn_size)
-    # Logits, from products to gradient: five passes in float32.
-    logits = float(_FLOAT32 * tokens * model.vocab_size)
-    total += 5 * logits / hardware.loss_bandwidth.at(train.dtype, bytes=max(1.0, logits))
+    if has_head:
+        # Logits, from products to gradient: five passes in float32.
+        logits = float(_FLOAT32 * tokens * model.vocab_size)
+        total += 5 * logits / hardware.loss_bandwidth.at(train.dtype, bytes=max(1.0, logits))
     return total + _weight_sum_seconds(config, tokens, hardware)
 
 

@@ -16,6 +16,7 @@ from launcher.config.zero import zero_options
 from launcher.metrics.throughput import training_flops
 from launcher.plan.activations import Activations, activations
 from launcher.plan.documents import documents_of
+from launcher.plan.encoder import source_documents
 from launcher.plan.hardware import Hardware
 from launcher.plan.memory import copy_bytes, memory_of_rank
 from launcher.plan.parameters import build_shapes, planned_mesh
@@ -155,7 +156,10 @@ def estimate_run(asked: RunConfig, world: World, hardware: Hardware, *, document
     ranks, host_bytes = estimate_ranks(config, world, hardware, padded)
     # Of the largest micro-batch; with tokens_per_rank others may have a row less.
     copies = config.train.tokens_per_step / documents.num_tokens
-    flops = training_flops(model, documents.lengths, head_share=config.head_share) * copies
+    of_sources: tuple[int, ...] = ()
+    if model.encoder_layers:
+        of_sources = source_documents(config, documents.num_documents).lengths
+    flops = training_flops(model, documents.lengths, of_sources, head_share=config.head_share) * copies
     return RunEstimate(
         config=config,
         world=world,

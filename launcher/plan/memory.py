@@ -9,6 +9,7 @@ import torch
 
 from launcher.config.resolved import ResolvedConfig
 from launcher.config.zero import zero_options
+from launcher.plan.encoder import encoder_run
 from launcher.plan.parameters import build_shapes
 from launcher.plan.world import World
 from launcher.wording import plural
@@ -157,7 +158,14 @@ def memory_of_rank(config: ResolvedConfig, model: ModelConfig, world_size: int) 
 
 
 def _activation_bytes(config: ResolvedConfig, model: ModelConfig) -> int:
-    """What all blocks save of this rank's tokens of a micro-batch."""
+    """What all blocks save of this rank's tokens of a micro-batch, an encoder's and a decoder's."""
+    total, encoder = _saved_by_blocks(config, model), encoder_run(config)
+    if encoder is not None:
+        total += _saved_by_blocks(encoder, encoder.model.config())
+    return total
+
+
+def _saved_by_blocks(config: ResolvedConfig, model: ModelConfig) -> int:
     tokens = config.data.seq_len * config.train.micro_batch_rows // config.parallel.context
     heads = model.num_heads * model.value_dim
     if config.train.keep == "inputs":

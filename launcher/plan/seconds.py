@@ -9,12 +9,13 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
-from math import comb
+from math import comb, sqrt
 
 from launcher.config.resolved import ResolvedConfig
 from launcher.plan.activations import Activations
-from launcher.plan.attention import Attention, attention_of_rank
+from launcher.plan.attention import Attention, Part, attention_of_rank
 from launcher.plan.computing import elementwise_seconds, product_seconds
+from launcher.plan.encoder import encoder_run, source_documents
 from launcher.plan.hardware import Hardware
 from launcher.plan.memory import Memory
 from launcher.plan.parameters import num_parameters
@@ -79,6 +80,15 @@ def step_seconds(
     # Keys and values once more, and their gradients in float32 on the way back.
     hops += _waits(attention, backward, hardware, width=1 + _FLOAT32 / config.dtype.itemsize)
     attending = forwards * forward + backward
+    encoder = encoder_run(config)
+    if encoder is not None:
+        more = _encoder_seconds(config, encoder, world, kind, documents, hardware)
+        products, elementwise, attending, hops = (
+            products + more[0],
+            elementwise + more[1],
+            attending + more[2],
+            hops + more[3],
+        )
     all_to_alls = _ulysses_seconds(config, model, world, documents, hardware)
     all_to_alls += _expert_seconds(config, model, world, tokens, hardware)
     computing = products + attending + elementwise
@@ -96,6 +106,35 @@ def step_seconds(
         zero=zero,
         optimizer=optimizer,
         host=_host_seconds(config, tokens, accumulation, hardware),
+    )
+
+
+def _encoder_seconds(
+    config: ResolvedConfig,
+    encoder: ResolvedConfig,
+    world: World,
+    kind: RankKind,
+    documents: PackedDocuments,
+    hardware: Hardware,
+) -> tuple[float, float, float, float]:
+    """(products, elementwise, attention, hops) of the encoder and of cross attention, in a micro-batch."""
+    sources = source_documents(config, documents.num_documents)
+    tokens, forwards = sources.num_tokens // config.parallel.context, _forwards(config)
+    model, kernel = encoder.model.config(), expected_kernel(encoder, hardware.device_type)
+    attention = attention_of_rank(model, encoder.parallel, encoder.dtype.itemsize, world, kind.rank, sources)
+    forward, backward = attention.seconds(model, encoder.train.dtype, hardware, kernel)
+    hops = _waits(attention, forward, hardware, width=1) * forwards
+    hops += _waits(attention, backward, hardware, width=1 + _FLOAT32 / encoder.dtype.itemsize)
+    # Every pair of a document's tokens and its source's, shared evenly.
+    pairs = sum(n * s for n, s in zip(documents.lengths, sources.lengths, strict=True)) / config.parallel.context
+    each = sqrt(pairs / max(1, documents.num_documents))
+    flops = 4.0 * config.model.num_layers * model.num_heads * model.head_dim * pairs
+    crossed = Attention({Part("full", each): flops}).seconds(model, encoder.train.dtype, hardware, kernel)
+    return (
+        product_seconds(encoder, tokens, hardware, has_head=False),
+        elementwise_seconds(encoder, tokens, hardware, has_head=False),
+        forwards * (forward + crossed[0]) + backward + crossed[1],
+        hops,
     )
 
 

@@ -12,6 +12,7 @@ import numpy as np
 
 from data_pipeline.loader import Loader, ValidationLoader, build_loader, build_validation_loader, held_out_of
 from data_pipeline.mixture.file import is_mixture
+from data_pipeline.rows.pack import Packing
 from data_pipeline.shards.manifest import VALIDATION_FOLDER
 from data_pipeline.shards.reader import ShardSet, open_for_model
 from data_pipeline.stores.urls import below, locate
@@ -63,6 +64,7 @@ def _open_loaders(
     """Return the loaders of training and validation data; ConfigError if the model has too few tokens."""
     common: dict[str, Any] = {
         "seq_len": config.data.seq_len,
+        "source_seq_len": config.data.source_seq_len,
         "micro_batch_rows": config.train.micro_batch_rows,
         "data_rank": mesh.data_rank,
         "data_degree": mesh.data,
@@ -98,6 +100,8 @@ def _open_loaders(
         return loader, None
     options = {"even": config.parallel.tokens_per_rank > 0, "open_folder": open_folder, "held_out": held_out}
     options["mask"] = config.mask
+    if config.examples is not None:
+        options["packing"] = Packing(examples=config.examples)
     return loader, build_validation_loader(validation, max_rows=config.validation.rows, **options, **common)
 
 

@@ -35,6 +35,8 @@ class StepData:
     """Tokens of all steps up to this one, over all ranks, without padding."""
     lengths: list[tuple[int, ...]]
     """Tokens of the documents of each whole micro-batch."""
+    source_lengths: list[tuple[int, ...]]
+    """Tokens of what each of these reads of a source; empty of texts."""
     rows: list[tuple[int, ...]]
     """Numbers, in the step, of the rows of each micro-batch."""
     shards: list[CompactBatch]
@@ -54,6 +56,7 @@ class StepFeed:
         self,
         loader: Loader,
         place: Place,
+        place_source: Place | None = None,
         *,
         num_steps: int,
         device: torch.device,
@@ -61,7 +64,7 @@ class StepFeed:
         workers: int = 1,
         measure: Callable[[SequenceLayout, PackedDocuments], Degrees] | None = None,
     ) -> None:
-        """``place`` says which tokens are this rank's: no others are read.
+        """``place`` says which tokens are this rank's, and ``place_source`` which of a source: no others are read.
 
         For a GPU they lie in page-locked memory, which it copies from while it computes.
 
@@ -71,7 +74,8 @@ class StepFeed:
         What ``measure`` says of its micro-batches a step tells (``StepData.degrees``).
         """
         self._measure = measure
-        self._loader, self._place, self._device = loader, place, device
+        self._loader, self._device = loader, device
+        self._places = (place,) if place_source is None else (place, place_source)
         self._num_steps, self._given = num_steps, 0
         self._ready: queue.SimpleQueue[StepData | BaseException] = queue.SimpleQueue()
         self._room = threading.Semaphore(prefetch_steps)
@@ -155,10 +159,11 @@ class StepFeed:
         """Read this rank's part of a step's rows."""
         loader = self._loader
         order = loader.state_dict()
-        lengths, rows, shards, degrees = [], [], [], []
+        lengths, source_lengths, rows, shards, degrees = [], [], [], [], []
         for taken in self._read([loader.claim() for _ in range(loader.micro_batches_per_step)]):
             shard = taken.share
             lengths.append(taken.documents.lengths)
+            source_lengths.append(taken.source_lengths)
             rows.append(taken.rows)
             if self._measure is not None:
                 degrees.append(self._measure(shard.placement, shard.documents))
@@ -168,12 +173,13 @@ class StepFeed:
             after=loader.state_dict(),
             tokens_consumed=loader.tokens_consumed,
             lengths=lengths,
+            source_lengths=source_lengths,
             rows=rows,
             shards=shards,
             degrees=degrees,
         )
 
-    def _read(self, claims: Sequence[Callable[[Place], Taken]]) -> Iterator[Taken]:
+    def _read(self, claims: Sequence[Callable[..., Taken]]) -> Iterator[Taken]:
         """Yield what was claimed, in its order, whoever reads it."""
         if self._num_workers == 1:
             return map(self._read_one, claims)
@@ -182,8 +188,8 @@ class StepFeed:
             self._workers = ThreadPool(self._num_workers, self._begin_thread, (torch.get_num_threads(),))
         return self._workers.imap(self._read_one, claims)
 
-    def _read_one(self, claim: Callable[[Place], Taken]) -> Taken:
-        taken = claim(self._place)
+    def _read_one(self, claim: Callable[..., Taken]) -> Taken:
+        taken = claim(*self._places)
         if self._device.type == "cuda":
             taken = replace(taken, share=taken.share.pinned())
         return taken

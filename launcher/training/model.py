@@ -9,13 +9,13 @@ import torch
 
 from data_pipeline.rows.batches import Share
 from launcher.config.resolved import ResolvedConfig
-from launcher.config.side_by_side import padded_documents, padded_tokens
+from launcher.config.side_by_side import padded_tokens
 from longctx.batch import PackedDocuments, Stream
 from longctx.model.experts.dispatch import TokenDispatcher
 from longctx.model.training_pass import Execution
 from longctx.objectives.build import Objective
 from longctx.objectives.task import Task
-from parallel.layout.sequence import SequenceLayout
+from parallel.layout.sequence import SequenceLayout, num_parts
 from parallel.mesh import Mesh
 from parallel.parallelize import build_parallel_model
 
@@ -63,19 +63,34 @@ def objective_of(config: ResolvedConfig) -> Objective:
     return Objective(train.objective, z_loss=train.z_loss, label_smoothing=train.label_smoothing)
 
 
-def build_layout(config: ResolvedConfig, mesh: Mesh, documents: PackedDocuments) -> SequenceLayout:
-    """Where the tokens of a micro-batch live; ``config`` has its layout settled."""
-    kind, causal = config.parallel.layout, config.model.config().causal
+def build_layout(
+    config: ResolvedConfig, mesh: Mesh, documents: PackedDocuments, *, of_source: bool = False
+) -> SequenceLayout:
+    """Where the tokens of a micro-batch live, or those of its source; ``config`` has its layout settled."""
+    # An encoder sees both sides.
+    kind, causal = config.parallel.layout, config.model.config().causal and not of_source
     return SequenceLayout.build(kind, documents.num_tokens, mesh.context, documents, mesh.ulysses, causal=causal)
 
 
-def share_of(documents: PackedDocuments, config: ResolvedConfig, mesh: Mesh) -> Share:
-    """Which tokens of a micro-batch with these documents are this rank's; ``config`` has its layout settled."""
-    # Rows side by side need not divide by the ranks: padding behind them does.
-    padded = padded_documents(config, documents)
-    layout = build_layout(config, mesh, padded)
+def share_of(documents: PackedDocuments, config: ResolvedConfig, mesh: Mesh, *, of_source: bool = False) -> Share:
+    """Which tokens of a micro-batch with these documents, or of its source, are this rank's.
+
+    ``config`` has its layout settled.
+    """
+    # Rows side by side need not divide by the ranks, nor do sources: padding behind them does.
+    padded = documents.padded(_num_padded(documents.num_tokens, config, of_source=of_source))
+    layout = build_layout(config, mesh, padded, of_source=of_source)
     # The plans of attention start from the same layout: it travels with the tokens.
     return Share(padded, layout.rank_runs(mesh.context_rank), layout)
+
+
+def _num_padded(num_tokens: int, config: ResolvedConfig, *, of_source: bool) -> int:
+    """The tokens of a micro-batch, or of its source, once it is padded for its ranks."""
+    if not of_source:
+        return padded_tokens(config, num_tokens)
+    parallel = config.parallel
+    parts = num_parts(parallel.layout, parallel.context, parallel.ulysses)
+    return -(-num_tokens // parts) * parts
 
 
 Tokens = TypeVar("Tokens", bound=Stream)
@@ -86,9 +101,18 @@ def shard_batch(batch: Tokens, config: ResolvedConfig, mesh: Mesh) -> Tokens:
 
     A stream becomes a batch after that: an objective's ``prepare`` sees a rank's tokens.
     """
-    batch = batch.padded(padded_tokens(config, batch.documents.num_tokens))
-    layout = build_layout(config, mesh, batch.documents)
-    shard = batch.map_tokens(lambda x: layout.split(x, mesh.context_rank, 1))
+    source = batch.source
+    batch = _split(batch, config, mesh)
+    if source is not None:
+        source = _split(source, config, mesh, of_source=True)
+    return dataclasses.replace(batch, source=source)
+
+
+def _split(stream: Tokens, config: ResolvedConfig, mesh: Mesh, *, of_source: bool = False) -> Tokens:
+    """One side of a micro-batch."""
+    stream = stream.padded(_num_padded(stream.documents.num_tokens, config, of_source=of_source))
+    layout = build_layout(config, mesh, stream.documents, of_source=of_source)
+    shard = stream.map_tokens(lambda x: layout.split(x, mesh.context_rank, 1))
     return dataclasses.replace(shard, placement=layout)
 
 

@@ -100,6 +100,7 @@ class Run:
         return StepFeed(
             self.loader,
             self.place,
+            self.place_source,
             num_steps=max(0, self.config.last_step - self.progress.step),
             device=self.device,
             prefetch_steps=self.config.data.prefetch_steps,
@@ -122,9 +123,17 @@ class Run:
         """Which tokens of a micro-batch with these documents are this rank's."""
         return share_of(documents, self.config, self.mesh)
 
+    def place_source(self, documents: PackedDocuments) -> Share:
+        """Which tokens of a micro-batch's source are this rank's."""
+        return share_of(documents, self.config, self.mesh, of_source=True)
+
     def first_tokens(self, rows: Sequence[int]) -> tuple[int, ...]:
         """The indices, among all tokens of a step, of the first ones of its rows of these numbers."""
         return tuple(row * self.config.data.seq_len for row in rows)
+
+    def first_source_tokens(self, rows: Sequence[int]) -> tuple[int, ...]:
+        """The same of the rows of sources."""
+        return tuple(row * self.config.data.source_seq_len for row in rows)
 
     def token_indices(self, data: StepData) -> list[Tensor]:
         """For each of a step's micro-batches the indices, among all tokens of the step, of those on this rank.

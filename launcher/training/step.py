@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
@@ -10,7 +9,6 @@ from typing import Any, TypeVar
 
 from torch import Tensor
 
-from launcher.config.sections import TrainSection
 from launcher.metrics.expert_load import max_violation, mean_violation
 from launcher.metrics.record import Record
 from launcher.metrics.throughput import (
@@ -24,6 +22,7 @@ from launcher.training.feed import StepData
 from launcher.training.hook import Step, StepHook
 from launcher.training.hooks import step_hooks
 from launcher.training.run import Progress, Run
+from launcher.training.schedule import learning_rate
 from launcher.training.totals import StepSums, StepTotals
 from longctx.errors import GradientError
 from longctx.model.experts.balance import load_share, move_selection_bias_
@@ -106,6 +105,7 @@ class TrainStep:
             training_pass = TrainingPass(
                 seed=run.config.run.seed * 0x9E3779B1 + step.progress.step,
                 first_tokens=run.first_tokens(rows),
+                first_source_tokens=run.first_source_tokens(rows),
                 expert_load_LE=load_LE,
                 replay=step.choices(number),
             )
@@ -145,6 +145,7 @@ class TrainStep:
             **_speed(run, counts, totals, seconds=seconds, waited=step.waited),
             **source_record(step.data.after),
             **degree_record(step.data.degrees),
+            **pair_record(totals, counts),
             **expert_record(totals, run.expert_layers, counts["tokens"]),
         }
 
@@ -153,7 +154,8 @@ def _model_flops(run: Run, data: StepData) -> float:
     """This rank's part of the step's model FLOPs: the ranks of a sequence count it whole and divide it."""
     # From the whole batch: a causal shard's attention depends on what lies on the other ranks.
     head_share = run.config.head_share
-    flops = sum(training_flops(run.model, lengths, head_share=head_share) for lengths in data.lengths)
+    sides = zip(data.lengths, data.source_lengths, strict=True)
+    flops = sum(training_flops(run.model, *lengths, head_share=head_share) for lengths in sides)
     return flops / run.mesh.context
 
 
@@ -195,6 +197,14 @@ def _speed(run: Run, counts: Counts, totals: StepTotals, *, seconds: float, wait
     }
 
 
+def pair_record(totals: StepTotals, counts: Counts) -> Record:
+    """The fields of a train record about the pair head; none without one."""
+    if "pair" not in totals.sums:
+        return {}
+    pairs = max(1, counts["pairs"])
+    return {"pair_loss": totals.sums["pair"] / pairs, "pair_accuracy": totals.sums["right_pairs"] / pairs}
+
+
 def expert_record(totals: StepTotals, layers: Sequence[int], num_tokens: int) -> Record:
     """The fields of a train record about experts, empty lists in a dense model. Formulas: ``docs/run-folder.md``.
 
@@ -219,13 +229,3 @@ def expert_record(totals: StepTotals, layers: Sequence[int], num_tokens: int) ->
         "router_entropy": (routers.entropy / tokens).tolist(),
         "router_logit_rms": (routers.squared_logits / tokens).sqrt().tolist(),
     }
-
-
-def learning_rate(step: int, train: TrainSection) -> float:
-    """Rate of the ``step``-th step (from 1): linear warm-up, then a cosine from ``lr`` to ``final_lr_ratio`` of it."""
-    if step <= train.warmup_steps:
-        return train.lr * step / train.warmup_steps
-    # max(1, …): a run that is all warm-up has no cosine to divide.
-    progress = (step - train.warmup_steps) / max(1, train.steps - train.warmup_steps)
-    floor = train.final_lr_ratio
-    return train.lr * (floor + (1 - floor) * 0.5 * (1 + math.cos(math.pi * min(1.0, progress))))

@@ -13,6 +13,7 @@ from launcher.config.model import describe_change, model_changes
 from launcher.config.resolved import ResolvedConfig
 from launcher.plan.memory import Memory, gib, memory_by_stage
 from launcher.training.origin import Origin
+from launcher.training.schedule import learning_rate
 from launcher.wording import plural
 from longctx.architecture.size import count_parameters
 from longctx.config import ModelConfig
@@ -178,7 +179,9 @@ def _steps(start: Start) -> str:
     rate = f"rate {train.lr:g}"
     if train.warmup_steps:
         rate += f" after {plural(train.warmup_steps, 'step')}"
-    if train.final_lr_ratio != 1:
+    if train.schedule == "inverse_sqrt":
+        rate += f", then with the root of the steps to {learning_rate(train.steps, train):.3g}"
+    elif train.final_lr_ratio != 1:
         rate += f", then down to {train.lr * train.final_lr_ratio:g}"
     steps = f"Steps: {plural(start.num_steps, 'step')} of {train.tokens_per_step:,} tokens"
     return f"{steps} = {each}, in {micro_batches} a rank; {rate}."

@@ -131,7 +131,7 @@ class Trainer:
         assert run.validation is not None
         record = validate(
             run.engine.model,
-            run.validation.shares(run.place),
+            run.validation.shares(run.place, run.place_source),
             run.device,
             seq_len=run.config.data.seq_len,
             vocab_size=run.model.vocab_size,

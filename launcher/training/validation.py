@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ from longctx.batch import IGNORED_TARGET, PADDING_DOCUMENT, Batch, PackedDocumen
 from longctx.compact_batch import CompactBatch
 from longctx.objectives.task import Task
 from longctx.tokenizer import Tokenizer
+from longctx.tokenizer.sides import source_ids, start_of_targets
 from parallel.comm.world import on_every_rank, sum_over_ranks
 from parallel.layout.sequence import num_parts
 
@@ -128,10 +130,18 @@ class Sampler:
         self.run = run
         self._tokenizer: Tokenizer = on_every_rank(run.loader.shards.tokenizer)
         self._prompt = run.config.validation.sample_prompt
-        self._prompt_ids: list[int] = on_every_rank(lambda: self._tokenizer.encode_prompt(self._prompt))
+        self._source_ids: list[int] = []
+        self._prompt_ids: list[int] = on_every_rank(self._encoded)
+
+    def _encoded(self) -> list[int]:
+        """The prompt's ids; with an encoder it is the source, and what is written of it begins anew."""
+        if not self.run.model.encoder_layers:
+            return self._tokenizer.encode_prompt(self._prompt)
+        self._source_ids = source_ids(self._tokenizer, self._prompt)
+        return [start_of_targets(self._tokenizer)]
 
     def sample(self) -> Record:
-        """The prompt, and the text that the model continues it with. Collective."""
+        """The prompt, and the text that the model continues it with, or writes of it. Collective."""
         ids = list(self._prompt_ids)
         stops = set(self._tokenizer.special.stops)
         for _ in range(self.run.config.validation.sample_tokens):
@@ -150,7 +160,9 @@ class Sampler:
         # All is read anew for each token, along the path of a validation: that runs on every mesh and at any ZeRO
         # stage, and a few dozen tokens cost less than the validation itself.
         shard = shard_batch(self._batch(ids), run.config, run.mesh).to(run.device)
-        decoder = run.engine.model.network
+        decoder, source = run.engine.model.network, None
+        if shard.source is not None:
+            source = decoder.encode(shard.source)
         hidden_BtM = decoder(
             shard.tokens,
             shard.positions,
@@ -158,6 +170,7 @@ class Sampler:
             document_ids=shard.document_ids,
             row_tokens=shard.row_tokens,
             placement=shard.placement,
+            source=source,
         )
         is_last_t = ((shard.document_ids == 0) & (shard.positions == len(ids) - 1)).flatten()
         # Every rank computes logits, for under ZeRO-3 the head is gathered from all; one rank has the last token.
@@ -169,7 +182,14 @@ class Sampler:
         return int(sum_over_ranks(chosen))
 
     def _batch(self, ids: list[int]) -> Batch:
-        """One row of the document so far, padded to a length that the ranks of a sequence can split."""
+        """The document so far, and its source if it has one."""
+        batch = self._row(ids)
+        if self._source_ids:
+            batch = replace(batch, source=self._row(self._source_ids))
+        return batch
+
+    def _row(self, ids: list[int]) -> Batch:
+        """One row of a document, padded to a length that the ranks of a sequence can split."""
         parallel = self.run.config.parallel
         parts = num_parts(parallel.layout, parallel.context, parallel.ulysses)
         padding = -len(ids) % parts

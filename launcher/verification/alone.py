@@ -101,6 +101,7 @@ class Alone:
             training_pass = TrainingPass(
                 seed=self.config.run.seed * 0x9E3779B1 + step,
                 first_tokens=(of_batch.start,),
+                first_source_tokens=(of_batch.start // self.config.data.seq_len * self.config.data.source_seq_len,),
                 expert_load_LE=load_LE,
                 replay=replay,
             )

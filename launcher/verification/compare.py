@@ -26,7 +26,7 @@ BFLOAT16_LOSS_BOUND = 1e-2
 """Of bfloat16, which has two digits: the mean of a few tokens' losses has them too."""
 GRADIENT_ERROR_BOUND = 2.0
 """Of bfloat16: by how much an error may exceed that of one process, which is as much by chance."""
-_LAYER = re.compile(r"model\.layers\.(\d+)\.(.*)")
+_LAYER = re.compile(r"(model|encoder)\.layers\.(\d+)\.(.*)")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,9 +70,13 @@ def part_of(name: str) -> str:
     match = _LAYER.fullmatch(name)
     if match is None:
         return name.removesuffix(".weight").removeprefix("model.")
-    layer, rest = match.groups()
+    stack, layer, rest = match.groups()
+    where = f"layer {layer}"
+    if stack == "encoder":
+        where = f"encoder layer {layer}"
     kinds = {
         "self_attn": "attention",
+        "cross_attn": "cross attention",
         "mlp.gate.": "router",
         "mlp.experts": "experts",
         "mlp.shared_expert": "shared expert",
@@ -80,8 +84,8 @@ def part_of(name: str) -> str:
     }
     for prefix, kind in kinds.items():
         if rest.startswith(prefix):
-            return f"layer {layer}, {kind}"
-    return f"layer {layer}, norms"
+            return f"{where}, {kind}"
+    return f"{where}, norms"
 
 
 def compare(

@@ -11,7 +11,7 @@ from torch import Tensor
 from launcher.config.resolved import ResolvedConfig
 from launcher.training.model import shard_batch
 from launcher.training.setup import build_engine
-from launcher.verification.rows import micro_batch, packed_rows
+from launcher.verification.rows import micro_batch, packed_rows, source_rows
 from longctx.batch import IGNORED_TARGET, Stream
 from longctx.evaluation.leaks import Leaks, find_leaks
 from parallel.comm.world import gather_objects, sum_over_ranks
@@ -33,16 +33,25 @@ class Probe:
         # The same rows on every data rank: each context group answers for itself.
         self.stream = micro_batch(config, 0, rows)
 
-    def look(self) -> tuple[Leaks, Leaks]:
-        """Return what leaks into likelihoods of tokens, and into losses of documents in training. Collective."""
-        tokens, documents = self.stream.tokens, self.stream.document_ids
+    def look(self) -> dict[str, Leaks]:
+        """Return what leaks into likelihoods of tokens, and into losses of documents in training. Collective.
+
+        With an encoder also what leaks of a source into losses of other documents.
+        """
+        tokens, documents, source = self.stream.tokens, self.stream.document_ids, self.stream.source
         vocab_size = self.config.model.vocab_size
-        of_tokens = find_leaks(self._likelihoods, tokens, documents, vocab_size=vocab_size)
-        return of_tokens, find_leaks(self._losses, tokens, documents, vocab_size=vocab_size)
+        found = {
+            "likelihoods of tokens": find_leaks(self._likelihoods, tokens, documents, vocab_size=vocab_size),
+            "losses in training": find_leaks(self._losses, tokens, documents, vocab_size=vocab_size),
+        }
+        if source is not None:
+            ids = source.document_ids
+            found["losses, of a source"] = find_leaks(self._of_sources, source.tokens, ids, vocab_size=vocab_size)
+        return found
 
     def _likelihoods(self, tokens: Tensor, document_ids: Tensor) -> Tensor:
         """Return each token's negative log-likelihood [B, T, 1], of all ranks."""
-        stream = packed_rows(tokens, document_ids)
+        stream = self._packed(tokens, document_ids)
         shard = shard_batch(self._asking(stream, stream.document_ids >= 0), self.config, self.mesh)
         task = self.engine.model
         own = task.token_nll(task.prepare(shard.to(self.device))).float().cpu()
@@ -59,7 +68,20 @@ class Probe:
 
     def _losses(self, tokens: Tensor, document_ids: Tensor) -> Tensor:
         """Return the loss of each token's document [B, T, 1], by the pass that trains: in chunks, if it has any."""
-        stream, found = packed_rows(tokens, document_ids), torch.zeros(tokens.shape)
+        stream = self._packed(tokens, document_ids)
+        return self._losses_of(stream, stream.document_ids)
+
+    def _of_sources(self, tokens: Tensor, document_ids: Tensor) -> Tensor:
+        """Return the loss of the document that reads each token of a source [B, S, 1]."""
+        rows, of_row = self.stream.document_ids, []
+        for ids in rows:
+            of_row.append(len(set(ids[ids >= 0].tolist())))
+        stream = dataclasses.replace(self.stream, source=source_rows(tokens, document_ids, of_row))
+        return self._losses_of(stream, document_ids)
+
+    def _losses_of(self, stream: Stream, ids: Tensor) -> Tensor:
+        """Return the loss of the document of each of these ids."""
+        found = torch.zeros(ids.shape)
         for number in range(stream.documents.num_documents):
             own = stream.document_ids == number
             if not own.any():
@@ -69,29 +91,33 @@ class Probe:
             with torch.enable_grad():
                 sums = self.engine.forward(task.prepare(shard))
             total = sum_over_ranks(sums[task.reported].detach().double().cpu())
-            found[own] = float(total)
+            found[ids == number] = float(total)
         return found[..., None]
 
+    def _packed(self, tokens: Tensor, document_ids: Tensor) -> Stream:
+        """The rows of these documents, with what each reads of a source."""
+        return dataclasses.replace(packed_rows(tokens, document_ids), source=self.stream.source)
 
-def probe_text(found: tuple[Leaks, Leaks], described: str, started: float, dtype: str) -> tuple[str, bool]:
-    """Return what is said of both, and whether nothing leaks."""
-    of_tokens, of_documents = found
-    moved = max(of_tokens.moved, of_documents.moved)
-    outside = of_tokens.outside_share or of_documents.outside_share
+
+def probe_text(found: dict[str, Leaks], described: str, started: float, dtype: str) -> tuple[str, bool]:
+    """Return what is said of all, and whether nothing leaks."""
+    of_tokens = next(iter(found.values()))
+    moved = max(of.moved for of in found.values())
+    outside = any(of.outside_share for of in found.values())
     lines = [
         f"Leak probe of {described}",
         "One token of the first document changed, at its beginning and at its end. Of other documents changed:",
         f"  likelihoods of tokens   {of_tokens.outside_share:.1%} of {of_tokens.num_outside:,}",
-        f"  losses in training      {of_documents.outside_share:.1%} of the tokens' documents",
+        *(f"  {name:<24}{of.outside_share:.1%} of the tokens' documents" for name, of in list(found.items())[1:]),
         f"Of the first document's own tokens {of_tokens.inside_share:.0%}.",
         f"With the first document a token shorter, the others change by {moved:.1e} of what they say "
         f"(rounding: up to {_ROUNDING[dtype]:.0e}).",
         f"{time.perf_counter() - started:.1f} s.",
     ]
-    if not of_tokens.inside_share:
+    if not all(of.inside_share for of in found.values()):
         lines.append("The probe says nothing: the first document itself did not change.")
     elif outside:
-        largest = max(of_tokens.largest, of_documents.largest)
+        largest = max(of.largest for of in found.values())
         lines.append(f"Documents see each other: the largest change is {largest:.1e}.")
     elif not moved <= _ROUNDING[dtype]:
         lines.append("Documents know where they begin in their row: positions go on over a boundary.")

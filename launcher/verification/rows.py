@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
@@ -18,18 +19,23 @@ def micro_batch(config: ResolvedConfig, step: int, rows_of_step: range) -> Strea
     """A micro-batch of these rows of a step, counted over all data ranks: packed rows that end in padding.
 
     In every second step half of the tokens count in the loss, as of conversations; if the objective is masked, some are
-    masked in every step.
+    masked in every step, and with a pair head documents are of two segments. If the model has an encoder each document
+    reads a source, of any length.
     """
     rows, tokens = len(rows_of_step), config.data.seq_len
     generator = torch.Generator().manual_seed((step << 20) + rows_of_step.start)
     ids: list[int] = []
+    num_documents = []
     for row in range(rows):
         lengths = _document_lengths(tokens - min(_PADDING, tokens - 1), generator)
         for number, length in enumerate(lengths):
             ids += [row * tokens + number] * length
         ids += [PADDING_DOCUMENT] * (tokens - sum(lengths))
+        num_documents.append(len(lengths))
     tokens_BT = torch.randint(config.model.vocab_size, (rows * tokens,), generator=generator).view(rows, tokens)
     stream = packed_rows(tokens_BT, torch.tensor(ids).view(rows, tokens))
+    if config.model.pair_head != "none":
+        stream = _with_segments(stream, generator)
     if config.mask is not None:
         # The tokens themselves are random, so any other one stands for what is read in its place.
         is_target = (torch.rand(rows, tokens, generator=generator) < config.mask.rate) & (stream.document_ids >= 0)
@@ -39,9 +45,63 @@ def micro_batch(config: ResolvedConfig, step: int, rows_of_step: range) -> Strea
             tokens=torch.where(is_target, read_as, stream.tokens),
             masked=stream.tokens.masked_fill(~is_target, IGNORED_TARGET),
         )
+    if config.data.source_seq_len:
+        stream = replace(stream, source=_sources(config, num_documents, generator))
     if step % 2:
         return replace(stream, counted=torch.rand(rows, tokens, generator=generator) < 0.5)
     return stream
+
+
+def _with_segments(stream: Stream, generator: torch.Generator) -> Stream:
+    """The same with two segments in each document, in some order."""
+    lengths_D = torch.tensor(stream.documents.lengths)
+    is_text_BT = stream.document_ids != PADDING_DOCUMENT
+    second_BT = 2 * stream.positions >= lengths_D[stream.document_ids.clamp(min=0)]
+    order_BT = torch.randint(2, stream.tokens.shape, generator=generator)
+    is_first_BT = is_text_BT & (stream.positions == 0)
+    return replace(
+        stream,
+        segments=(second_BT & is_text_BT).long(),
+        order=order_BT.masked_fill(~is_first_BT, IGNORED_TARGET),
+    )
+
+
+def _sources(config: ResolvedConfig, num_documents: Sequence[int], generator: torch.Generator) -> Stream:
+    """Rows of as many sources as each row has documents, and of padding behind them; some have no token."""
+    tokens, ids, number = config.data.source_seq_len, [], 0
+    for count in num_documents:
+        # The first has tokens enough for one to be changed, and what is behind the last cut is padding.
+        most = max(1, tokens - _PADDING)
+        cuts = torch.randint(most + 1, (count,), generator=generator).clamp(min=min(2, most)).sort().values
+        of_row = cuts.diff(prepend=torch.zeros(1, dtype=torch.int64)).tolist()
+        for length in of_row:
+            ids += [number] * length
+            number += 1
+        ids += [PADDING_DOCUMENT] * (tokens - sum(of_row))
+        number += 1
+    shape = (len(num_documents), tokens)
+    drawn = torch.randint(config.model.vocab_size, shape, generator=generator)
+    return source_rows(drawn, torch.tensor(ids).view(shape), num_documents)
+
+
+def source_rows(tokens_BS: Tensor, ids_BS: Tensor, num_documents: Sequence[int]) -> Stream:
+    """Rows of sources by their numbers, ascending in each row, of which some may have no token; padding at its end.
+
+    Each row has ``num_documents`` numbers, and one more for its padding.
+    """
+    lengths, padding, positions = [], [], []
+    for of_row, count in zip(ids_BS, num_documents, strict=True):
+        first = len(lengths)
+        lengths += [int((of_row == first + number).sum()) for number in range(count)]
+        padding.append(len(lengths))
+        lengths.append(int((of_row < 0).sum()))
+        positions += [torch.arange(length) for length in lengths[first:]]
+    return Stream(
+        tokens=tokens_BS,
+        positions=torch.cat(positions).view_as(tokens_BS),
+        document_ids=ids_BS,
+        documents=PackedDocuments.of_lengths(lengths, tuple(padding)),
+    )
 
 
 def packed_rows(tokens_BT: Tensor, ids_BT: Tensor) -> Stream:

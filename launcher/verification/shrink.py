@@ -51,7 +51,7 @@ def shrink(config: ResolvedConfig, world_size: int) -> Shrunk:
         parallel["expert_tile_tokens"] = max(1, math.ceil(config.parallel.expert_tile_tokens * share))
     sections = {
         "model": _model(config.model, share, config.parallel.expert),
-        "data": {"seq_len": seq_len},
+        "data": {"seq_len": seq_len, "source_seq_len": math.ceil(config.data.source_seq_len * share)},
         "train": train,
         "parallel": parallel,
     }
@@ -78,6 +78,7 @@ def _model(model: ModelConfig, share: float, expert_degree: int) -> dict[str, An
     layers = _num_layers(model)
     values: dict[str, Any] = {
         "num_layers": layers,
+        "encoder_layers": min(model.encoder_layers, layers),
         "hidden_size": min(model.hidden_size, WIDTH),
         "ffn_size": min(model.ffn_size, FFN_WIDTH),
         "vocab_size": min(model.vocab_size, VOCABULARY),

@@ -51,6 +51,7 @@ def steps_together(config: ResolvedConfig, mesh: Mesh, device: torch.device) -> 
             training_pass = TrainingPass(
                 seed=config.run.seed * 0x9E3779B1 + step,
                 first_tokens=(own.start * config.data.seq_len,),
+                first_source_tokens=(own.start * config.data.source_seq_len,),
                 expert_load_LE=load_LE,
                 replay=replay,
             )

@@ -6,8 +6,8 @@ rules checked.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, fields
-from typing import Any, Literal
+from dataclasses import dataclass, field, fields, replace
+from typing import Any, Literal, TypeVar
 
 from longctx.architecture.rope import Rope
 
@@ -47,6 +47,9 @@ class Sizes:
     """Width of the embedding tables, which are projected to hidden_size behind them (ALBERT); 0 is hidden_size."""
     num_layers: int = 4
     """Decoder blocks."""
+    encoder_layers: int = 0
+    """Blocks of an encoder beside the decoder, whose layers read it by cross attention (Transformer, BART, T5); 0 for
+    none."""
     shared_layers: bool = False
     """Whether all layers are one block with one set of weights (ALBERT)."""
     num_heads: int = 2
@@ -100,8 +103,8 @@ class PositionFields:
     """Positions: how attention knows the order of tokens."""
 
     position: str = "rope"
-    """Kind of positions: rope, learned, sinusoidal, alibi, t5 (bias of distance buckets), relative (Transformer-XL),
-    none."""
+    """Kind of positions: rope, learned, sinusoidal, sinusoidal_halves (sines before cosines, Marian), alibi, t5 (bias
+    of distance buckets), relative (Transformer-XL), none."""
     rope: Rope = field(default_factory=Rope)
     """Rotary positions, and how they are stretched to longer sequences."""
     rope_layers: tuple[bool, ...] = (True,)
@@ -129,7 +132,8 @@ class BlockFields:
     norm_eps: float = 1e-6
     """Epsilon inside every norm."""
     activation: str = "swiglu"
-    """Of the FFN: swiglu, geglu, geglu_tanh, swiglu_oai (GPT-OSS), all gated; gelu, gelu_tanh, relu, relu2, not."""
+    """Of the FFN: swiglu, geglu, geglu_tanh, swiglu_oai (GPT-OSS), all gated; gelu, gelu_tanh, relu, relu2, silu,
+    not."""
     ffn_size: int = 384
     """Width F of the dense FFN."""
     ffn_bias: bool = False
@@ -208,6 +212,9 @@ class StreamFields:
     """Whether a projection, the FFN's activation and a norm stand before the output head (BERT)."""
     head_bias: bool = False
     """Whether the output head has a bias (BERT)."""
+    pair_head: str = "none"
+    """What the first token says of two segments: whether the second follows the first (nsp, BERT), or whether they are
+    in their order (sop, ALBERT); none has no head for it."""
     embedding_scale: float = 1.0
     """Factor of the embeddings (Gemma: the root of hidden_size)."""
     residual_scale: float = 1.0
@@ -291,6 +298,19 @@ class ModelFields(
     def has_experts(self, layer: int) -> bool:
         """Whether this layer's FFN is a mixture of experts."""
         return self.num_experts > 0 and layer not in self.dense_layers
+
+
+F = TypeVar("F", bound=ModelFields)
+
+
+def encoder_of(config: F) -> F:
+    """The encoder beside a decoder, as a model: both-sided, and else alike."""
+    return replace(config, causal=False, num_layers=config.encoder_layers, encoder_layers=0)
+
+
+def decoder_of(config: F) -> F:
+    """The decoder without its encoder, and without cross attention."""
+    return replace(config, encoder_layers=0)
 
 
 def names_of_role(role: Role) -> frozenset[str]:

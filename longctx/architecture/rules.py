@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from longctx.architecture.fields import ModelFields
+from longctx.architecture.fields import ModelFields, encoder_of
 from longctx.architecture.layers import mixers_of
 from longctx.architecture.mixers.table import MIXERS, READS
 from longctx.architecture.types import check_types
@@ -14,11 +14,12 @@ from longctx.untrusted.reading import shown
 CHOICES: dict[str, tuple[str, ...]] = {
     "norm": ("rmsnorm", "layernorm"),
     "norm_order": ("pre", "post", "sandwich"),
-    "activation": ("swiglu", "geglu", "geglu_tanh", "swiglu_oai", "gelu", "gelu_tanh", "relu", "relu2"),
+    "activation": ("swiglu", "geglu", "geglu_tanh", "swiglu_oai", "gelu", "gelu_tanh", "relu", "relu2", "silu"),
     "qk_norm": ("none", "head", "full"),
-    "position": ("rope", "none", "learned", "sinusoidal", "alibi", "t5", "relative"),
+    "position": ("rope", "none", "learned", "sinusoidal", "sinusoidal_halves", "alibi", "t5", "relative"),
     "score_function": ("softmax", "sigmoid"),
     "balance_scope": ("sequence", "micro_batch", "global_batch"),
+    "pair_head": ("none", "nsp", "sop"),
 }
 """The values that a field of text may have."""
 
@@ -40,6 +41,7 @@ _AT_LEAST_ONE = (
 )
 _POSITIVE = ("norm_eps", "init_std", "embedding_scale", "residual_scale", "logit_scale", "routed_scale")
 _NOT_NEGATIVE = (
+    "encoder_layers",
     "embedding_size",
     "segments",
     "position_offset",
@@ -65,6 +67,7 @@ MOST_LAYERS = 4096
 """Also the most that is read of any list with an entry a layer."""
 AT_MOST = {
     "num_layers": MOST_LAYERS,
+    "encoder_layers": MOST_LAYERS,
     "num_experts": 2**16,
     "vocab_size": 2**32,
     "hidden_size": 2**20,
@@ -110,6 +113,38 @@ def check_model(config: ModelFields) -> None:
     _check_ffn(config)
     if config.num_experts:
         _check_experts(config)
+    if config.encoder_layers:
+        _check_encoder(config)
+
+
+def _check_encoder(config: ModelFields) -> None:
+    """ConfigError unless an encoder can stand beside the decoder, and cross attention in its layers."""
+    wanted = {
+        "causal": (True, "the decoder's own tokens see none behind them; an encoder alone has model.encoder_layers=0"),
+        "num_experts": (0, "routers are counted and replayed by the layers of one stack"),
+        "kv_lora_rank": (0, "cross attention has no latents"),
+        "shared_layers": (False, "no published model with cross attention shares them"),
+    }
+    for name, (value, why) in wanted.items():
+        if getattr(config, name) != value:
+            raise ConfigError(
+                f"model.{name}={getattr(config, name)} goes with no encoder (model.encoder_layers="
+                f"{config.encoder_layers}): {why}. Set model.{name}={str(value).lower()}."
+            )
+    if config.norm_order == "sandwich":
+        raise ConfigError(
+            "model.norm_order='sandwich' goes with no encoder (model.encoder_layers="
+            f"{config.encoder_layers}). Try 'pre' or 'post'."
+        )
+    for name in ("layers", "rope_layers"):
+        count = len(getattr(config, name))
+        if count > config.encoder_layers:
+            raise ConfigError(
+                f"model.{name} names {count} layers, and the encoder has model.encoder_layers={config.encoder_layers}; "
+                "kinds are repeated over the depth of either. Name fewer, or more of its layers."
+            )
+    # The encoder's own tokens see both sides, which some fields cannot be.
+    check_model(encoder_of(config))
 
 
 def _check_numbers(config: ModelFields) -> None:
@@ -234,10 +269,14 @@ def _check_positions(config: ModelFields) -> None:
 
 def _check_biases(config: ModelFields) -> None:
     """ConfigError for what positions of other kinds cannot be."""
-    if config.position in ("sinusoidal", "relative") and config.hidden_size % 2:
+    # Sinusoids that are added have the tables' width, those of distances the model's.
+    name, width = "hidden_size", config.hidden_size
+    if config.position != "relative" and config.embedding_size:
+        name, width = "embedding_size", config.embedding_size
+    if config.position in ("sinusoidal", "sinusoidal_halves", "relative") and width % 2:
         raise ConfigError(
-            f"model.hidden_size={config.hidden_size} must be even with model.position={config.position!r}: half are "
-            f"sines, half cosines. Try {config.hidden_size + 1}."
+            f"model.{name}={width} must be even with model.position={config.position!r}: half are sines, half cosines. "
+            f"Try {width + 1}."
         )
     if config.position != "t5":
         return
@@ -269,6 +308,12 @@ def _check_ends(config: ModelFields) -> None:
         raise ConfigError(
             f"model.embedding_size={config.embedding_size} is also the width that the output head reads, to which "
             "model.head_transform=true projects. Set it, or model.embedding_size=0."
+        )
+    if config.pair_head != "none" and (config.causal or config.segments < 2):
+        raise ConfigError(
+            f"model.pair_head={config.pair_head!r} tells two segments from the first token, which sees both sides of "
+            f"them: it needs model.causal=false (now {str(config.causal).lower()}) and model.segments=2 (now "
+            f"{config.segments})."
         )
     if config.head_transform and config.activation in GATED:
         plain = [name for name in CHOICES["activation"] if name not in GATED]

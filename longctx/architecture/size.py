@@ -8,10 +8,14 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable
 
-from longctx.architecture.fields import ModelFields
+from longctx.architecture.fields import ModelFields, encoder_of
 from longctx.architecture.layers import layer_specs
 from longctx.architecture.mixers.mixer import norm_size
+from longctx.architecture.mixers.softmax import Softmax, sinks
 from longctx.architecture.rules import GATED
+
+CROSS = Softmax(causal=False)
+"""Projections of cross attention are those of softmax attention."""
 
 COMPONENTS = (
     "embedding",
@@ -38,7 +42,10 @@ def count_parameters(config: ModelFields, *, active: bool = False) -> dict[str, 
     if config.norm_order != "post":
         vectors["norms"] += norm_size(config, config.hidden_size)
     vectors["positions"] += _position_table(config)
-    _add_ends(config, vectors)
+    _add_front(config, vectors)
+    _add_head(config, vectors)
+    if config.encoder_layers:
+        vectors.update(_encoder_vectors(encoder_of(config)))
     counts = Counter(count_matrices(config)) + vectors
     if active:
         counts["routed_experts"] = _active(config, counts["routed_experts"])
@@ -52,17 +59,27 @@ def count_matrices(config: ModelFields, *, active: bool = False, uses: bool = Fa
     count once a layer.
     """
     counts = _sum(config, _block_matrices, uses=uses)
+    if config.encoder_layers:
+        counts.update(_sum(encoder_of(config), _block_matrices))
     E = config.embedding_dim
     counts["embedding"] = config.vocab_size * E
     if not config.tie_embeddings:
         counts["head"] = counts["embedding"]
     if config.embedding_size:
-        counts["embedding"] += E * config.hidden_size
+        # The encoder has a projection of its own.
+        counts["embedding"] += E * config.hidden_size * (2 if config.encoder_layers else 1)
     if config.head_transform:
         counts["head"] += config.hidden_size * E
+    if config.pair_head != "none":
+        counts["head"] += pair_head_size(config)
     if active:
         counts["routed_experts"] = _active(config, counts["routed_experts"])
     return {name: counts[name] for name in COMPONENTS if name != "norms"}
+
+
+def pair_head_size(config: ModelFields) -> int:
+    """Weights of the pair head's matrices, which a document's first token alone is multiplied by."""
+    return config.hidden_size * (config.hidden_size + 2)
 
 
 def _active(config: ModelFields, routed: int) -> int:
@@ -94,19 +111,36 @@ def _position_table(config: ModelFields) -> int:
     return 0
 
 
-def _add_ends(config: ModelFields, counts: Counter[str]) -> None:
-    """Add what the front and the head have besides matrices."""
+def _encoder_vectors(encoder: ModelFields) -> Counter[str]:
+    """Parameters of an encoder, but for its matrices."""
+    vectors = _sum(encoder, _block_vectors)
+    if encoder.norm_order != "post":
+        vectors["norms"] += norm_size(encoder, encoder.hidden_size)
+    vectors["positions"] += _position_table(encoder)
+    _add_front(encoder, vectors)
+    return vectors
+
+
+def _add_front(config: ModelFields, counts: Counter[str]) -> None:
+    """Add what stands before the first layer besides matrices."""
     E = config.embedding_dim
     counts["embedding"] += config.segments * E
     if config.embedding_size:
         counts["embedding"] += config.hidden_size
     if config.embedding_norm:
         counts["norms"] += norm_size(config, E)
+
+
+def _add_head(config: ModelFields, counts: Counter[str]) -> None:
+    """Add what the head has besides matrices."""
+    E = config.embedding_dim
     if config.head_transform:
         counts["head"] += E
         counts["norms"] += norm_size(config, E)
     if config.head_bias:
         counts["head"] += config.vocab_size
+    if config.pair_head != "none":
+        counts["head"] += config.hidden_size + 2
 
 
 def widest_ffn(config: ModelFields) -> int:
@@ -124,6 +158,8 @@ def _block_matrices(config: ModelFields, layer: int) -> dict[str, int]:
     """Weight matrices of one layer."""
     counts, _ = _ffn(config, layer)
     counts["attention"] = layer_specs(config)[layer].mixer.matrices(config)
+    if config.encoder_layers:
+        counts["attention"] += CROSS.matrices(config)
     if config.position == "relative":
         # Transformer-XL projects the sinusoids of distances for each head.
         counts["positions"] = config.num_heads * config.head_dim * config.hidden_size
@@ -138,6 +174,9 @@ def _block_vectors(config: ModelFields, layer: int) -> dict[str, int]:
     mixer = layer_specs(config)[layer].mixer
     counts["norms"] = num_norms * norm_size(config, config.hidden_size) + mixer.norms(config)
     counts["attention"] = mixer.vectors(config)
+    if config.encoder_layers:
+        counts["norms"] += norm_size(config, config.hidden_size) + CROSS.norms(config)
+        counts["attention"] += CROSS.vectors(config) - sinks(config)
     if config.position == "relative":
         # Transformer-XL's u and v.
         counts["positions"] = 2 * config.num_heads * config.head_dim

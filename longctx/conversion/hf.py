@@ -37,6 +37,7 @@ from longctx.conversion.weights.folder import INDEX, WeightsFolder
 from longctx.conversion.weights.json_files import read_json, write_json
 from longctx.errors import CheckpointError, ConfigError
 from longctx.families import FAMILIES, config_to_hf, left_behind, passed_over
+from longctx.families.spec import START_KEY, TARGET_ID_KEYS
 from longctx.files import staged_folder
 from longctx.storage.safetensors import ShardWriter
 from longctx.tokenizer import Tokenizer, load_tokenizer
@@ -67,7 +68,7 @@ class HfReader:
         self.model_type: str = hf_config["model_type"]
         self.passed_over = passed_over(hf_config)
         """Keys of config.json that other tools left there, and that no network reads."""
-        self.token_ids = {key: _token_id(key, hf_config.get(key)) for key in TOKEN_ID_KEYS}
+        self.token_ids = {key: _token_id(key, hf_config.get(key)) for key in _token_id_keys(self.config)}
         self._disk = WeightsFolder(self.folder)
         # Names and shapes come from the headers: a folder that does not fit is refused before a value is read.
         on_disk = self._names_on_disk(hf_config)
@@ -104,7 +105,10 @@ class HfReader:
 
     def read(self, name: str) -> Tensor:
         """One parameter, put together from its tensors on disk."""
-        return assemble(self._specs[name], self._layouts[name], self._disk)
+        layout = self._layouts[name]
+        if not layout.parts:
+            return torch.zeros(self._specs[name].shape, dtype=self.dtype)
+        return assemble(self._specs[name], layout, self._disk)
 
     def __iter__(self) -> Iterator[tuple[str, Tensor]]:
         for name in self._specs:
@@ -129,7 +133,9 @@ class HfReader:
                 "%s: %s=%d further layers are no part of this decoder and are left out: %s",
                 self.folder, family.extra_layers_key, extra, listing(left_out, limit=3),
             )  # fmt: skip
-        heads = {name for name in names if any(re.fullmatch(pattern, name) for pattern in family.other_heads)}
+        heads = set[str]()
+        if self.config.pair_head == "none":
+            heads = {name for name in names if any(re.fullmatch(pattern, name) for pattern in family.other_heads)}
         if heads:
             log.warning(
                 "%s: tensors of heads that the model does not have here are left out: %s",
@@ -226,10 +232,10 @@ def save_hf(
         # transformers looks for an index only where there is no model.safetensors.
         if len(set(file_of.values())) > 1:
             write_json(staging / INDEX, {"metadata": {"total_size": writer.total_bytes}, "weight_map": file_of})
-        ids = {key: (token_ids or {}).get(key) for key in TOKEN_ID_KEYS}
         if tokenizer is not None:
             _check_padding(tokenizer, hf_config)
-            ids = export_tokenizer(tokenizer, staging, max_positions=config.max_positions)
+            token_ids = export_tokenizer(tokenizer, staging, max_positions=config.max_positions)
+        ids = _written_ids(token_ids or {}, config)
         # RoBERTa's padding id says where its positions begin, whatever the tokenizer pads by.
         ids = _loadable(ids, config.vocab_size) | {key: hf_config[key] for key in ids if key in hf_config}
         name = dtype_name(reduce(torch.promote_types, dtypes))
@@ -267,6 +273,23 @@ def _loadable(ids: dict[str, Any], rows: int) -> dict[str, Any]:
             rows,
         )
     return ids | replaced
+
+
+def _token_id_keys(config: ModelConfig) -> tuple[str, ...]:
+    """The keys of config.json that name a model's token ids."""
+    if config.encoder_layers:
+        return TOKEN_ID_KEYS + TARGET_ID_KEYS
+    return TOKEN_ID_KEYS
+
+
+def _written_ids(token_ids: Mapping[str, Any], config: ModelConfig) -> dict[str, Any]:
+    """Every id that config.json names; null keeps out the class's own, and where a target starts is never null."""
+    ids = {key: token_ids.get(key) for key in _token_id_keys(config)}
+    if START_KEY in ids and ids[START_KEY] is None:
+        # As T5 and Marian, of whose tokens none begins a text; 0 if nobody has said what any token means.
+        named = (ids[key] for key in ("bos_token_id", "pad_token_id") if isinstance(ids[key], int))
+        ids[START_KEY] = next(named, 0)
+    return ids
 
 
 def _token_id(key: str, value: Any) -> Any:

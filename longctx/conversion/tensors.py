@@ -35,7 +35,7 @@ class Layout:
     """One way in which a parameter is stored on disk, alone or with others."""
 
     parts: tuple[Part, ...]
-    """Tensors whose flattened values, one after the other, are those of the whole."""
+    """Tensors whose flattened values, one after the other, are those of the whole; of none all are zero."""
     whole: Shape
     """Shape of all members, concatenated along their first axis, before the steps."""
     steps: tuple[str, ...] = ()
@@ -79,6 +79,12 @@ STEPS: dict[str, Step] = {
         our_view=lambda x: x,
         shape=lambda shape: (*shape[:-2], shape[-1], shape[-2]),
     ),
+    # [1, V]: a vector as the one row of a matrix.
+    "one_row": Step(
+        disk_view=lambda x: x.squeeze(0),
+        our_view=lambda x: x,
+        shape=lambda shape: (1, *shape),
+    ),
     # [E, 2F, …]: gate and up rows alternate on disk, all gate rows come first in the decoder.
     "alternating": Step(
         disk_view=lambda x: x.unflatten(1, (-1, 2)).transpose(1, 2),
@@ -95,7 +101,7 @@ def tensor_specs(config: ModelConfig, *, model_type: str | None = None) -> list[
     """
     family = family_of(config, model_type=model_type)
     shapes = parameter_shapes(config)
-    rules = {name: rule for rule in family.tensors for name in rule.parameters}
+    rules = {name: rule for rule in family.tensors if rule.holds(config) for name in rule.parameters}
     return [_spec(name, rules, shapes, config.num_experts) for name in shapes]
 
 
@@ -232,8 +238,8 @@ def _parts(names: tuple[str, ...], shape: Shape, layer: str, experts: int) -> It
 
 
 def _without_number(name: str) -> tuple[str, str]:
-    """``model.layers.7.x`` as (``model.layers.{layer}.x``, ``7``)."""
-    found = re.match(r"model\.layers\.(\d+)\.", name)
+    """``model.layers.7.x`` as (``model.layers.{layer}.x``, ``7``), and so an encoder's."""
+    found = re.match(r"(model|encoder)\.layers\.(\d+)\.", name)
     if found is None:
         return name, ""
-    return f"model.layers.{{layer}}.{name[found.end() :]}", found[1]
+    return f"{found[1]}.layers.{{layer}}.{name[found.end() :]}", found[2]

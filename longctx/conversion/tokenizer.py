@@ -13,6 +13,7 @@ from typing import Any
 
 from longctx.conversion.weights.json_files import write_json
 from longctx.errors import ConfigError, DataError
+from longctx.families.spec import START_KEY
 from longctx.files import write_atomically
 from longctx.tokenizer import Tokenizer, load_tokenizer
 from longctx.tokenizer.load import CARRIED_FILES, GENERATION_CONFIG, MODEL_FILE, has_tokenizer
@@ -95,12 +96,20 @@ def is_qwen(tokenizer: Tokenizer) -> bool:
 
 
 def config_ids(tokenizer: Tokenizer) -> dict[str, Any]:
-    """The ids that a config.json names; several ids that end a text are a list."""
+    """The ids that a config.json may name; several ids that end a text are a list.
+
+    A target starts with what the files say, else with what begins a text, or if nothing does with what ends one.
+    """
     special = tokenizer.special
     end: int | list[int] | None = special.end
     if len(special.stops) > 1:
         end = list(special.stops)
-    return {"bos_token_id": special.bos, "eos_token_id": end, "pad_token_id": special.padding}
+    start, before = special.start, tokenizer.begins_with
+    if not len(before):
+        before = tokenizer.ends_with
+    if start is None and len(before):
+        start = int(before[-1])
+    return {"bos_token_id": special.bos, "eos_token_id": end, "pad_token_id": special.padding, START_KEY: start}
 
 
 def check_tokenizer(tokenizer: Tokenizer | str | Path, folder: str | Path, texts: Iterable[str]) -> None:

@@ -1,6 +1,6 @@
 """Proof that a conversion is right: every tensor's hash read back through the table, and transformers' logits.
 
-Axes: T tokens, V vocabulary.
+Axes: T tokens, S tokens of a source, V vocabulary.
 """
 
 from __future__ import annotations
@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -15,6 +16,7 @@ import xxhash
 from torch import Tensor
 
 from longctx.architecture.size import widest_ffn
+from longctx.batch import PackedDocuments, Stream
 from longctx.config import ModelConfig
 from longctx.conversion.casts import dtype_name
 from longctx.conversion.differences import listing
@@ -164,12 +166,15 @@ def compare_logits(
         compute = torch.float32
     num_tokens = min(NUM_TOKENS, config.max_positions)
     # RoBERTa's class takes the id before its first position for padding.
-    first = min(config.position_offset, config.vocab_size - 1)
-    tokens_T = torch.randint(first, config.vocab_size, (num_tokens,), generator=torch.Generator().manual_seed(0))
+    first, generator = min(config.position_offset, config.vocab_size - 1), torch.Generator().manual_seed(0)
+    tokens_T = torch.randint(first, config.vocab_size, (num_tokens,), generator=generator)
+    source_S: Tensor | None = None
+    if config.encoder_layers:
+        source_S = torch.randint(first, config.vocab_size, (num_tokens,), generator=generator)
     moves = config.position == "rope" and config.rope.kind not in _STRETCHED_BY_LENGTH
     auto_class = FAMILIES[read_json(folder / "config.json")["model_type"]].auto_class
-    theirs = _their_logits(folder, tokens_T, compute, auto_class=auto_class, moves=moves)
-    ours_TV = _our_logits(config, parameters(), tokens_T, compute)
+    theirs = _their_logits(folder, tokens_T, source_S, compute, auto_class=auto_class, moves=moves)
+    ours_TV = _our_logits(config, parameters(), tokens_T, source_S, compute)
     check = judge_logits(ours_TV, theirs, dtype=compute)
     if not check.passed:
         raise CheckpointError(f"the decoder and transformers disagree.\n{check}.")
@@ -210,9 +215,13 @@ def distance(p_TV: Tensor, q_TV: Tensor, block: int = 32) -> tuple[float, float]
 
 @torch.no_grad()
 def _our_logits(
-    config: ModelConfig, parameters: Iterable[tuple[str, Tensor]], tokens_T: Tensor, dtype: torch.dtype
+    config: ModelConfig,
+    parameters: Iterable[tuple[str, Tensor]],
+    tokens_T: Tensor,
+    source_S: Tensor | None,
+    dtype: torch.dtype,
 ) -> Tensor:
-    """Our logits [T, V] in float32, of one document without padding."""
+    """Our logits [T, V] in float32, of one document without padding; an encoder reads the source."""
     from longctx.model.decoder import Decoder
 
     model = Decoder(config, seed=None).to(dtype).eval()
@@ -222,13 +231,23 @@ def _our_logits(
         own.pop(name).copy_(tensor)
     if own:
         raise CheckpointError(f"nothing was given for {listing(own)}.")
-    positions_BT = torch.arange(len(tokens_T))[None]
-    return model.logits(model(tokens_T[None], positions_BT))[0].float()
+    positions_BT, source = torch.arange(len(tokens_T))[None], None
+    if source_S is not None:
+        documents = PackedDocuments((0, len(source_S)))
+        source = model.encode(
+            Stream(
+                tokens=source_S[None],
+                positions=torch.arange(len(source_S))[None],
+                document_ids=torch.zeros_like(source_S)[None],
+                documents=documents,
+            )
+        )
+    return model.logits(model(tokens_T[None], positions_BT, source=source))[0].float()
 
 
 @torch.no_grad()
 def _their_logits(
-    folder: Path, tokens_T: Tensor, dtype: torch.dtype, *, auto_class: str, moves: bool
+    folder: Path, tokens_T: Tensor, source_S: Tensor | None, dtype: torch.dtype, *, auto_class: str, moves: bool
 ) -> dict[str, tuple[Tensor, Tensor]]:
     """Logits [T, V] computed in two ways, under the name of the ways; no code of the folder is run.
 
@@ -256,7 +275,10 @@ def _their_logits(
         tokens_BT = tokens_T[None]
         # Odd, so that the second pass sums in other blocks.
         cut = len(tokens_T) * 2 // 5 | 1
-        eager_TV = model(tokens_BT).logits[0].float()
+        call = partial(model, tokens_BT)
+        if source_S is not None:
+            call = partial(model, source_S[None], decoder_input_ids=tokens_BT)
+        eager_TV = call().logits[0].float()
         try:
             model.set_attn_implementation("sdpa")
         except (ValueError, ImportError):
@@ -264,7 +286,7 @@ def _their_logits(
             first = model(tokens_BT[:, :cut], use_cache=True)
             second = model(tokens_BT[:, cut:], past_key_values=first.past_key_values, use_cache=True)
             return {TWO_PASSES: (eager_TV, torch.cat([first.logits, second.logits], dim=1)[0].float())}
-        reference_TV = model(tokens_BT).logits[0].float()
+        reference_TV = call().logits[0].float()
         pairs = {TWO_ATTENTIONS: (reference_TV, eager_TV)}
         if moves:
             positions_BT = torch.arange(1, len(tokens_T) + 1)[None]

@@ -1,4 +1,5 @@
-"""BERT, RoBERTa and ALBERT with their masked-LM heads: both sides, learned positions, LayerNorm after each sum.
+"""BERT, RoBERTa and ALBERT with the heads that they are pretrained with: both sides, learned positions, LayerNorm after
+each sum. ``ForPreTraining`` has a pair head beside the masked-LM head.
 
 RoBERTa's positions begin at row ``pad_token_id`` + 1 of the table, and all of its tokens are of one segment. ALBERT's
 layers are one block, and its tables are narrower than the model.
@@ -23,7 +24,7 @@ from longctx.families.rules import (
     same,
     translated,
 )
-from longctx.families.spec import BLOCK, Family, HfConfig, OnDisk, Rule, TensorRule
+from longctx.families.spec import BLOCK, Family, HfConfig, Rule, TensorRule, tensor
 
 _ACTIVATIONS = {"gelu": "gelu", "gelu_new": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh", "relu": "relu"}
 
@@ -33,6 +34,18 @@ def _dropout(usual: float) -> tuple[Rule, ...]:
         left_out_dropout("attention_probs_dropout_prob", usual),
         same("hidden_dropout_prob", "residual_dropout", default=usual),
     )
+
+
+def _pair_head(kind: str, architecture: str) -> Rule:
+    """The pair head is told by the class that the folder was saved from."""
+
+    def read(hf: HfConfig) -> dict[str, Any]:
+        return {"pair_head": kind if hf.get("architectures") == [architecture] else "none"}
+
+    def write(config: ModelFields) -> dict[str, Any]:
+        return {"architectures": [architecture]} if config.pair_head == kind else {}
+
+    return Rule(read=read, write=write)
 
 
 def _offset_positions() -> Rule:
@@ -75,29 +88,27 @@ _COMMON = (
     all_heads(),
     only("position_embedding_type", "absolute", written=False),
     only("is_decoder", False, written=False),
+    # transformers 5 takes the side of the mask from it.
+    only("is_causal", None, False, written=False),
     only("add_cross_attention", False, written=False),
 )
 _OF_OTHER_HEADS = frozenset({"classifier_dropout", "gradient_checkpointing", "pooler_fc_size", "directionality"})
 
 
-def _tensor(ours: str, *theirs: str) -> TensorRule:
-    return TensorRule(parameters=(ours,), layouts=tuple(OnDisk(names=(name,)) for name in theirs))
-
-
 def _tensors(front: str, layers: Mapping[str, str], norms: Mapping[str, str], bias: str) -> tuple[TensorRule, ...]:
     """The tables under ``front``, weights and biases of layers and of norms by our names, and the head's bias."""
     rules = [
-        _tensor("model.embed_tokens.weight", f"{front}.word_embeddings.weight"),
-        _tensor("model.embed_positions.weight", f"{front}.position_embeddings.weight"),
-        _tensor("model.embed_segments.weight", f"{front}.token_type_embeddings.weight"),
-        _tensor("lm_head.bias", bias),
+        tensor("model.embed_tokens.weight", f"{front}.word_embeddings.weight"),
+        tensor("model.embed_positions.weight", f"{front}.position_embeddings.weight"),
+        tensor("model.embed_segments.weight", f"{front}.token_type_embeddings.weight"),
+        tensor("lm_head.bias", bias),
     ]
     for ours, theirs in layers.items():
-        rules += [_tensor(f"{ours}.{part}", f"{theirs}.{part}") for part in ("weight", "bias")]
+        rules += [tensor(f"{ours}.{part}", f"{theirs}.{part}") for part in ("weight", "bias")]
     for ours, theirs in ({"model.embed_norm": f"{front}.LayerNorm"} | dict(norms)).items():
         # Files of TensorFlow's time have gamma and beta.
-        rules.append(_tensor(f"{ours}.weight", f"{theirs}.weight", f"{theirs}.gamma"))
-        rules.append(_tensor(f"{ours}.bias", f"{theirs}.bias", f"{theirs}.beta"))
+        rules.append(tensor(f"{ours}.weight", f"{theirs}.weight", f"{theirs}.gamma"))
+        rules.append(tensor(f"{ours}.bias", f"{theirs}.bias", f"{theirs}.beta"))
     return tuple(rules)
 
 
@@ -107,6 +118,12 @@ _ATTENTION, _FIRST, _SECOND = (
     f"{BLOCK}post_feedforward_layernorm",
 )
 _DENSE, _NORM = "lm_head.transform.dense", "lm_head.transform.norm"
+
+
+def _of_pairs(dense: str, out: str) -> tuple[TensorRule, ...]:
+    """The pair head's two matrices."""
+    named = {"pair_head.dense": dense, "pair_head.out": out}
+    return tuple(tensor(f"{a}.{part}", f"{b}.{part}") for a, b in named.items() for part in ("weight", "bias"))
 
 
 def _of_bert(prefix: str, *, bias: str, dense: str, norm: str) -> tuple[TensorRule, ...]:
@@ -154,12 +171,14 @@ def _one_group() -> tuple[Rule, ...]:
         only("classifier_dropout_prob", 0.1, 0.0, None, written=False),
         same("embedding_size", "embedding_size", default=128),
         same("max_position_embeddings", "max_positions", default=512),
+        _pair_head("sop", "AlbertForPreTraining"),
     )
 
 
 _BERT = (
     translated("hidden_act", "activation", _ACTIVATIONS, default="gelu"),
     same("max_position_embeddings", "max_positions", default=512),
+    _pair_head("nsp", "BertForPreTraining"),
 )
 # Its head has this activation whatever the layers have.
 _ROBERTA = (translated("hidden_act", "activation", {"gelu": "gelu"}, default="gelu"), _offset_positions())
@@ -167,13 +186,15 @@ _ROBERTA = (translated("hidden_act", "activation", {"gelu": "gelu"}, default="ge
 BERT = Family(
     model_type="bert",
     architecture="BertForMaskedLM",
+    other_architectures=("BertForPreTraining",),
     rules=_COMMON + _dropout(0.1) + _BERT,
     tensors=_of_bert(
         "bert",
         bias="cls.predictions.bias",
         dense="cls.predictions.transform.dense",
         norm="cls.predictions.transform.LayerNorm",
-    ),
+    )
+    + _of_pairs("bert.pooler.dense", "cls.seq_relationship"),
     ignored_keys=_OF_OTHER_HEADS,
     ignored_tensors=(r"bert\.embeddings\.position_ids",),
     other_heads=(r"bert\.pooler\.dense\.(weight|bias)", r"cls\.seq_relationship\.(weight|bias)"),
@@ -196,8 +217,9 @@ ROBERTA = Family(
 ALBERT = Family(
     model_type="albert",
     architecture="AlbertForMaskedLM",
+    other_architectures=("AlbertForPreTraining",),
     rules=_COMMON + _dropout(0.0) + _one_group(),
-    tensors=_of_albert(),
+    tensors=_of_albert() + _of_pairs("albert.pooler", "sop_classifier.classifier"),
     ignored_keys=_OF_OTHER_HEADS | {"net_structure_type", "gap_size", "num_memory_blocks", "down_scale_factor"},
     ignored_tensors=(r"albert\.embeddings\.position_ids",),
     other_heads=(r"albert\.pooler\.(weight|bias)", r"sop_classifier\.classifier\.(weight|bias)"),

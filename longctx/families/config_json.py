@@ -27,7 +27,7 @@ def config_from_hf(config: dict[str, Any]) -> dict[str, Any]:
     """
     family = _family_named(config.get("model_type"))
     named = config.get("architectures")
-    if named is not None and named != [family.architecture]:
+    if named not in (None, [family.architecture]) and named not in [[name] for name in family.other_architectures]:
         raise ConfigError(
             f"architectures={shown(named)} is not supported; {family.model_type} means {family.architecture}."
         )

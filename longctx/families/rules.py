@@ -180,8 +180,8 @@ def all_heads(width: str = "hidden_size", heads: str = "num_attention_heads") ->
     return Rule(read=read)
 
 
-def left_out_dropout(key: str, usual: float = 0.1) -> Rule:
-    """Dropout of attention weights, ``usual`` where the key is absent: never done here, of which a warning is enough.
+def left_out_dropout(key: str, usual: float = 0.1, *, what: str = "attention weights") -> Rule:
+    """Dropout of ``what``, ``usual`` where the key is absent: never done here, of which a warning is enough.
 
     It matters in training only.
     """
@@ -189,12 +189,28 @@ def left_out_dropout(key: str, usual: float = 0.1) -> Rule:
     def read(hf: HfConfig) -> dict[str, Any]:
         rate = typed(key, hf.get(key, usual), "float")
         if rate:
-            log.warning(
-                "%s=%s of config.json is left out: this decoder drops no attention weights in training", key, rate
-            )
+            log.warning("%s=%s of config.json is left out: this decoder drops no %s in training", key, rate, what)
         return {}
 
     return Rule(keys=(key,), read=read, write=lambda _: {key: 0.0})
+
+
+def of_both_stacks(encoder: str, decoder: str, name: str) -> Rule:
+    """A key of the encoder and one of the decoder, which are one field here and must say the same."""
+
+    def read(hf: HfConfig) -> dict[str, Any]:
+        first, second = integer(hf, encoder), integer(hf, decoder)
+        if first != second:
+            raise ConfigError(
+                f"{encoder}={first} and {decoder}={second} in config.json differ, and encoder and decoder have one "
+                f"model.{name} here: only their numbers of layers may differ. Models whose two are equal are supported."
+            )
+        return {name: first}
+
+    def write(config: ModelFields) -> dict[str, Any]:
+        return {encoder: getattr(config, name), decoder: getattr(config, name)}
+
+    return Rule(keys=(encoder, decoder), read=read, write=write)
 
 
 def width_over_heads(hf: HfConfig, width: str = "hidden_size", heads: str = "num_attention_heads") -> int:

@@ -27,6 +27,13 @@ IGNORED_KEYS = frozenset(
 """Keys of config.json that say nothing about the network of any family."""
 
 
+START_KEY = "decoder_start_token_id"
+"""Of a model that reads a source: what stands before a target's first token."""
+TARGET_ID_KEYS = (START_KEY, "forced_bos_token_id", "forced_eos_token_id")
+"""Token ids that only such a model's config.json has, read by ``conversion``: the start, and what generation puts first
+and last in any case."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Rule:
     """Keys of config.json and the fields of ModelFields that they mean."""
@@ -48,7 +55,8 @@ class OnDisk:
     """
 
     names: tuple[str, ...]
-    """``{layer}`` is the layer's number; names with ``{expert}`` are repeated for every expert."""
+    """``{layer}`` is the layer's number; names with ``{expert}`` are repeated for every expert. None at all: where the
+    files leave it out it is zero (read, never written)."""
     steps: tuple[str, ...] = ()
 
 
@@ -59,6 +67,8 @@ class TensorRule:
     parameters: tuple[str, ...]
     layouts: tuple[OnDisk, ...]
     """The first is written, all are read."""
+    holds: Callable[[ModelFields], bool] = lambda _: True
+    """Whether it is the rule of a model of this config; of several for one parameter the last that holds counts."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,6 +78,9 @@ class Family:
     model_type: str
     architecture: str
     rules: tuple[Rule, ...]
+    other_architectures: tuple[str, ...] = ()
+    """Further classes whose folders are read: the same model without a part that is known to be zero, or with a head
+    more, by a rule of the key."""
     tensors: tuple[TensorRule, ...] = ()
     """Parameters without a rule have the decoder's names on disk."""
     ignored_keys: frozenset[str] = frozenset()
@@ -94,6 +107,8 @@ class Family:
 # --- how routed experts are stored on disk ---
 
 BLOCK = "model.layers.{layer}."
+ENCODER_BLOCK = "encoder.layers.{layer}."
+"""Of an encoder beside the decoder."""
 MLP = BLOCK + "mlp."
 
 
@@ -115,7 +130,12 @@ def _stacked(name: str, parts: tuple[str, ...]) -> TensorRule:
 
 def renamed(ours: str, *theirs: str) -> TensorRule:
     """A parameter of a block under other names, the first of which is written."""
-    return TensorRule(parameters=(BLOCK + ours,), layouts=tuple(OnDisk(names=(BLOCK + name,)) for name in theirs))
+    return tensor(BLOCK + ours, *(BLOCK + name for name in theirs))
+
+
+def tensor(ours: str, *theirs: str, holds: Callable[[ModelFields], bool] = lambda _: True) -> TensorRule:
+    """A parameter under other names, the first of which is written."""
+    return TensorRule(parameters=(ours,), layouts=tuple(OnDisk(names=(name,)) for name in theirs), holds=holds)
 
 
 PER_EXPERT = per_expert(

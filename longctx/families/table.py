@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from longctx.families.bart import BART, MARIAN
 from longctx.families.bert import ALBERT, BERT, ROBERTA
 from longctx.families.deepseek import DEEPSEEK_V2, DEEPSEEK_V3
 from longctx.families.gemma import GEMMA2, GEMMA3_TEXT
@@ -12,6 +13,7 @@ from longctx.families.mixtral import MIXTRAL
 from longctx.families.olmoe import OLMOE
 from longctx.families.qwen import QWEN2, QWEN2_MOE, QWEN3, QWEN3_MOE, SEED_OSS
 from longctx.families.spec import Family
+from longctx.families.t5 import T5
 
 # Of several families that can be one model the first is written: the type that most programs know.
 _ALL = (
@@ -34,6 +36,9 @@ _ALL = (
     BERT,
     ROBERTA,
     ALBERT,
+    BART,
+    MARIAN,
+    T5,
 )
 
 FAMILIES: dict[str, Family] = {family.model_type: family for family in _ALL}

@@ -17,7 +17,7 @@ from longctx.generation.beams import Beams
 from longctx.generation.continuation import Continuation, Request
 from longctx.generation.loop import stream
 from longctx.generation.penalties import Penalties
-from longctx.generation.reading import CHUNK_TOKENS, read_each, starts_over
+from longctx.generation.reading import CHUNK_TOKENS, read_each, read_source, starts_over
 from longctx.generation.sampling import Greedy, Sample
 from longctx.generation.stop_strings import StopStrings
 from longctx.model.attention.cache import KVCache
@@ -33,6 +33,7 @@ def generate_batch(
     max_new_tokens: int,
     strategy: Greedy | Sample | Beams | None = None,
     *,
+    sources: Sequence[Sequence[int]] | None = None,
     penalties: Penalties | None = None,
     stop_ids: Collection[int] = (),
     stop_strings: StopStrings | None = None,
@@ -43,6 +44,7 @@ def generate_batch(
 
     The tokens are those that ``generate`` gives for the prompt alone: each is sampled from the strategy's seed on.
     ``max_sequences`` are under way at most, each with a cache of its own. Beams search for one prompt after another.
+    Of a model with an encoder ``sources`` has what it reads for each prompt.
     Processes that share the model's sequences call this alike. A request that cannot be served fails at the call.
     """
     request = Request(
@@ -56,14 +58,18 @@ def generate_batch(
     if max_sequences < 1:
         raise ConfigError(f"max_sequences={max_sequences} must be at least 1. The default is {MAX_SEQUENCES}.")
     # All of them now: hours later, one bad prompt would lose the others' continuations.
+    of_each = list(sources) if sources is not None else [None] * len(prompts)
+    if len(of_each) != len(prompts):
+        raise ConfigError(f"{len(prompts)} prompts and {len(of_each)} sources: each prompt has one.")
     for index, prompt_ids in enumerate(prompts):
         try:
-            request.check(model, prompt_ids)
+            request.check(model, prompt_ids, of_each[index])
         except ConfigError as error:
             raise ConfigError(f"prompt {index} of {len(prompts)}: {error}") from error
     if isinstance(request.strategy, Beams):
-        return ((index, list(stream(model, prompt_ids, request))) for index, prompt_ids in enumerate(prompts))
-    return _continued(model, prompts, request, max_sequences)
+        both = enumerate(zip(prompts, of_each, strict=True))
+        return ((index, list(stream(model, prompt, request, source))) for index, (prompt, source) in both)
+    return _continued(model, prompts, of_each, request, max_sequences)
 
 
 @dataclass(frozen=True, eq=False)
@@ -77,7 +83,11 @@ class _Sequence:
 
 @torch.inference_mode()
 def _continued(
-    model: Decoder, prompts: Sequence[Sequence[int]], request: Request, max_sequences: int
+    model: Decoder,
+    prompts: Sequence[Sequence[int]],
+    sources: Sequence[Sequence[int] | None],
+    request: Request,
+    max_sequences: int,
 ) -> Iterator[tuple[int, list[int]]]:
     new_cache = model.new_caches(min(max_sequences, len(prompts)))
     # A list gives its last element fastest.
@@ -88,6 +98,9 @@ def _continued(
         while waiting and len(under_way) + len(entering) < max_sequences:
             index, cache = waiting.pop(), new_cache()
             cache.expect(request.expected_tokens)
+            source = sources[index]
+            if source is not None:
+                read_source(model, source, cache)
             entering.append(_Sequence(index, Continuation(request, prompts[index]), cache))
         _enter(model, request, entering, prompts)
         under_way += entering

@@ -55,20 +55,26 @@ class Request:
         """Whether the likeliest token is chosen, whatever came before."""
         return isinstance(self.strategy, Greedy) and self.penalties == Penalties()
 
-    def check(self, model: Decoder, prompt_ids: Sequence[int]) -> None:
+    def check(self, model: Decoder, prompt_ids: Sequence[int], source_ids: Sequence[int] | None = None) -> None:
         """ConfigError for a model that continues nothing, an empty or unknown prompt, or impossible numbers."""
         check_chunk_tokens(self.chunk_tokens)
         if not model.config.causal:
             raise ConfigError(
-                "this model sees both sides of a token (model.causal=false), so it continues nothing. Its masked "
-                "tokens are predicted in validation (train.objective=masked)."
+                "this model sees both sides of a token (model.causal=false), so it continues nothing. Ask it "
+                "for masked tokens: longctx evaluate --tasks masked."
+            )
+        if (source_ids is None) == (model.config.encoder_layers > 0):
+            has = "no" if source_ids is None else "a"
+            raise ConfigError(
+                f"there is {has} source, and model.encoder_layers={model.config.encoder_layers}: an encoder reads one, "
+                "and a decoder alone none."
             )
         if len(prompt_ids) == 0:
             raise ConfigError("the prompt is empty: a model continues at least one token. Start with the begin id.")
         if self.max_new_tokens < 0:
             raise ConfigError(f"max_new_tokens={self.max_new_tokens} must not be negative.")
         vocab_size = model.config.vocab_size
-        outside = [i for i in prompt_ids if not 0 <= i < vocab_size]
+        outside = [i for ids in (prompt_ids, source_ids or ()) for i in ids if not 0 <= i < vocab_size]
         if outside:
             raise ConfigError(f"prompt id {outside[0]} is not in the model's vocabulary, 0 to {vocab_size - 1}.")
 

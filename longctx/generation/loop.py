@@ -9,7 +9,7 @@ import torch
 from longctx.generation.beams import Beams
 from longctx.generation.continuation import Continuation, Request
 from longctx.generation.penalties import Penalties
-from longctx.generation.reading import CHUNK_TOKENS, last_logits, read, starts_over
+from longctx.generation.reading import CHUNK_TOKENS, last_logits, read, read_source, starts_over
 from longctx.generation.sampling import Greedy, Sample
 from longctx.generation.search import search
 from longctx.generation.stop_strings import StopStrings
@@ -23,6 +23,7 @@ def generate(
     max_new_tokens: int,
     strategy: Greedy | Sample | Beams | None = None,
     *,
+    source_ids: Sequence[int] | None = None,
     penalties: Penalties | None = None,
     stop_ids: Collection[int] = (),
     stop_strings: StopStrings | None = None,
@@ -31,6 +32,7 @@ def generate(
     """Continue the prompt by at most ``max_new_tokens`` tokens; one of ``stop_ids`` is the last token where it comes.
 
     So is the token that completes one of ``stop_strings``. ``penalties`` change logits before the strategy chooses.
+    A model with an encoder reads ``source_ids``, and the prompt is what is written of them so far: the start id.
 
     The prompt is read once, about ``chunk_tokens`` at a time, then one token a step against the cached keys. Processes
     that share the model's sequences call this alike, each with the whole prompt, and get the same tokens.
@@ -43,19 +45,23 @@ def generate(
         stop_strings=stop_strings,
         chunk_tokens=chunk_tokens,
     )
-    return list(stream(model, prompt_ids, request))
+    return list(stream(model, prompt_ids, request, source_ids))
 
 
-def stream(model: Decoder, prompt_ids: Sequence[int], request: Request) -> Iterator[int]:
+def stream(
+    model: Decoder, prompt_ids: Sequence[int], request: Request, source_ids: Sequence[int] | None = None
+) -> Iterator[int]:
     """Yield the tokens of ``generate``, each as soon as it is chosen: by beams, all when the search is over.
 
     A request that cannot be served fails at the call.
     """
-    request.check(model, prompt_ids)
+    request.check(model, prompt_ids, source_ids)
     # The model's attention core knows which processes share the sequence.
     cache = model.new_caches(request.num_caches)()
     # Else the first new token would copy the whole prompt's keys.
     cache.expect(request.expected_tokens)
+    if source_ids is not None:
+        read_source(model, source_ids, cache)
     if isinstance(request.strategy, Beams):
         return search(model, list(prompt_ids), request, request.strategy, cache)
     return _tokens(model, list(prompt_ids), request, cache)

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from longctx.batch import IGNORED_TARGET
+from longctx.batch import IGNORED_TARGET, PackedDocuments, Stream
 from longctx.errors import ConfigError
 from longctx.kernels.dtypes import int64_tensor
 from longctx.model.attention.cache import KVCache, TokenChunk
@@ -53,6 +53,22 @@ def can_share(model: Decoder) -> bool:
     Not where frequencies depend on the length of the text.
     """
     return model.config.position != "rope" or not model.config.rope.depends_on_length
+
+
+@torch.no_grad()
+def read_source(model: Decoder, ids: Sequence[int], cache: KVCache) -> None:
+    """Have a model with an encoder read a source, for the sequence of this cache. ConfigError if it is empty."""
+    if not len(ids):
+        raise ConfigError("the source is empty: an encoder reads at least one token.")
+    count = len(ids)
+    source = Stream(
+        tokens=torch.tensor(ids)[None],
+        positions=torch.arange(count)[None],
+        document_ids=torch.zeros(1, count, dtype=torch.int64),
+        documents=PackedDocuments.of_lengths([count]),
+    )
+    device = _device_of(model)
+    cache.source = cache.encoded(source, lambda shard: model.encode(shard.to(device), keeps_keys=True))
 
 
 @torch.no_grad()

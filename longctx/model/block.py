@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from longctx.architecture.layers import layer_specs
+from longctx.architecture.rules import MOST_LAYERS
 from longctx.config import ModelConfig
 from longctx.kernels.attention.contract import Scores
 from longctx.kernels.regions import Run, call_function
@@ -26,9 +27,13 @@ from longctx.model.mixers.network import MixerNetwork
 from longctx.model.mixers.table import NETWORKS
 from longctx.model.recompute import RecomputeCache, recomputed
 from longctx.model.rotary import RotaryTable
+from longctx.model.source import CrossCall
 
-Draws = tuple[Draw | None, Draw | None]
-"""What the two residual sums of a layer drop."""
+Draws = tuple[Draw | None, Draw | None, Draw | None]
+"""What the residual sums of a layer drop: attention's, the FFN's, and that of cross attention if there is any."""
+
+_CROSS_SITES = 2 * MOST_LAYERS
+"""Sites of dropout below it are those of attention and FFN: two a layer."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -53,13 +58,18 @@ class Call:
     """Whether this is a second run, of which no backward reads the layer's output."""
     run: Run = call_function
     """How a block calls its parts on both sides of the core: as they are, or compiled."""
+    cross: CrossCall | None = None
+    """Of the layers of a decoder that reads a source."""
 
     def draws(self) -> Draws:
-        """What the layer's two residual sums drop."""
+        """What the layer's residual sums drop."""
         if self.dropout is None:
-            return None, None
-        # Two sites a layer: each draws other random numbers for the same token.
-        return self.dropout.draw(2 * self.layer), self.dropout.draw(2 * self.layer + 1)
+            return None, None, None
+        # Each site draws other random numbers for the same token.
+        of_cross = None
+        if self.cross is not None:
+            of_cross = self.dropout.draw(_CROSS_SITES + self.layer)
+        return self.dropout.draw(2 * self.layer), self.dropout.draw(2 * self.layer + 1), of_cross
 
 
 class Block(nn.Module):
@@ -119,24 +129,23 @@ class Block(nn.Module):
     def _run(
         self, x_BtM: Tensor, table: RotaryTable | None, call: Call, recompute_cache: RecomputeCache | None
     ) -> tuple[Tensor, ...]:
+        heads_BtHV = self._attend(x_BtM, table, call, recompute_cache)
+        return self.finish(x_BtM, heads_BtHV, call.draws(), call, recompute_cache)
+
+    def _attend(
+        self, x_BtM: Tensor, table: RotaryTable | None, call: Call, recompute_cache: RecomputeCache | None
+    ) -> Tensor:
+        """The core's result of the layer's input."""
         sinks_H, cache, cached = None, None, call.cache is not None
         q, k, v = call.run(Block.before_core, self, x_BtM, table, cached)
         if self.self_attn.sinks is not None:
             sinks_H = self.self_attn.sinks()
         if call.cache is not None:
             cache = call.cache.layer(call.layer)
-        # called from here and from nothing deeper: a core outside of compiled graphs breaks each function around it
-        heads_BtHV = call.core(
-            q,
-            k,
-            v,
-            plan=call.plan,
-            cache=cache,
-            scores=call.scores,
-            sinks_H=sinks_H,
-            recompute_cache=recompute_cache,
+        # Called from here and from nothing deeper: a core outside of compiled graphs breaks each function around it.
+        return call.core(
+            q, k, v, plan=call.plan, cache=cache, scores=call.scores, sinks_H=sinks_H, recompute_cache=recompute_cache
         )
-        return self.finish(x_BtM, heads_BtHV, call.draws(), call, recompute_cache)
 
     def finish(
         self, x_BtM: Tensor, heads_BtHV: Tensor, draws: Draws, call: Call, recompute_cache: RecomputeCache | None
@@ -154,7 +163,7 @@ class Block(nn.Module):
         self, x_BtM: Tensor, table: RotaryTable | None, cached: bool, only_graph: bool = False
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Queries, keys and values of the layer's input, as ``project`` gives them."""
-        normed_BtM = self._before(x_BtM, "input_layernorm")
+        normed_BtM = self.before(x_BtM, "input_layernorm")
         return self.self_attn.project(normed_BtM, table, cached=cached, only_graph=only_graph)
 
     def after_core(
@@ -166,35 +175,41 @@ class Block(nn.Module):
         only_graph = only_graph and self.order == "pre"
         return self.join_ffn(x_BtM, self.mlp(normed_BtM, only_graph=only_graph), draws)
 
-    def join_attention(self, x_BtM: Tensor, heads_BtHV: Tensor, draws: Draws, cached: bool) -> tuple[Tensor, Tensor]:
-        """The residual stream with attention added, and what the FFN or the experts read of it."""
+    def add_attention(self, x_BtM: Tensor, heads_BtHV: Tensor, draw: Draw | None, cached: bool) -> Tensor:
+        """The residual stream with attention added, from the layer's input and the core's result."""
         out_BtM = self.self_attn.output(heads_BtHV, cached=cached)
         if self.order == "sandwich":
             out_BtM = self.post_attention_layernorm(out_BtM)
-        x_BtM = self._add(x_BtM, out_BtM, draws[0])
+        x_BtM = self.add(x_BtM, out_BtM, draw)
         if self.order == "post":
             x_BtM = self.post_attention_layernorm(x_BtM)
+        return x_BtM
+
+    def join_attention(self, x_BtM: Tensor, heads_BtHV: Tensor, draws: Draws, cached: bool) -> tuple[Tensor, Tensor]:
+        """The residual stream with attention added, and what the FFN or the experts read of it."""
+        x_BtM = self.add_attention(x_BtM, heads_BtHV, draws[0], cached)
         # Hugging Face's names: only a sandwich has a norm called pre_feedforward_layernorm.
         second = "post_attention_layernorm"
         if self.order == "sandwich":
             second = "pre_feedforward_layernorm"
-        return x_BtM, self._before(x_BtM, second)
+        return x_BtM, self.before(x_BtM, second)
 
     def join_ffn(self, x_BtM: Tensor, out_BtM: Tensor, draws: Draws) -> Tensor:
         """The residual stream with the output of the FFN or of the experts added."""
         if self.order == "sandwich":
             out_BtM = self.post_feedforward_layernorm(out_BtM)
-        x_BtM = self._add(x_BtM, out_BtM, draws[1])
+        x_BtM = self.add(x_BtM, out_BtM, draws[1])
         if self.order == "post":
             x_BtM = self.post_feedforward_layernorm(x_BtM)
         return x_BtM
 
-    def _before(self, x_BtM: Tensor, norm: str) -> Tensor:
+    def before(self, x_BtM: Tensor, norm: str) -> Tensor:
+        """What a part reads of the residual stream: its norm, but for a layer that norms after each sum."""
         if self.order == "post":
             return x_BtM
         return getattr(self, norm)(x_BtM)
 
-    def _add(self, x_BtM: Tensor, part_BtM: Tensor, draw: Draw | None) -> Tensor:
+    def add(self, x_BtM: Tensor, part_BtM: Tensor, draw: Draw | None) -> Tensor:
         """The residual stream with one part's output added."""
         if draw is not None:
             part_BtM = draw.drop(part_BtM)

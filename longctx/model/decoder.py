@@ -1,4 +1,4 @@
-"""The decoder: tokens in, hidden states out, under Hugging Face's parameter names.
+"""The decoder, and an encoder beside it: tokens in, hidden states and losses out.
 
 Axes: B rows, t tokens of this rank, M model width, V vocabulary, L layers, S documents, E experts.
 """
@@ -6,26 +6,26 @@ Axes: B rows, t tokens of this rank, M model width, V vocabulary, L layers, S do
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from functools import partial
+from itertools import groupby
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from longctx.architecture.layers import layer_specs, mixers_of
+from longctx.architecture.fields import encoder_of
+from longctx.architecture.layers import mixers_of
 from longctx.architecture.mixers.mixer import Mixer
-from longctx.architecture.rope import Rope
-from longctx.batch import PackedDocuments
+from longctx.batch import PackedDocuments, Stream
 from longctx.config import ModelConfig
-from longctx.kernels.attention.bias import alibi_slopes
-from longctx.kernels.attention.contract import RelativeBias, Scores
+from longctx.errors import ConfigError
 from longctx.kernels.graphs import outside_graphs
 from longctx.kernels.regions import Run, call_function, run_with
 from longctx.model.attention.cache import KVCache, TokenChunk
 from longctx.model.attention.core import AttentionCore, PassCore
-from longctx.model.attention.sequences import PassCache, SequencesCore
-from longctx.model.block import Block, Call
+from longctx.model.attention.local import LocalAttention
+from longctx.model.attention.sequences import PassCache, SequencesCache, SequencesCore
+from longctx.model.block import Call
 from longctx.model.chunks.head import chunked_loss_sums
 from longctx.model.chunks.layer import chunked_layer
 from longctx.model.chunks.stream import ResidualStream, new_stream
@@ -36,13 +36,13 @@ from longctx.model.experts.layer import MoECall
 from longctx.model.experts.router import RouterStats
 from longctx.model.head import LMHead
 from longctx.model.kept import HostStore
-from longctx.model.layers.dropout import Dropout
 from longctx.model.layers.initialize import InitialTensor
-from longctx.model.layers.linear import Embedding, Linear, Weight, set_products
-from longctx.model.layers.norms import build_norm
-from longctx.model.mixers.table import with_local_cores
-from longctx.model.plans import place, plan_layers
-from longctx.model.rotary import RotaryTable, sinusoid_table, sinusoidal_embedding
+from longctx.model.layers.linear import set_products
+from longctx.model.mixers.table import CROSS, with_local_cores
+from longctx.model.pair_head import PairHead
+from longctx.model.plans import cross_call, place, plan_layers
+from longctx.model.source import EncodedSource, joined
+from longctx.model.stack import Stack
 from longctx.model.training_pass import (
     EVALUATION,
     Execution,
@@ -52,124 +52,6 @@ from longctx.model.training_pass import (
     document_ids_of,
     is_random,
 )
-
-
-class Backbone(nn.Module):
-    """Embedding, blocks and the final norm: everything named ``model.*``."""
-
-    def __init__(self, config: ModelConfig, experts: slice = slice(None)) -> None:
-        super().__init__()
-        self.config = config
-        E = config.embedding_dim
-        self.embed_tokens = Embedding(config.vocab_size, E)
-        if config.position == "learned":
-            self.embed_positions = Embedding(config.max_positions + config.position_offset, E)
-        if config.segments:
-            self.embed_segments = Embedding(config.segments, E)
-        if config.embedding_norm:
-            self.embed_norm = build_norm(config, E)
-        if config.embedding_size:
-            self.embed_projection = Linear(E, config.hidden_size)
-        if config.position == "t5":
-            self.relative_bias = Weight(config.relative_buckets, config.num_heads)
-        num_blocks = 1 if config.shared_layers else config.num_layers
-        self.layers = nn.ModuleList(Block(config, layer, experts) for layer in range(num_blocks))
-        self.norm: nn.Module | None = None
-        if config.norm_order != "post":
-            self.norm = build_norm(config, config.hidden_size)
-        # Layers of one rope share their table; None stands for layers without rotary channels.
-        self._specs = layer_specs(config)
-        ropes = [spec.rope for spec in self._specs]
-        self._ropes = tuple(dict.fromkeys(ropes))
-        self._rope_of_layer = tuple(self._ropes.index(rope) for rope in ropes)
-
-    def forward(
-        self,
-        tokens_Bt: Tensor,
-        positions_Bt: Tensor,
-        tables: Sequence[RotaryTable | None],
-        calls: Mapping[Mixer, Call],
-        *,
-        dropout: Dropout | None,
-        stream: ResidualStream | None,
-    ) -> tuple[Tensor, list[tuple[Tensor, ...]]]:
-        """Hidden states [B, t, M] and the ``RouterStats.tensors`` of every expert layer.
-
-        With ``stream`` its handle, before the final norm, stands for hidden states. ``tables`` are those of ``tables``.
-        """
-        x_BtM = self._embed(tokens_Bt, positions_Bt, dropout)
-        if stream is not None:
-            x_BtM = stream.enter(x_BtM)
-        stats: list[tuple[Tensor, ...]] = []
-        for layer, (spec, rope) in enumerate(zip(self._specs, self._rope_of_layer, strict=True)):
-            block = self.layers[layer % len(self.layers)]
-            x_BtM, *of_layer = block(x_BtM, tables[rope], call=replace(calls[spec.mixer], layer=layer))
-            if spec.ffn == "experts":
-                stats.append(tuple(of_layer))
-        if stream is None:
-            x_BtM = self.last_norm(x_BtM)
-        return x_BtM, stats
-
-    def last_norm(self, x_BtM: Tensor) -> Tensor:
-        """Hidden states of the residual stream behind the last layer."""
-        # A post-norm block ends in a norm of its own, so the stream needs no last one.
-        if self.norm is None:
-            return x_BtM
-        return self.norm(x_BtM)
-
-    def _embed(self, tokens_Bt: Tensor, positions_Bt: Tensor, dropout: Dropout | None) -> Tensor:
-        config = self.config
-        x_BtM = self.embed_tokens(tokens_Bt)
-        if config.embedding_scale != 1:
-            # rounded to the model's dtype first, as Gemma was trained
-            scale = torch.tensor(config.embedding_scale, dtype=x_BtM.dtype)
-            x_BtM = x_BtM * scale.to(x_BtM.device, non_blocking=True)
-        if config.position == "learned":
-            x_BtM = x_BtM + self.embed_positions(positions_Bt + config.position_offset)
-        if config.position == "sinusoidal":
-            x_BtM = x_BtM + sinusoidal_embedding(positions_Bt, config.embedding_dim, x_BtM.dtype).to(x_BtM.dtype)
-        if config.segments:
-            # One row for all tokens: its gradient is one sum, and not rounded once a token.
-            x_BtM = x_BtM + self.embed_segments(positions_Bt.new_zeros(1))
-        if config.embedding_norm:
-            x_BtM = self.embed_norm(x_BtM)
-        if dropout is not None:
-            x_BtM = dropout(x_BtM, -1)
-        if config.embedding_size:
-            x_BtM = self.embed_projection(x_BtM)
-        return x_BtM
-
-    def scores(self, device: torch.device) -> Scores:
-        """How queries and keys become scores: the same in all layers."""
-        config = self.config
-        slopes, bias = None, None
-        if config.position == "alibi":
-            slopes = alibi_slopes(config.num_heads).to(device, non_blocking=True)
-        if config.position == "t5":
-            farthest = config.relative_max_distance
-            bias = RelativeBias(self.relative_bias(), max_distance=farthest, bidirectional=not config.causal)
-        return Scores(
-            scale=config.scale,
-            softcap=config.attention_softcap or None,
-            alibi_slopes_H=slopes,
-            relative_bias=bias,
-        )
-
-    def tables(self, positions_Bt: Tensor, longest: int) -> list[RotaryTable | None]:
-        """What rotates queries and keys: layers of one rope share a table."""
-        dtype = self.embed_tokens.weight.dtype
-        return [self._table(rope, positions_Bt, longest, dtype) for rope in self._ropes]
-
-    def _table(self, rope: Rope | None, positions_Bt: Tensor, longest: int, dtype: torch.dtype) -> RotaryTable | None:
-        config = self.config
-        if rope is not None:
-            rotated = config.head_dim
-            if config.is_latent:
-                rotated = config.rope_head_dim
-            return RotaryTable.build(positions_Bt, rope, config.rotary_size, dtype, length=longest, head_dim=rotated)
-        if config.position == "relative":
-            return RotaryTable(*sinusoid_table(positions_Bt, config.hidden_size, dtype))
-        return None
 
 
 class Decoder(nn.Module):
@@ -194,8 +76,16 @@ class Decoder(nn.Module):
         self.execution = execution = execution or Execution()
         self.cores = with_local_cores(cores or {}, execution.products)
         self.dispatcher = dispatcher or TokenDispatcher()
-        self.model = Backbone(config, self.dispatcher.local_experts)
+        self.model = Stack(config, self.dispatcher.local_experts)
+        self.encoder: Stack | None = None
+        if config.encoder_layers:
+            self.encoder = Stack(encoder_of(config), owns_table=False)
+        self.joined_sources: tuple[list[EncodedSource], EncodedSource] | None = None
+        """The sources that several cached sequences read, and these as one."""
         self.lm_head = LMHead(config, execution.products, run_with(execution.compiler))
+        self.pair_head: PairHead | None = None
+        if config.pair_head != "none":
+            self.pair_head = PairHead(config)
         set_products(self, execution.products)
         if seed is not None:
             self.initialize(seed)
@@ -223,6 +113,8 @@ class Decoder(nn.Module):
         cache: PassCache | None = None,
         chunk: TokenChunk | None = None,
         stream: ResidualStream | None = None,
+        source: EncodedSource | None = None,
+        segments: Tensor | None = None,
     ) -> Any:
         """Hidden states [B, t, M]; with ``return_stats`` also a list of ``RouterStats``, one a layer (none if dense).
 
@@ -231,58 +123,54 @@ class Decoder(nn.Module):
         are the whole of ``cu_seqlens``. ``row_tokens`` is the length of rows laid end to end in these (an expert's
         capacity is one of a row); 0 if none were. ``placement`` tells where the sequence's tokens live. Without a
         ``training_pass`` nothing is random. With a ``cache`` the tokens continue its sequences: those of ``chunk``, by
-        default one that every process has whole. A ``stream``'s handle stands for the hidden states.
+        default one that every process has whole. A ``stream``'s handle stands for the hidden states. ``source`` is what
+        ``encode`` gave, of a model with an encoder. ``segments`` [B, t] are those of the tokens in their documents;
+        None is the first for all.
         """
-        config, training_pass = self.config, training_pass or EVALUATION
-        new_tokens, given = chunk, stream
-        if cache is not None and chunk is None:
-            new_tokens = cache.chunk(tokens_Bt.shape[1])
-        if new_tokens is not None:
-            placement = new_tokens.placement
-        if stream is None and cache is None:
-            stream = new_stream(self.execution, tokens_Bt)
-        head_groups = 1 if stream is None else stream.head_groups
-        cores = _cores_of(self, new_tokens)
-        # Ranks agree on their plans before the first layer computes: a difference fails at once, not in a collective.
-        dtype = self.model.embed_tokens.weight.dtype
-        documents, plans = plan_layers(
-            config, cores, cu_seqlens, tokens_Bt, dtype, placement=placement, chunk=new_tokens, head_groups=head_groups
+        if cache is not None:
+            source = _source_of(self, cache)
+        _check_source(self, source)
+        hidden_BtM, stats = _through(
+            self,
+            self.model,
+            tokens_Bt,
+            positions_Bt,
+            cu_seqlens,
+            document_ids=document_ids,
+            row_tokens=row_tokens,
+            placement=placement,
+            training_pass=training_pass or EVALUATION,
+            return_stats=return_stats,
+            cache=cache,
+            chunk=chunk,
+            stream=stream,
+            source=source,
+            segments=segments,
         )
-        positions_Bt, longest = place(config, documents, positions_Bt, document_ids, cache, chunk)
-        if training_pass.replay is not None:
-            training_pass.replay.check(config, positions_Bt.numel())
-        # Both break a compiled graph, so they are made only for what reads them.
-        if document_ids is None and (return_stats or is_random(config, training_pass)):
-            document_ids = document_ids_of(documents, tokens_Bt)
-        random = build_random(config, training_pass, documents, positions_Bt, document_ids, row_tokens=row_tokens)
-        # Statistics of routers cost a pass over their scores: without documents to count for, none are made.
-        counted_Bt = document_ids if return_stats else None
-        tables, scores = self.model.tables(positions_Bt, longest), self.model.scores(tokens_Bt.device)
-        experts = _build_moe_call(self, training_pass, random, documents.num_documents, counted_Bt, new_tokens)
-        store = _host_store(self, tokens_Bt, tables, cache, stream)
-        by_chunks = None if stream is None else partial(chunked_layer, stream)
-        calls: dict[Mixer, Call] = {}
-        for mixer, plan in plans.items():
-            calls[mixer] = Call(
-                core=cores[mixer],
-                plan=plan,
-                scores=scores,
-                cache=cache,
-                dropout=random.dropout,
-                experts=experts,
-                keep=self.execution.keep,
-                store=store,
-                by_chunks=by_chunks,
-                run=_run_of(self, cache),
-            )
-        hidden_BtM, stats = self.model(tokens_Bt, positions_Bt, tables, calls, dropout=random.dropout, stream=stream)
-        if stream is not None and given is None:
-            hidden_BtM = self.model.last_norm(stream.leave(hidden_BtM))
-        if cache is not None and new_tokens is not None:
-            cache.extend(new_tokens)
-        if not return_stats:
-            return hidden_BtM
-        return hidden_BtM, [RouterStats.from_tensors(layer) for layer in stats]
+        return (hidden_BtM, stats) if return_stats else hidden_BtM
+
+    @outside_graphs
+    def encode(
+        self, source: Stream, training_pass: TrainingPass | None = None, *, keeps_keys: bool = False
+    ) -> EncodedSource:
+        """The encoder's hidden states of a source, which ``forward`` reads beside its own tokens.
+
+        With ``keeps_keys`` layers keep the keys and values that they make of them, for a generation's later tokens.
+        """
+        if self.encoder is None:
+            raise ConfigError("the model has no encoder (model.encoder_layers=0), and a source was given.")
+        hidden_BsM, _ = _through(
+            self,
+            self.encoder,
+            source.tokens,
+            source.positions,
+            source.documents,
+            document_ids=source.document_ids,
+            row_tokens=source.row_tokens,
+            placement=source.placement,
+            training_pass=(training_pass or EVALUATION).of_source(),
+        )
+        return EncodedSource(hidden_BsM, source.documents, source.placement, keys={} if keeps_keys else None)
 
     def new_cache(self) -> KVCache:
         """Return an empty cache, on this process or on those that share its sequences: the softmax core's, for all."""
@@ -299,6 +187,11 @@ class Decoder(nn.Module):
     def logits(self, hidden_BtM: Tensor) -> Tensor:
         """Next-token logits [B, t, V] in the model's dtype."""
         return self.lm_head(hidden_BtM, table=self.model.embed_tokens)
+
+    def pair_logits(self, hidden_FM: Tensor) -> Tensor:
+        """What documents' first tokens say of their two segments [F, 2], of a model with a pair head."""
+        assert self.pair_head is not None, "model.pair_head is none"
+        return self.pair_head(hidden_FM)
 
     def loss_sums(
         self,
@@ -323,6 +216,124 @@ class Decoder(nn.Module):
         return self.lm_head(hidden_BtM, table=self.model.embed_tokens, targets_Bt=targets_Bt, per_token=True)
 
 
+def _source_of(decoder: Decoder, cache: PassCache) -> EncodedSource | None:
+    """What the sequences of a cache read: of several the sources as one, until one enters or leaves."""
+    if not isinstance(cache, SequencesCache):
+        return cache.source
+    # Beams of one sequence share a source.
+    different = [source for _, (source, *_) in groupby(cache.sources, key=id) if source is not None]
+    if not different:
+        return None
+    known = decoder.joined_sources
+    if known is None or list(map(id, known[0])) != list(map(id, different)):
+        known = decoder.joined_sources = different, joined(different)
+    return known[1]
+
+
+def _check_source(decoder: Decoder, source: EncodedSource | None) -> None:
+    """ConfigError for a source without an encoder, and for an encoder without a source."""
+    if (source is None) == (decoder.encoder is None):
+        return
+    if source is None:
+        raise ConfigError(
+            f"model.encoder_layers={decoder.config.encoder_layers}: the decoder reads a source, and none was given. "
+            "Give the batch one (Batch.source), or set model.encoder_layers=0."
+        )
+    raise ConfigError("the model has no encoder (model.encoder_layers=0), and a source was given.")
+
+
+def _through(
+    decoder: Decoder,
+    stack: Stack,
+    tokens_Bt: Tensor,
+    positions_Bt: Tensor,
+    cu_seqlens: Sequence[int] | Tensor | PackedDocuments | None,
+    *,
+    document_ids: Tensor | None,
+    row_tokens: int,
+    placement: Any,
+    training_pass: TrainingPass,
+    return_stats: bool = False,
+    cache: PassCache | None = None,
+    chunk: TokenChunk | None = None,
+    stream: ResidualStream | None = None,
+    source: EncodedSource | None = None,
+    segments: Tensor | None = None,
+) -> tuple[Tensor, list[RouterStats]]:
+    """Tokens through one stack of the decoder's: hidden states [B, t, M], and with ``return_stats`` the routers'."""
+    config = stack.config
+    new_tokens, given = chunk, stream
+    if cache is not None and chunk is None:
+        new_tokens = cache.chunk(tokens_Bt.shape[1])
+    if new_tokens is not None:
+        placement = new_tokens.placement
+    if stream is None and cache is None:
+        stream = new_stream(decoder.execution, tokens_Bt)
+    head_groups = 1 if stream is None else stream.head_groups
+    cores = _cores_of(decoder, config, new_tokens)
+    # Ranks agree on their plans before the first layer computes: a difference fails at once, not in a collective.
+    dtype = decoder.model.embed_tokens.weight.dtype
+    documents, plans = plan_layers(
+        config, cores, cu_seqlens, tokens_Bt, dtype, placement=placement, chunk=new_tokens, head_groups=head_groups
+    )
+    cross = None
+    if source is not None:
+        core, own = decoder.cores[CROSS], documents
+        if cache is not None and new_tokens is not None:
+            # The source is whole on every process, and its documents are the sequences.
+            core, placement = LocalAttention(products=decoder.execution.products), None
+            own = PackedDocuments.of_lengths(_given_each(cache, new_tokens))
+        cross = cross_call(config, core, own, source, tokens_Bt, placement, head_groups)
+    positions_Bt, longest = place(config, documents, positions_Bt, document_ids, cache, chunk)
+    if training_pass.replay is not None:
+        training_pass.replay.check(config, positions_Bt.numel())
+    # Both break a compiled graph, so they are made only for what reads them.
+    if document_ids is None and (return_stats or is_random(config, training_pass)):
+        document_ids = document_ids_of(documents, tokens_Bt)
+    random = build_random(config, training_pass, documents, positions_Bt, document_ids, row_tokens=row_tokens)
+    # Statistics of routers cost a pass over their scores: without documents to count for, none are made.
+    counted_Bt = document_ids if return_stats else None
+    tables, scores = stack.tables(positions_Bt, longest, dtype), stack.scores(tokens_Bt.device)
+    experts = _build_moe_call(decoder, training_pass, random, documents.num_documents, counted_Bt, new_tokens)
+    shared = [x for table in tables if table is not None for x in (table.cos, table.sin)]
+    if source is not None:
+        shared.append(source.hidden_BsM)
+    store = _host_store(decoder, config, tokens_Bt, shared, cache, stream)
+    by_chunks = None if stream is None else partial(chunked_layer, stream)
+    calls: dict[Mixer, Call] = {}
+    for mixer, plan in plans.items():
+        calls[mixer] = Call(
+            core=cores[mixer],
+            plan=plan,
+            scores=scores,
+            cache=cache,
+            dropout=random.dropout,
+            experts=experts,
+            keep=decoder.execution.keep,
+            store=store,
+            by_chunks=by_chunks,
+            run=_run_of(decoder, cache),
+            cross=cross,
+        )
+    hidden_BtM, stats = stack(
+        tokens_Bt,
+        positions_Bt,
+        tables,
+        calls,
+        dropout=random.dropout,
+        stream=stream,
+        segments_Bt=segments,
+        embed_tokens=None if stack is decoder.model else decoder.model.embed_tokens,
+    )
+    if stream is not None and given is None:
+        hidden_BtM = stack.last_norm(stream.leave(hidden_BtM))
+    if cache is not None and new_tokens is not None:
+        cache.extend(new_tokens)
+    if not return_stats:
+        return hidden_BtM, []
+    return hidden_BtM, [RouterStats.from_tensors(layer) for layer in stats]
+
+
 def _before_head(decoder: Decoder) -> nn.Module | None:
     """What stands between the residual stream and the output matrix."""
     parts = [part for part in (decoder.model.norm, decoder.lm_head.transform) if part is not None]
@@ -331,9 +342,17 @@ def _before_head(decoder: Decoder) -> nn.Module | None:
     return next(iter(parts), None)
 
 
-def _cores_of(decoder: Decoder, chunk: TokenChunk | None) -> dict[Mixer, PassCore]:
-    """The core of each mixer."""
-    cores = {mixer: decoder.cores[mixer.core] for mixer in mixers_of(decoder.config)}
+def _given_each(cache: PassCache, chunk: TokenChunk) -> list[int]:
+    """Tokens here of the sequences of each source that a chunk goes on with."""
+    if not isinstance(cache, SequencesCache):
+        return [chunk.num_given]
+    each = zip(cache.sources, chunk.sequences, strict=True)
+    return [sum(part.num_given for _, part in same) for _, same in groupby(each, key=lambda pair: id(pair[0]))]
+
+
+def _cores_of(decoder: Decoder, config: ModelConfig, chunk: TokenChunk | None) -> dict[Mixer, PassCore]:
+    """The core of each mixer of a stack."""
+    cores = {mixer: decoder.cores[mixer.core] for mixer in mixers_of(config)}
     if chunk is not None and chunk.sequences:
         return {mixer: SequencesCore(core, chunk.sequences) for mixer, core in cores.items()}
     return {**cores}
@@ -349,21 +368,17 @@ def _run_of(decoder: Decoder, cache: PassCache | None) -> Run:
 
 def _host_store(
     decoder: Decoder,
+    config: ModelConfig,
     tokens_Bt: Tensor,
-    tables: Sequence[RotaryTable | None],
+    shared: Sequence[Tensor],
     cache: PassCache | None,
     stream: ResidualStream | None,
 ) -> HostStore | None:
-    """Where the pass's layers keep what they save for backward; None is the device, or a stream's own store."""
+    """Where a stack's layers keep what they save for backward; None is the device, or a stream's own store."""
     if decoder.execution.store != "host" or stream is not None or cache is not None or not torch.is_grad_enabled():
         return None
-    return _new_host_store(tokens_Bt, tables, decoder.config.num_layers)
-
-
-def _new_host_store(tokens_Bt: Tensor, tables: Sequence[RotaryTable | None], num_layers: int) -> HostStore:
-    shared = [x for table in tables if table is not None for x in (table.cos, table.sin)]
     # What has less than a byte a token does not grow with the row: to move it takes longer than to keep it.
-    return HostStore(Copies(tokens_Bt.device), num_layers, least_bytes=tokens_Bt.numel(), shared=shared)
+    return HostStore(Copies(tokens_Bt.device), config.num_layers, least_bytes=tokens_Bt.numel(), shared=shared)
 
 
 def _build_moe_call(

@@ -14,12 +14,14 @@ from longctx.architecture.mixers.mixer import Mixer
 from longctx.batch import PackedDocuments
 from longctx.config import ModelConfig
 from longctx.errors import ConfigError
+from longctx.kernels.attention.contract import Scores
 from longctx.kernels.devices import on_cpu
 from longctx.model.attention.cache import TokenChunk
-from longctx.model.attention.core import AttentionShapes, PassCore, Plan
+from longctx.model.attention.core import AttentionCore, AttentionShapes, PassCore, Plan
 from longctx.model.attention.mask import AttentionMask
 from longctx.model.attention.sequences import PassCache
 from longctx.model.mixers.table import NETWORKS
+from longctx.model.source import CrossCall, EncodedSource
 
 
 def plan_layers(
@@ -58,6 +60,46 @@ def plan_layers(
         mask = AttentionMask(documents, mixer.causal, mixer.window or None, stride=mixer.stride)
         plans[mixer] = cores[mixer].plan(mask, shapes, placement)
     return documents, plans
+
+
+def cross_call(
+    config: ModelConfig,
+    core: AttentionCore,
+    documents: PackedDocuments,
+    source: EncodedSource,
+    tokens_Bt: Tensor,
+    placement: Any,
+    head_groups: int = 1,
+) -> CrossCall:
+    """What the cross attention of all layers does: each document reads the source's of its number. Collective."""
+    scale, softcap = config.attention_scale or config.head_dim**-0.5, config.attention_softcap or None
+    scores = Scores(scale=scale, softcap=softcap)
+    shapes = AttentionShapes(
+        batch=tokens_Bt.shape[0],
+        tokens=tokens_Bt.shape[1],
+        num_heads=config.num_heads // head_groups,
+        num_kv_heads=config.num_kv_heads // head_groups,
+        head_dim=config.head_dim,
+        value_dim=config.head_dim,
+        dtype=source.hidden_BsM.dtype,
+        device_type=tokens_Bt.device.type,
+        scale=scale,
+        softcap=softcap,
+        rules=scores.rules,
+    )
+    own, theirs = _equally_many(documents, source.documents)
+    mask = AttentionMask(own, causal=False, key_documents=theirs)
+    return CrossCall(core, core.plan(mask, shapes, placement, source.placement), scores, source)
+
+
+def _equally_many(*sides: PackedDocuments) -> list[PackedDocuments]:
+    """The documents of both sides, empty ones behind those of the shorter: padding may be in several."""
+    most = max(side.num_documents for side in sides)
+    filled = []
+    for side in sides:
+        bounds = (*side.bounds, *(side.num_tokens for _ in range(most - side.num_documents)))
+        filled.append(PackedDocuments(bounds, side.padding))
+    return filled
 
 
 def _shapes(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from copy import copy
 from typing import Any
 
 import torch
@@ -13,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 from longctx.errors import ConfigError
 from longctx.model.kept import HostStore, Keep, on_device
 
-_PARTS = {"attention": ("attention", "routing", "experts"), "inputs": ("routing",)}
+_PARTS = {"attention": ("attention", "cross", "routing", "experts"), "inputs": ("routing",)}
 """What each way to recompute saves of a layer beside its input. Tokens' experts are few bytes, and must be the same in
 both runs, however their scores are rounded."""
 
@@ -38,18 +39,28 @@ class RecomputeCache(AbstractContextManager):
         self._put = put
         self.by_chunks = by_chunks
         self._saved: dict[str, tuple[Any, ...]] = {}
+        self._core = "attention"
         self.recomputing = False
         """Whether the layer is being recomputed."""
+
+    def of_cross(self) -> RecomputeCache:
+        """The same cache for the run of the layer's second core, which reads a source."""
+        # Within one run of the layer, so that both say alike whether it is the second.
+        view = copy(self)
+        view._core = "cross"
+        return view
 
     def keeps(self, of: str) -> bool:
         """Whether a part of the layer is saved; the second run computes the others again."""
         return of in self._parts
 
-    def load(self, of: str = "attention") -> tuple[Tensor, ...] | None:
+    def load(self, of: str | None = None) -> tuple[Tensor, ...] | None:
         """What the first run saved of a part of the layer, then the caller's alone; None where it has to be computed.
 
-        ConfigError when it was recalled before: the graph is differentiated a second time.
+        Without a part's name it is the core's that asks. ConfigError when it was recalled before: the graph is
+        differentiated a second time.
         """
+        of = of or self._core
         if not self.recomputing or not self.keeps(of):
             return None
         if of not in self._saved:
@@ -60,8 +71,9 @@ class RecomputeCache(AbstractContextManager):
         # Handed over and not held: the graph of the second run frees the tensors as backward passes them.
         return tuple(on_device(x) for x in self._saved.pop(of))
 
-    def save(self, *tensors: Tensor, of: str = "attention") -> None:
+    def save(self, *tensors: Tensor, of: str | None = None) -> None:
         """Keep these of a part of the layer for the second run, without their history; nothing of other parts."""
+        of = of or self._core
         if not self.keeps(of) or self.recomputing:
             return
         detached = [x.detach() for x in tensors]

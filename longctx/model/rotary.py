@@ -117,9 +117,12 @@ def sinusoid_table(positions_Bt: Tensor, size: int, dtype: torch.dtype) -> tuple
     return cos.to(partial), sin.to(partial)
 
 
-def sinusoidal_embedding(positions_Bt: Tensor, size: int, dtype: torch.dtype) -> Tensor:
-    """[B, t, size]: sines on even channels, cosines on odd ones."""
+def sinusoidal_embedding(positions_Bt: Tensor, size: int, dtype: torch.dtype, *, halves: bool = False) -> Tensor:
+    """[B, t, size]: sines on even channels, cosines on odd ones; with ``halves`` all sines before all cosines."""
     cos, sin = sinusoid_table(positions_Bt, size, dtype)
+    if halves:
+        # Marian's order; a model trained in one cannot read the other.
+        return torch.cat((sin, cos), dim=-1)
     return torch.stack((sin, cos), dim=-1).flatten(-2)
 
 

@@ -14,10 +14,14 @@ from torch import Tensor
 from longctx.batch import PackedDocuments
 from longctx.config import ModelConfig
 from longctx.kernels.processor import Products, fastest_products
+from longctx.mixing import mix64
 from longctx.model.experts.capacity import Capacity
 from longctx.model.experts.replay import RoutingReplay
 from longctx.model.kept import Keep, Store
 from longctx.model.layers.dropout import Dropout, Jitter
+
+_SOURCE = 0x50E4CE
+"""What tells the draws of an encoder from those of the decoder beside it."""
 
 
 @dataclass(frozen=True)
@@ -66,6 +70,16 @@ class TrainingPass:
     step."""
     replay: RoutingReplay | None = None
     """Records the experts that routers choose, or gives them."""
+    first_source_tokens: tuple[int, ...] = (0,)
+    """``first_tokens`` of the source."""
+
+    def of_source(self) -> TrainingPass:
+        """The same pass for the tokens of a source, through the encoder."""
+        seed = self.seed
+        if seed is not None:
+            # Tokens of both sides have the same indices, and layers the same numbers.
+            seed = mix64(seed ^ _SOURCE)
+        return TrainingPass(seed=seed, first_tokens=self.first_source_tokens)
 
 
 EVALUATION = TrainingPass()

@@ -14,7 +14,7 @@ from longctx.objectives.masked_lm import MaskedLM
 from longctx.objectives.task import Task
 from longctx.objectives.token_prediction import TokenPrediction, identity
 
-TASKS: dict[str, type[TokenPrediction]] = {"causal": CausalLM, "masked": MaskedLM}
+TASKS: dict[str, type[TokenPrediction]] = {"causal": CausalLM, "masked": MaskedLM, "spans": CausalLM}
 """The objectives that a config names (``train.objective``)."""
 
 

@@ -66,6 +66,11 @@ class Countable(Protocol):
         """Tokens that are not padding."""
         ...
 
+    @property
+    def num_pairs(self) -> int:
+        """Documents of two segments whose first token is here."""
+        ...
+
 
 class Task(nn.Module):
     """The one module that ZeRO wraps: it sees every use of a parameter. What trains knows a task by nothing else."""

@@ -1,7 +1,7 @@
 """Predicting tokens, with balanced experts: all that objectives over a vocabulary share but their targets.
 
-Axes: B rows, t tokens of this rank, c of them that are chosen, L layers of experts, S documents of the micro-batch, E
-experts.
+Axes: B rows, t tokens of this rank, c of them that are chosen, F documents' first tokens, L layers of experts, S
+documents of the micro-batch, E experts.
 """
 
 from __future__ import annotations
@@ -11,9 +11,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
-from longctx.batch import Batch
+from longctx.batch import IGNORED_TARGET, Batch
 from longctx.config import ModelConfig
+from longctx.kernels.dtypes import accumulate_dtype
 from longctx.model.chunks.stream import ResidualStream, new_stream
 from longctx.model.decoder import Decoder
 from longctx.model.experts.balance import balance_sum
@@ -29,6 +31,8 @@ def prediction_terms(config: ModelConfig) -> tuple[Term, ...]:
         # Routers see every token, also the last one of a document, which has no target.
         terms.append(Term("balance", "tokens", config.balance_loss_weight))
         terms.append(Term("router_z", "tokens", config.router_z_loss_weight))
+    if config.pair_head != "none":
+        terms += Term("pair", "pairs", 1.0), Term("right_pairs", "pairs")
     return tuple(terms)
 
 
@@ -59,18 +63,22 @@ class TokenPrediction(Task):
         self.z_loss, self.label_smoothing = z_loss, label_smoothing
 
     def denominators(self, batch: Countable) -> dict[str, int]:
-        """Targets, and tokens that are not padding."""
-        return {"targets": batch.num_targets, "tokens": batch.num_tokens}
+        """Targets, tokens that are not padding, and with a pair head the documents of two segments."""
+        counts = {"targets": batch.num_targets, "tokens": batch.num_tokens}
+        if self.network.pair_head is not None:
+            counts["pairs"] = batch.num_pairs
+        return counts
 
     def forward(self, batch: Batch, training_pass: TrainingPass | None = None) -> tuple[Tensor, ...]:
         """``LossSum.tensors`` of the terms.
 
         ``objective`` is what backward goes through: negative log-likelihood, of smoothed labels, plus z-loss; ``nll``
-        is plain, without gradient. ``balance`` and ``router_z`` are summed over layers of experts and tokens.
+        is plain, without gradient. ``balance`` and ``router_z`` are summed over layers of experts and tokens. ``pair``
+        is what the pair head is trained on, and ``right_pairs`` counts what it says right.
         """
         stream = new_stream(self.network.execution, batch.tokens)
         hidden_BtM, stats = self._run(batch, training_pass, return_stats=True, stream=stream)
-        targets_Bt = batch.targets
+        whole_BtM, targets_Bt = hidden_BtM, batch.targets
         if batch.places is not None and stream is None:
             hidden_BtM, targets_Bt = _at(hidden_BtM, batch.places), _at(targets_Bt, batch.places)
         # The head's product and the loss in one op, a block of tokens at a time: logits are never whole.
@@ -82,9 +90,12 @@ class TokenPrediction(Task):
             stream=stream,
         )
         sums = {"objective": objective_sum, "nll": nll_sum}
+        of_pairs: dict[str, Tensor] = {}
+        if self.network.pair_head is not None:
+            of_pairs = self._pair_sums(whole_BtM, batch)
         if not stats:
             # A dense model has no routers, on any rank.
-            return LossSum(sums).tensors()
+            return LossSum(sums | of_pairs).tensors()
         scope = self.network.config.balance_scope
         load_LE = None
         if training_pass is not None:
@@ -97,7 +108,23 @@ class TokenPrediction(Task):
         # Over layers: sums of sums, which add up over ranks and micro-batches like those of the tokens.
         sums["router_z"] = torch.stack([layer.z_sum for layer in stats]).sum()
         counts_LE = torch.stack([layer.counts_SE.sum(0) for layer in stats])
-        return LossSum(sums, counts_LE, RouterDiagnostics.stack([layer.diagnostics for layer in stats])).tensors()
+        return LossSum(
+            sums | of_pairs, counts_LE, RouterDiagnostics.stack([layer.diagnostics for layer in stats])
+        ).tensors()
+
+    def _pair_sums(self, hidden_BtM: Tensor, batch: Batch) -> dict[str, Tensor]:
+        """Cross-entropy of the pair head over this rank's first tokens, and how many of these it is right about."""
+        order, firsts = batch.order, batch.firsts
+        if order is None:
+            order = torch.full_like(batch.tokens, IGNORED_TARGET)
+        if firsts is None:
+            firsts = (order.flatten() != IGNORED_TARGET).nonzero().flatten()
+        # On a rank without any the head still takes part: ZeRO gathers its weights on all ranks alike.
+        logits_F2 = self.network.pair_logits(_at(hidden_BtM, firsts)[0])
+        order_F = order.flatten()[firsts]
+        right = (logits_F2.argmax(1) == order_F).sum().float()
+        logits_F2 = logits_F2.to(accumulate_dtype(logits_F2.dtype))
+        return {"pair": functional.cross_entropy(logits_F2, order_F, reduction="sum"), "right_pairs": right}
 
     @torch.no_grad()
     def token_nll(self, batch: Batch) -> Tensor:
@@ -118,6 +145,9 @@ class TokenPrediction(Task):
         stream: ResidualStream | None = None,
     ) -> Any:
         """The decoder's hidden states, and with ``return_stats`` the routers' statistics."""
+        source = None
+        if batch.source is not None:
+            source = self.network.encode(batch.source, training_pass)
         return self.network(
             batch.tokens,
             batch.positions,
@@ -128,6 +158,8 @@ class TokenPrediction(Task):
             training_pass=training_pass,
             return_stats=return_stats,
             stream=stream,
+            source=source,
+            segments=batch.segments,
         )
 
 

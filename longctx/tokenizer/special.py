@@ -54,6 +54,8 @@ _FIM_SPELLINGS = (
     ("[PREFIX]", "[SUFFIX]", "[MIDDLE]"),  # Codestral
 )
 
+SENTINEL = "<extra_id_{}>"
+"""As T5 and ours spell them, from 0 on."""
 MASK_TOKEN = "[MASK]"
 """As BERT's models and ours spell it."""
 _MASK_SPELLINGS = (MASK_TOKEN, "<mask>")
@@ -96,6 +98,10 @@ class SpecialIds:
     """Where the tokenizer has all three."""
     mask: int | None = None
     """Stands for a masked token."""
+    sentinels: tuple[int, ...] = ()
+    """Stand for spans that are taken out of a text, in the order in which they are used."""
+    start: int | None = None
+    """What a model with an encoder begins to write from, if its files say so (``decoder_start_token_id``)."""
 
 
 def special_ids(
@@ -137,6 +143,8 @@ def special_ids(
         frame=frame,
         fim=_fim_ids(id_of),
         mask=_mask_id(files, id_of, path),
+        sentinels=_sentinel_ids(id_of),
+        start=next(iter(_listed_ids("decoder_start", files, path)), None),
     )
 
 
@@ -179,12 +187,20 @@ def _mask_id(files: Mapping[str, bytes], id_of: IdOf, path: Path) -> int | None:
     return next((token for token in map(id_of, _MASK_SPELLINGS) if token is not None), None)
 
 
+def _sentinel_ids(id_of: IdOf) -> tuple[int, ...]:
+    """The ids of all sentinels that there are, from the first on."""
+    found = []
+    while (token := id_of(SENTINEL.format(len(found)))) is not None:
+        found.append(token)
+    return tuple(found)
+
+
 def with_generation_config(files: Mapping[str, bytes], path: Path) -> dict[str, bytes]:
     """The files to carry: without config.json, whose ids go into a generation_config.json where there is none."""
     carried = {name: content for name, content in files.items() if name != MODEL_CONFIG}
     if MODEL_CONFIG in files and GENERATION_CONFIG not in files:
         config = read_object(files, MODEL_CONFIG, path)
-        keys = ("bos_token_id", "eos_token_id", "pad_token_id")
+        keys = ("bos_token_id", "eos_token_id", "pad_token_id", "decoder_start_token_id")
         ids = {key: config[key] for key in keys if config.get(key) is not None}
         if ids:
             carried[GENERATION_CONFIG] = (json.dumps(ids, indent=2) + "\n").encode()

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
+from longctx.batch import Stream
 from longctx.model.attention.cache import KVCache, TokenChunk
+from longctx.model.source import EncodedSource
 from parallel.comm.messages.kinds import Kind
 from parallel.layout.cached import CachedLayout, ChunkPlacement, chunk_sizes
-from parallel.layout.sequence import SequenceLayout
+from parallel.layout.sequence import SequenceLayout, num_parts
 from parallel.mesh import Mesh
 
 
@@ -42,6 +45,25 @@ class ShardedKVCache(KVCache):
         # A value: what extends it makes another.
         other._tokens = self._tokens
         return other
+
+    def encoded(self, source: Stream, encode: Callable[[Stream], EncodedSource]) -> EncodedSource:
+        """The source behind the encoder: each rank reads its part, and gathers the others'. Collective."""
+        mesh, group = self.mesh, self.mesh.context_group
+        if group is None:
+            return encode(source)
+        parts = num_parts(self.layout, mesh.context, mesh.ulysses)
+        padded = source.padded(-(-source.documents.num_tokens // parts) * parts)
+        documents = padded.documents
+        layout = SequenceLayout.build(
+            self.layout, documents.num_tokens, mesh.context, documents, mesh.ulysses, causal=False
+        )
+        shard = padded.map_tokens(lambda x: layout.split(x, mesh.context_rank, 1))
+        found = encode(replace(shard, placement=layout))
+        gathered = mesh.comm.all_gather(
+            found.hidden_BsM, group, doing="gathering what ranks encoded of a source", kind=Kind.CHUNK_VALUES
+        )
+        whole_BsM = layout.join(list(gathered), 1)[:, : source.documents.num_tokens]
+        return replace(found, hidden_BsM=whole_BsM, documents=source.documents, placement=None)
 
     def free(self) -> None:
         """Forget all tokens."""

@@ -118,7 +118,7 @@ class ContextParallelLinearAttention(CoreOverRanks):
             )
 
     def plan(
-        self, mask: AttentionMask, shapes: AttentionShapes, placement: Any = None
+        self, mask: AttentionMask, shapes: AttentionShapes, placement: Any = None, key_placement: Any = None
     ) -> ContextParallelLinearPlan | CachedLinearPlan:
         """The states of the mask's documents or of a cache's chunk, and the ranks' agreement on them. Collective."""
         if shapes.cached_tokens is not None:

@@ -8,13 +8,14 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from data_pipeline.prepare.documents import Document
+from data_pipeline.prepare.documents import PAIRS, Document
 from data_pipeline.prepare.duplicates.decide import is_held_out
 from data_pipeline.prepare.duplicates.outcome import PartDecision
 from data_pipeline.prepare.duplicates.rule import DuplicateRule
 from data_pipeline.prepare.duplicates.signed import SignedRecord, SignedWriter
 from data_pipeline.prepare.encode import Difference, encode_documents
 from data_pipeline.prepare.encode_conversations import encode_conversations
+from data_pipeline.prepare.encode_pairs import encode_pairs
 from data_pipeline.prepare.left_out import LeftOutFile
 from data_pipeline.prepare.parts.deal import Part
 from data_pipeline.prepare.parts.record import SPLITS, PartRecord, SplitRecord
@@ -61,6 +62,8 @@ class Job:
     duplicates: DuplicateRule = field(default_factory=DuplicateRule)
     chat: ChatRule | None = None
     """How conversations are encoded; None if the source has texts."""
+    paragraphs: bool = False
+    """Whether documents say where their paragraphs begin."""
 
 
 def encode_part(
@@ -87,6 +90,8 @@ def encode_part(
                 vocab_size=tokenizer.vocab_size,
                 shard_tokens=job.shard_tokens,
                 masked=job.chat is not None,
+                pairs=job.read_as.fields.kind == PAIRS,
+                paragraphs=job.paragraphs,
             )
         left_out = LeftOutFile(folder)
         reading = Reading(job.read_as, left_out.add)
@@ -172,8 +177,12 @@ def _write_documents(
     inexact: dict[str, int] = dict.fromkeys(SPLITS, 0)
     differences: list[Difference] = []
     text_bytes = 0
-    documents = encode_documents(chosen, tokenizer, group_characters(tokenizer.threads))
-    if job.chat is not None:
+    size = group_characters(tokenizer.threads)
+    if job.read_as.fields.kind == PAIRS:
+        documents = encode_pairs(chosen, tokenizer, size)
+    elif job.chat is None:
+        documents = encode_documents(chosen, tokenizer, size, paragraphs=job.paragraphs)
+    else:
         documents = encode_conversations(chosen, ChatEncoder(tokenizer, job.chat), reading.note)
     for number, (encoded, difference) in enumerate(documents, start=1):
         if difference is not None and job.exact:

@@ -14,7 +14,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from data_pipeline.prepare.documents import Fields, Piece, Skip
+from data_pipeline.prepare.documents import PAIRS, Fields, Piece, Skip
 from data_pipeline.prepare.readers.records import (
     NO_CONVERSATION,
     Record,
@@ -43,7 +43,7 @@ _VIEWS = (pa.string_view(), pa.binary_view())
 
 def columns_of(schema: pa.Schema, fields: Fields) -> list[str]:
     """Return the names of the columns that documents are made of."""
-    if fields.kind == "text":
+    if fields.kind in ("text", PAIRS):
         return list(fields.names)
     # A column that is there twice is refused by name, if it is one that has to be there.
     beside = tuple(name for name in _BESIDE if schema.names.count(name) == 1)

@@ -11,6 +11,7 @@ import pyarrow as pa
 
 from data_pipeline.prepare.documents import DamageError, Document, Fields, File, Item, Joined, Piece, Skip, whole
 from data_pipeline.prepare.joining import begin_of
+from data_pipeline.prepare.readers.aligned import CATALOGUE, LINES, check_lines, read_catalogue, read_lines_of_two
 from data_pipeline.prepare.readers.csv_rows import read_csv, read_tsv
 from data_pipeline.prepare.readers.json_values import read_json, read_lines
 from data_pipeline.prepare.readers.opened import OpenFile, opened
@@ -161,9 +162,12 @@ _READERS: dict[str, Callable[[OpenFile, Fields], Iterator[Item]]] = {
     "tsv": read_tsv,
     "parquet": read_parquet,
     "arrow": read_arrow,
+    LINES: read_lines_of_two,
+    CATALOGUE: read_catalogue,
 }
 _CHECKS: dict[str, Callable[[OpenFile, Fields], Skip | None]] = {
     "text": check_text,
     "parquet": check_parquet,
     "arrow": check_arrow,
+    LINES: check_lines,
 }

@@ -6,7 +6,7 @@ import re
 from collections.abc import Collection, Iterable, Iterator
 from typing import Any, BinaryIO, NamedTuple
 
-from data_pipeline.prepare.documents import DamageError, Document, Fields, Item, Skip
+from data_pipeline.prepare.documents import PAIRS, DamageError, Document, Fields, Item, Skip
 from longctx.chat.conversation import NoConversationError, conversation_of, spoken
 
 MAX_RECORD_BYTES = 1 << 30
@@ -27,6 +27,8 @@ _TOKEN = re.compile(r'[,:{\[]|"(?:[^"\\]++|\\.)*+"?', re.DOTALL)
 """What stands before a value in JSON, or a string, also one that is cut."""
 
 
+EMPTY_SIDE = "a side is empty"
+"""The reason of a pair without a source or a target."""
 NO_CONVERSATION = "no conversation"
 """The reason of a record or file that is read as conversations and is none."""
 
@@ -57,12 +59,34 @@ def item_of(record: Record, fields: Fields) -> Item:
         return no_field(name, missing, value, (key for key, entry in value.items() if isinstance(entry, str)))
     if all(value[field] is None for field in fields.names):
         return Skip(name, "null")
+    if fields.kind == PAIRS:
+        return _pair(name, value, fields)
     if fields.kind != "text":
         return _conversation(name, value, fields.kind)
     text = value[fields.text]
     if not isinstance(text, str):
         return Skip(name, f"no text in field {fields.text!r}", f"it holds a {type(text).__name__}", is_fault=True)
     return Document(name, text)
+
+
+def _pair(name: str, value: dict[str, Any], fields: Fields) -> Item:
+    """The document of a record with two texts."""
+    sides = []
+    for field in fields.names:
+        text = value[field]
+        if isinstance(text, bytes):
+            try:
+                text = text.decode()
+            except UnicodeDecodeError as error:
+                return Skip(name, "not UTF-8", str(error), is_fault=True)
+        if text is not None and not isinstance(text, str):
+            return Skip(name, f"no text in field {field!r}", f"it holds a {type(text).__name__}", is_fault=True)
+        # What reads or writes nothing is no pair.
+        if not text or not text.strip():
+            return Skip(name, EMPTY_SIDE, f"{field!r} is empty")
+        sides.append(text)
+    source, target = sides
+    return Document(name, f"{source}\n{target}", pair=(source, target))
 
 
 def _conversation(name: str, value: dict[str, Any], kind: str) -> Item:

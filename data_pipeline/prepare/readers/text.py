@@ -18,7 +18,7 @@ import shlex
 from collections.abc import Iterator
 from typing import BinaryIO
 
-from data_pipeline.prepare.documents import Document, Fields, Item, Skip
+from data_pipeline.prepare.documents import PAIRS, Document, Fields, Item, Skip
 from data_pipeline.prepare.readers.opened import OpenFile
 from data_pipeline.prepare.readers.records import NO_CONVERSATION, read_bounded
 from longctx.chat.conversation import FIELDS, kind_of
@@ -129,5 +129,5 @@ def _find_problem(head: bytes, opened: OpenFile, fields: Fields) -> Skip | None:
     if not opened.file.format.is_meant:
         records = find_records(head, fields.text, opened.name)
     if records is None and fields.kind != "text":
-        return Skip(opened.name, NO_CONVERSATION, "plain text")
+        return Skip(opened.name, "no pairs" if fields.kind == PAIRS else NO_CONVERSATION, "plain text")
     return records

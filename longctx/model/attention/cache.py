@@ -5,13 +5,17 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import chain
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
 import torch
 from torch import Tensor
 
+from longctx.batch import Stream
 from longctx.kernels.dtypes import int64_tensor
 from longctx.model.attention.slots import SLOT_TOKENS, SlotLayer, SlotPool
+
+if TYPE_CHECKING:
+    from longctx.model.source import EncodedSource
 
 _FEW_TOKENS = 32
 
@@ -170,6 +174,8 @@ class KVCache:
             self._slot = pool.take()
         self._layers: dict[int, LayerCache] = {}
         self._expected = 0
+        self.source: EncodedSource | None = None
+        """What the sequence's tokens read beside themselves; it is whole on every process, and never changes."""
 
     @property
     def num_tokens(self) -> int:
@@ -194,9 +200,14 @@ class KVCache:
         """A cache of the same tokens, with memory of its own: both may go on, in different ways."""
         other = self.new()
         other.expect(self._expected)
+        other.source = self.source
         for number, layer in self._layers.items():
             layer.copy_to(other.layer(number))
         return other
+
+    def encoded(self, source: Stream, encode: Callable[[Stream], EncodedSource]) -> EncodedSource:
+        """A source behind the encoder, whole, that the processes of this cache have read together."""
+        return encode(source)
 
     def free(self) -> None:
         """Forget all tokens, and let another sequence have the slot: what is read next begins a sequence."""

@@ -97,11 +97,14 @@ Plan = Any
 class PassCore(Protocol):
     """What a forward pass asks of a core: to plan once a kind of layer, and to attend in each layer."""
 
-    def plan(self, mask: AttentionMask, shapes: AttentionShapes, placement: Any = None) -> Plan:
+    def plan(
+        self, mask: AttentionMask, shapes: AttentionShapes, placement: Any = None, key_placement: Any = None
+    ) -> Plan:
         """What every layer of one kind will do; made before the first layer, and read again by recomputation.
 
         ``placement`` tells where the batch's tokens live, for a core that spreads them over processes
         (``Batch.placement``, ``TokenChunk.placement``); None leaves it to the core. Such a core's plan is collective.
+        ``key_placement`` is that of a source's tokens, in cross attention.
         """
         ...
 

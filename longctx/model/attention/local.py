@@ -74,7 +74,9 @@ class LocalAttention(AttentionCore):
             return self.new_cache
         return partial(KVCache, SlotPool(most))
 
-    def plan(self, mask: AttentionMask, shapes: AttentionShapes, placement: Any = None) -> LocalPlan:
+    def plan(
+        self, mask: AttentionMask, shapes: AttentionShapes, placement: Any = None, key_placement: Any = None
+    ) -> LocalPlan:
         """Slices of the documents, or with a cache those of its newest tokens. ``placement`` says nothing new here.
 
         ValueError when the tokens are not the mask's, ConfigError when no kernel serves the request.

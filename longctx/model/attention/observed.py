@@ -52,7 +52,9 @@ class ObservedAttention(AttentionCore):
         """Raise: a cache's forward passes are several."""
         raise NotImplementedError("attention is observed in one forward pass, without a cache")
 
-    def plan(self, mask: AttentionMask, shapes: AttentionShapes, placement: Any = None) -> ObservedPlan:
+    def plan(
+        self, mask: AttentionMask, shapes: AttentionShapes, placement: Any = None, key_placement: Any = None
+    ) -> ObservedPlan:
         """The plan of a core of one process, with its mask."""
         return ObservedPlan(self._inner.plan(mask, shapes, placement), mask, shapes)
 

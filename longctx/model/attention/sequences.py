@@ -19,6 +19,7 @@ from longctx.model.attention.cache import KVCache, LayerCache, TokenChunk
 from longctx.model.attention.core import AttentionCore, AttentionShapes, Plan
 from longctx.model.attention.mask import AttentionMask
 from longctx.model.recompute import RecomputeCache
+from longctx.model.source import EncodedSource
 
 
 class SequencesCache:
@@ -26,6 +27,11 @@ class SequencesCache:
 
     def __init__(self, caches: Sequence[KVCache]) -> None:
         self._caches = list(caches)
+
+    @property
+    def sources(self) -> list[EncodedSource | None]:
+        """What each sequence reads beside its own tokens."""
+        return [cache.source for cache in self._caches]
 
     def layer(self, number: int) -> list[LayerCache]:
         """The cache of one layer of each sequence."""
@@ -63,7 +69,9 @@ class SequencesCore:
         self._core = core
         self._chunks = chunks
 
-    def plan(self, mask: AttentionMask, shapes: AttentionShapes, placement: Any = None) -> Plan:
+    def plan(
+        self, mask: AttentionMask, shapes: AttentionShapes, placement: Any = None, key_placement: Any = None
+    ) -> Plan:
         """The plan of all sequences; each one's chunk says where its keys are."""
         return self._core.plan_each(mask, shapes, self._chunks)
 

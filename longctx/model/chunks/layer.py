@@ -16,7 +16,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple
+from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -24,9 +25,11 @@ from torch.autograd.function import once_differentiable
 
 from longctx.kernels.attention.contract import Scores
 from longctx.model.block import Block, Call
-from longctx.model.chunks.heads import ByGroups, groups_in_turn
+from longctx.model.chunks.attend import Attended, Projected, attend_backward, attend_by_groups
+from longctx.model.chunks.cross import ChunkedCross
+from longctx.model.chunks.heads import ByGroups
 from longctx.model.chunks.parts import Differentiate, LayerParts, leaves
-from longctx.model.chunks.store import PutOnce, Stored, in_turn
+from longctx.model.chunks.store import Stored, in_turn
 from longctx.model.chunks.stream import ResidualStream
 from longctx.model.experts.layer import MoECall
 from longctx.model.experts.router import RouterStats
@@ -38,32 +41,18 @@ _KEPT_OF_EXPERTS: dict[Keep, Keep] = {"all": "attention", "attention": "attentio
 """A chunk is computed again in any case."""
 
 
-class Projected(NamedTuple):
-    """Queries, keys and values of all tokens, or their gradients."""
-
-    q: ByGroups
-    k: ByGroups
-    v: ByGroups
-
-
-class Attended(NamedTuple):
-    """Attention of all tokens."""
-
-    out: ByGroups
-    caches: list[RecomputeCache]
-    """What backward needs besides, one a group of heads; none where there is no backward."""
-
-
 def chunked_layer(
     stream: ResidualStream, block: Block, handle: Tensor, table: RotaryTable | None, call: Call
 ) -> tuple[Tensor, ...]:
     """Run the stream through a layer: the next handle, and the statistics of its router (a dense layer has none)."""
     parts = LayerParts(block, table, call, stream.num_tokens)
     layer = ChunkedLayer(stream, parts, trains=torch.is_grad_enabled())
-    bias, table_NH = call.scores.relative_bias, None
+    bias, table_NH, source_BsM = call.scores.relative_bias, None, None
     if bias is not None:
         table_NH = bias.table_NH
-    return _Layer.apply(handle, layer, table_NH, *block.parameters())
+    if call.cross is not None:
+        source_BsM = call.cross.source.hidden_BsM
+    return _Layer.apply(handle, layer, table_NH, source_BsM, *block.parameters())
 
 
 class _Layer(torch.autograd.Function):
@@ -71,12 +60,17 @@ class _Layer(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, handle: Tensor, layer: ChunkedLayer, table_NH: Tensor | None, *weights: Tensor
+        ctx: Any,
+        handle: Tensor,
+        layer: ChunkedLayer,
+        table_NH: Tensor | None,
+        source_BsM: Tensor | None,
+        *weights: Tensor,
     ) -> tuple[Tensor, ...]:
         ctx.layer = layer
         ctx.set_materialize_grads(False)
         # Saved although the layer knows them: autograd notices when one was written to in between.
-        ctx.save_for_backward(table_NH, *weights)
+        ctx.save_for_backward(table_NH, source_BsM, *weights)
         stats = layer.forward()
         if stats:
             # Of a custom function all outputs would have a gradient.
@@ -88,12 +82,14 @@ class _Layer(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, dhandle: Tensor, *dstats: Tensor | None):  # type: ignore[override]
         inputs = list(ctx.saved_tensors)
-        if inputs[0] is not None:
-            inputs[0] = inputs[0].detach().requires_grad_()
+        # What is no weight of the layer has a history, which is not the layer's to go through.
+        for number in range(2):
+            if inputs[number] is not None:
+                inputs[number] = inputs[number].detach().requires_grad_()
         trained = [x for x in inputs if x is not None and x.requires_grad]
         differentiate = Differentiate(trained)
         scores = _with_table(ctx.layer.parts.call.scores, inputs[0])
-        ctx.layer.backward(dstats, differentiate, scores)
+        ctx.layer.backward(dstats, differentiate, scores, inputs[1])
         gradients = dict(zip(map(id, trained), differentiate.sums.results(), strict=True))
         return dhandle, None, *(gradients.get(id(x)) for x in inputs)
 
@@ -115,6 +111,10 @@ class ChunkedLayer:
         self.x: Stored | None = None
         self.projected: Projected | None = None
         self.attended: Attended | None = None
+        self.cross: ChunkedCross | None = None
+        if parts.call.cross is not None:
+            self.cross = ChunkedCross(stream, parts, parts.call.cross, trains=trains)
+        self.crossed: Attended | None = None
         self.routing: list[RecomputeCache] = []
         """Of each chunk: its tokens go to the same experts in both runs."""
 
@@ -123,29 +123,40 @@ class ChunkedLayer:
         x = self.stream.take_values()
         projected = self._project(x)
         attended = self._attend(projected, frees=self.keep != "all")
-        self.stream.values, stats = self._finish(x, attended)
+        crossed = self._cross(x, attended)
+        self.stream.values, stats = self._finish(x, _outs(attended, crossed))
         if self.trains:
             self.x = x
             if self.keep == "all":
                 self.projected = projected
             if self.keep != "inputs":
-                self.attended = attended
+                self.attended, self.crossed = attended, crossed
         return stats
 
-    def backward(self, dstats: Sequence[Tensor | None], differentiate: Differentiate, scores: Scores) -> None:
-        """Run the gradient of the residual stream back through the layer."""
-        x, projected, attended = self.x, self.projected, self.attended
+    def backward(
+        self,
+        dstats: Sequence[Tensor | None],
+        differentiate: Differentiate,
+        scores: Scores,
+        source_BsM: Tensor | None,
+    ) -> None:
+        """Run the gradient of the residual stream back through the layer; ``source_BsM`` is a leaf, if there is one."""
+        x, projected, attended, crossed = self.x, self.projected, self.attended, self.crossed
         # What is used up makes room for what comes.
-        self.x = self.projected = self.attended = None
+        self.x = self.projected = self.attended = self.crossed = None
         assert x is not None, "a second backward pass through one graph"
         # The only way to keep in which the ring runs a second time.
         if attended is None:
             projected = projected or self._project(x)
             attended = self._attend(projected, frees=False)
-        dx, dout = self._finish_backward(x, attended.out, dstats, differentiate)
+            crossed = self._cross(x, attended)
+        dx, douts = self._finish_backward(x, _outs(attended, crossed), dstats, differentiate)
+        if self.cross is not None and crossed is not None and source_BsM is not None:
+            self.cross.backward(x, attended, crossed, source_BsM, dx, douts, differentiate)
         # After the FFN's backward, so that its memory and theirs do not add up.
         projected = projected or self._project(x)
-        dprojected = self._attend_backward(projected, attended, dout, differentiate, scores)
+        attend = partial(self._attend_own, scores=scores)
+        dprojected = attend_backward(self.store, projected, attended, douts[0], differentiate, attend)
         self._project_backward(x, dprojected, dx, differentiate)
         self.stream.gradient = dx
 
@@ -159,26 +170,27 @@ class ChunkedLayer:
         assert places is not None
         return places
 
-    def _attend(self, projected: Projected, *, frees: bool) -> Attended:
-        """Attention; ``frees`` what it reads."""
-        outs: list[Stored] = []
-        caches: list[RecomputeCache] = []
-        for group, qkv in enumerate(groups_in_turn(projected, frees=frees)):
-            store, cache = PutOnce(self.store), None
-            if self.trains:
-                cache = RecomputeCache("attention", store.put, by_chunks=True)
-                caches.append(cache)
-            outs.append(store.put(self.parts.attend(group, qkv, self.parts.call.scores, cache)))
-            store.forget()
-        return Attended(ByGroups(outs), caches)
+    def _attend_own(
+        self, group: int, qkv: Sequence[Tensor], cache: RecomputeCache | None, scores: Scores | None = None
+    ) -> Tensor:
+        return self.parts.attend(group, qkv, scores or self.parts.call.scores, cache)
 
-    def _finish(self, x: Stored, attended: Attended) -> tuple[Stored, list[Tensor]]:
+    def _cross(self, x: Stored, attended: Attended) -> Attended | None:
+        """Cross attention; None in a layer without."""
+        if self.cross is None:
+            return None
+        return self.cross.forward(x, attended)
+
+    def _attend(self, projected: Projected, *, frees: bool) -> Attended:
+        return attend_by_groups(self.store, projected, self._attend_own, trains=self.trains, frees=frees)
+
+    def _finish(self, x: Stored, outs: Sequence[ByGroups]) -> tuple[Stored, list[Tensor]]:
         """The layer's output, and the router's statistics."""
         y: Stored | None = None
         stats: list[Tensor] = []
-        experts = _admitted(self.parts, self.chunks, x, attended.out)
-        for tokens, (x_BcM, heads_BcHV) in in_turn(self.chunks, [x, attended.out]):
-            y_BcM, *of_chunk = self.parts.finish(x_BcM, heads_BcHV, tokens, experts, self._new_routing())
+        experts = _admitted(self.parts, self.chunks, x, outs[0])
+        for tokens, (x_BcM, *heads) in in_turn(self.chunks, [x, *outs]):
+            y_BcM, *of_chunk = self.parts.finish(x_BcM, heads, tokens, experts, self._new_routing())
             y = y or self.store.empty_chunks(self.stream.num_tokens, y_BcM)
             y.write(tokens, y_BcM)
             # Statistics are sums over tokens.
@@ -189,51 +201,25 @@ class ChunkedLayer:
         return y, stats
 
     def _finish_backward(
-        self, x: Stored, out: ByGroups, dstats: Sequence[Tensor | None], differentiate: Differentiate
-    ) -> tuple[Stored, ByGroups]:
-        """The gradients of the layer's input, but for what goes through attention, and of attention's output."""
+        self, x: Stored, outs: Sequence[ByGroups], dstats: Sequence[Tensor | None], differentiate: Differentiate
+    ) -> tuple[Stored, list[ByGroups]]:
+        """The gradients of the layer's input, but for what goes through attention, and of attention's outputs."""
         # Each chunk of the output's gradient makes room for the input's.
         dx = self.stream.take_gradient()
-        dout: ByGroups | None = None
-        arriving = in_turn(self.chunks, [dx, x, out])
-        for cache, (tokens, (dy_BcM, x_BcM, heads_BcHV)) in zip(self.routing, arriving, strict=True):
+        douts: list[ByGroups] = []
+        arriving = in_turn(self.chunks, [dx, x, *outs])
+        for cache, (tokens, (dy_BcM, x_BcM, *heads)) in zip(self.routing, arriving, strict=True):
             with torch.enable_grad(), cache:
-                inputs = leaves([x_BcM, heads_BcHV])
+                inputs = leaves([x_BcM, *heads])
                 # The cache has the tokens' experts.
-                outputs = self.parts.finish(inputs[0], inputs[1], tokens, self.parts.call.experts, cache)
-                dx_BcM, dheads_BcHV = differentiate(outputs, inputs, [dy_BcM, *dstats])
+                outputs = self.parts.finish(inputs[0], inputs[1:], tokens, self.parts.call.experts, cache)
+                dx_BcM, *dheads = differentiate(outputs, inputs, [dy_BcM, *dstats])
             dx.write(tokens, dx_BcM)
-            dout = dout or self._empty_by_groups(dheads_BcHV)
-            dout.write(tokens, dheads_BcHV)
+            douts = douts or [self._empty_by_groups(x) for x in dheads]
+            for dout, x_BcHV in zip(douts, dheads, strict=True):
+                dout.write(tokens, x_BcHV)
         self.routing.clear()
-        assert dout is not None
-        return dx, dout
-
-    def _attend_backward(
-        self,
-        projected: Projected,
-        attended: Attended,
-        dout: ByGroups,
-        differentiate: Differentiate,
-        scores: Scores,
-    ) -> Projected:
-        """The gradients of queries, keys and values."""
-        gradients: list[list[Stored]] = [[], [], []]
-        arriving = groups_in_turn([projected.q, projected.k, projected.v, dout], frees=True)
-        for group, (cache, values) in enumerate(zip(attended.caches, arriving, strict=True)):
-            dout_BtHV = values.pop()
-            # The cache has it.
-            attended.out.free(group)
-            with torch.enable_grad(), cache:
-                inputs = leaves(values)
-                out_BtHV = self.parts.attend(group, inputs, scores, cache)
-                found = differentiate([out_BtHV], inputs, [dout_BtHV])
-            # In the next group's turn nothing is left of this one's but its gradients.
-            values.clear()
-            del inputs, out_BtHV, dout_BtHV
-            for of_kind, gradient in zip(gradients, found, strict=True):
-                of_kind.append(self.store.put(gradient))
-        return Projected._make(map(ByGroups, gradients))
+        return dx, douts
 
     def _project_backward(self, x: Stored, dprojected: Projected, dx: Stored, differentiate: Differentiate) -> None:
         """Add to ``dx`` what goes through queries, keys and values."""
@@ -255,6 +241,13 @@ class ChunkedLayer:
             return None
         self.routing.append(RecomputeCache(_KEPT_OF_EXPERTS[self.keep], self.store.put, by_chunks=True))
         return self.routing[-1]
+
+
+def _outs(attended: Attended, crossed: Attended | None) -> list[ByGroups]:
+    """What both attentions of a layer gave."""
+    if crossed is None:
+        return [attended.out]
+    return [attended.out, crossed.out]
 
 
 def _admitted(parts: LayerParts, chunks: Sequence[slice], x: Stored, out: ByGroups) -> MoECall:

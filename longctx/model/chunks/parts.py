@@ -58,23 +58,33 @@ class LayerParts:
     def choose_experts(self, x_BcM: Tensor, heads_BcHV: Tensor, tokens: slice) -> Tensor:
         """The experts [B, c, k] that a chunk's tokens choose, before any capacity."""
         assert isinstance(self.block.mlp, MixtureOfExperts)
-        draws = self._draws_of(tokens)
+        draws = self.draws_of(tokens)
         _, normed_BcM = self.call.run(Block.join_attention, self.block, x_BcM, heads_BcHV, draws, False)
         return self.block.mlp.choose(normed_BcM, self.call.experts.of_tokens(tokens, self.num_tokens))
 
     def finish(
-        self, x_BcM: Tensor, heads_BcHV: Tensor, tokens: slice, experts: MoECall, cache: RecomputeCache | None
+        self,
+        x_BcM: Tensor,
+        heads: Sequence[Tensor],
+        tokens: slice,
+        experts: MoECall,
+        cache: RecomputeCache | None,
     ) -> tuple[Tensor, ...]:
-        """The layer's output for a chunk, and the router's statistics; ``experts`` is the call for all tokens."""
+        """The layer's output for a chunk, and the router's statistics; ``experts`` is the call for all tokens.
+
+        ``heads`` [B, c, H, V] are attention's, and behind them those of cross attention where there is any.
+        """
         again = cache is not None and cache.recomputing
         call = replace(self.call, experts=experts.of_tokens(tokens, self.num_tokens), only_graph=again)
-        return self.block.finish(x_BcM, heads_BcHV, self._draws_of(tokens), call, cache)
+        draws = self.draws_of(tokens)
+        if len(heads) > 1:
+            x_BcM = self.call.run(Block.add_attention, self.block, x_BcM, heads[0], draws[0], False)
+        return self.block.finish(x_BcM, heads[-1], draws, call, cache)
 
-    def _draws_of(self, tokens: slice) -> Draws:
-        attention, ffn = self.draws
-        if attention is not None and ffn is not None:
-            return attention.of_tokens(tokens), ffn.of_tokens(tokens)
-        return attention, ffn
+    def draws_of(self, tokens: slice) -> Draws:
+        """What the residual sums drop of a chunk."""
+        attention, ffn, cross = (None if draw is None else draw.of_tokens(tokens) for draw in self.draws)
+        return attention, ffn, cross
 
 
 class WeightSums:

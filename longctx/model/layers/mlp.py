@@ -27,6 +27,7 @@ PLAIN: dict[str, Callable[[Tensor], Tensor]] = {
     "gelu_tanh": _gelu_tanh,
     "relu": nn.functional.relu,
     "relu2": lambda x: nn.functional.relu(x).square(),
+    "silu": nn.functional.silu,
 }
 
 _ACTIVATION: dict[str, Callable[[Tensor], Tensor]] = {

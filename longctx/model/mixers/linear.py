@@ -30,7 +30,9 @@ class LocalLinearAttention(AttentionCore):
     A cache holds one state a layer, [1, B, K, D, V + 1], however many tokens it has seen.
     """
 
-    def plan(self, mask: AttentionMask, shapes: AttentionShapes, placement: Any = None) -> LocalLinearPlan:
+    def plan(
+        self, mask: AttentionMask, shapes: AttentionShapes, placement: Any = None, key_placement: Any = None
+    ) -> LocalLinearPlan:
         """The documents as segments; with a cache one segment, which continues what the cache has seen."""
         if shapes.cached_tokens is None:
             shapes.check_whole(mask.documents)

@@ -13,6 +13,8 @@ from longctx.model.mixers.linear import LocalLinearAttention
 from longctx.model.mixers.network import MixerNetwork
 from longctx.model.mixers.softmax import GroupedQueryAttention
 
+CROSS = "cross"
+"""The core of cross attention, which no mixer names."""
 NETWORKS: dict[str, type[MixerNetwork]] = {
     "softmax": GroupedQueryAttention,
     "latent": LatentAttention,
@@ -22,12 +24,16 @@ NETWORKS: dict[str, type[MixerNetwork]] = {
 
 
 def with_local_cores(cores: Mapping[str, AttentionCore], products: Products) -> dict[str, AttentionCore]:
-    """The cores, and those in one process for what they leave out. ConfigError for names that no mixer has."""
+    """The cores, and those in one process for what they leave out. ConfigError for names that no mixer has.
+
+    That of cross attention, ``cross``, is softmax attention's if it is left out.
+    """
     local: dict[str, AttentionCore] = {
         "softmax": LocalAttention(products=products),
         "linear": LocalLinearAttention(),
     }
-    unknown = set(cores) - set(local)
+    unknown = set(cores) - {*local, CROSS}
     if unknown:
-        raise ConfigError(f"no mixer has the core {sorted(unknown)}; known: {sorted(local)}.")
-    return {**local, **cores}
+        raise ConfigError(f"no mixer has the core {sorted(unknown)}; known: {sorted([*local, CROSS])}.")
+    found = {**local, **cores}
+    return {CROSS: found["softmax"], **found}

@@ -133,8 +133,8 @@ def test_a_vocabulary_that_cannot_be_filled_names_one_that_can(documents: list[D
 
 
 def test_a_kind_that_is_none_is_refused(tmp_path: Path):
-    with pytest.raises(DataError, match=r"kind=wordpiece is not known\. Try bpe, unigram, word, char"):
-        train_tokenizer([], tmp_path / "a", vocab_size=300, kind="wordpiece")
+    with pytest.raises(DataError, match=r"kind=syllable is not known\. Try bpe, unigram, word, char"):
+        train_tokenizer([], tmp_path / "a", vocab_size=300, kind="syllable")
 
 
 class TestGoingOn:

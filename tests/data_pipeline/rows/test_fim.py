@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from data_pipeline.inspect import sample_rows
-from data_pipeline.loader import build_loader, documents_in, open_order
+from data_pipeline.loader import build_loader, open_order
 from data_pipeline.prepare.build import build_shards
 from data_pipeline.prepare.sources import Source
 from data_pipeline.prepare.train_tokenizer import train_tokenizer
@@ -21,6 +21,7 @@ from data_pipeline.rows.batches import Share
 from data_pipeline.rows.filled import FimDocuments
 from data_pipeline.rows.fim import MIN_BODY, Fim, FimRule
 from data_pipeline.rows.pack import Packing
+from data_pipeline.rows.sides import documents_in
 from data_pipeline.shards.reader import Corpus, ShardSet
 from longctx.errors import ConfigError, DataError
 from longctx.tokenizer import Tokenizer, load_tokenizer

@@ -14,7 +14,8 @@ from launcher.config.load import load_run_config
 from launcher.config.sections import TrainSection
 from launcher.training.hooks.dead_experts import DeadExperts
 from launcher.training.hooks.non_finite import rows_from
-from launcher.training.step import expert_record, learning_rate
+from launcher.training.schedule import learning_rate
+from launcher.training.step import expert_record
 from launcher.training.totals import StepSums, StepTotals
 from longctx.config import ModelConfig
 from longctx.model.experts.router import RouterDiagnostics
@@ -87,6 +88,14 @@ def test_the_learning_rate_warms_up_and_falls_to_its_floor():
     assert all(a > b for a, b in pairwise(rates[9:]))
     flat = TrainSection(steps=10, warmup_steps=0, lr=1.0, final_lr_ratio=1.0)
     assert [learning_rate(step, flat) for step in (1, 5, 10)] == [1.0, 1.0, 1.0]
+
+
+def test_the_learning_rate_falls_with_the_root_of_the_steps():
+    train = TrainSection(steps=400, warmup_steps=10, lr=1.0, schedule="inverse_sqrt")
+    rates = [learning_rate(step, train) for step in range(1, 401)]
+    assert rates[:10] == pytest.approx([0.1 * n for n in range(1, 11)])
+    # The article's formula: d^-½ · min(step^-½, step · warmup^-1.5), of which the peak is ours.
+    assert rates == pytest.approx([10**0.5 * min(step**-0.5, step * 10**-1.5) for step in range(1, 401)])
 
 
 def test_a_steps_rows_are_named_with_the_command_that_shows_them():

@@ -15,6 +15,7 @@ from launcher.config.sections import RunConfig
 from launcher.config.side_by_side import with_context
 from launcher.recipes.find import recipes
 from launcher.verification.choices import RouterState, unexplained_share
+from launcher.verification.compare import part_of
 from launcher.verification.shrink import TOKENS_A_RANK, shrink
 from longctx.kernels.processor import PRODUCTS
 from tests.helpers import run_distributed
@@ -126,6 +127,8 @@ def test_more_of_them_do():
         {**MASKED, **dense, "model.layers": "sparse full", "model.window": 20, "model.sparse_stride": 8, **CHUNKS},
         {**MASKED, **dense, "model.layers": "linear window", "model.window": 20, "parallel.ulysses": 1},
         {**MASKED, **dense, **ALBERT, "zero.stage": 3, "train.keep": "attention"},
+        {**MASKED, **dense, **ALBERT, "model.pair_head": "sop", "zero.stage": 3, "train.keep": "inputs"},
+        {**MASKED, "model.segments": 2, "model.pair_head": "nsp", "zero.stage": 2},
         {**MASKED, **dense, **ALBERT, "zero.stage": 1, **CHUNKS},
     ]
     run_distributed(agree, 2, ways, timeout=550)
@@ -203,3 +206,18 @@ def test_a_recipe_made_small_keeps_what_is_verified(recipe):
         whole.head_dim,
     )
     assert small.data.seq_len == TOKENS_A_RANK * config.parallel.context
+
+
+@pytest.mark.parametrize(
+    ("name", "part"),
+    [
+        ("model.layers.3.self_attn.q_proj.weight", "layer 3, attention"),
+        ("model.layers.3.cross_attn.k_proj.weight", "layer 3, cross attention"),
+        ("model.layers.3.cross_layernorm.weight", "layer 3, norms"),
+        ("encoder.layers.12.mlp.up_proj.weight", "encoder layer 12, FFN"),
+        ("encoder.norm.weight", "encoder.norm"),
+        ("model.embed_tokens.weight", "embed_tokens"),
+    ],
+)
+def test_a_weight_belongs_to_a_part_of_its_stack(name, part):
+    assert part_of(name) == part

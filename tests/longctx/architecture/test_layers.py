@@ -52,5 +52,7 @@ def test_a_layer_has_its_ffn_and_its_rope():
 
 def test_a_core_that_no_mixer_has_is_refused():
     decoder = Decoder(ModelConfig())
-    with pytest.raises(ConfigError, match=r"no mixer has the core \['softmaks'\]; known: \['linear', 'softmax'\]"):
+    with pytest.raises(
+        ConfigError, match=r"no mixer has the core \['softmaks'\]; known: \['cross', 'linear', 'softmax'\]"
+    ):
         Decoder(ModelConfig(), {"softmaks": decoder.cores["softmax"]}, seed=None)

@@ -20,6 +20,7 @@ from longctx.errors import ConfigError
 from longctx.model.decoder import Decoder
 from longctx.model.training_pass import TrainingPass
 from longctx.objectives.causal_lm import CausalLM
+from tests.longctx.pairs import pair_batch
 from tests.longctx.samples import gradients, packed_batch, step_loss, tiny_config
 
 LATENT = {"kv_lora_rank": 6, "rope_head_dim": 4, "num_kv_heads": 4}
@@ -67,6 +68,13 @@ REFUSED = {
     "local base without windows": ({"local_rope_theta": 10.0}, "local_rope_theta=10.0 is for window layers"),
     "local base too small": ({"local_rope_theta": 1.0, "layers": ("window",), "window": 2}, "local_rope_theta=1"),
     "odd sines": ({"position": "sinusoidal", "hidden_size": 33}, "hidden_size=33 must be even.*Try 34"),
+    "odd halves": ({"position": "sinusoidal_halves", "hidden_size": 33}, "hidden_size=33 must be even.*Try 34"),
+    "odd sines of narrow tables": (
+        {"position": "sinusoidal", "embedding_size": 5, "head_transform": True, "num_experts": 0, "activation": "gelu"},
+        "embedding_size=5 must be even.*Try 6",
+    ),
+    "pairs of a causal model": ({"pair_head": "nsp", "segments": 2}, "model.causal=false .now true.*segments=2 .now 2"),
+    "pairs of one segment": ({"pair_head": "sop", "causal": False}, "pair_head='sop' tells two segments.*.now 0"),
     "one bucket": ({"position": "t5", "relative_buckets": 1}, "relative_buckets=1 must be at least 2"),
     "near": ({"position": "t5", "relative_max_distance": 16}, "relative_max_distance=16 must exceed 16.*Try 128"),
     "dense layer": ({"dense_layers": (2,)}, r"dense_layers=\[2\] must name layers of 0 to 1"),
@@ -143,11 +151,13 @@ SIZES = {"vocab_size": 13, "num_layers": 2, "head_dim": 8, "ffn_size": 6, "max_p
 
 ANY_VALUES = {
     "hidden_size": st.sampled_from([6, 7]),
+    "encoder_layers": st.sampled_from([0, 0, 3]),
     "causal": st.booleans(),
     "shared_layers": st.booleans(),
     "segments": st.sampled_from([0, 2]),
     "embedding_norm": st.booleans(),
     "head": st.sampled_from([(0, False), (0, True), (4, True)]),
+    "pairs": st.sampled_from([("none", 2), ("nsp", 2), ("sop", 3)]),
     "head_bias": st.booleans(),
     "position_offset": st.sampled_from([0, 2]),
     "heads": st.sampled_from([(4, 4), (4, 2), (3, 1), (1, 1), (4, 3)]),
@@ -196,6 +206,7 @@ ANY_VALUES = {
 TOGETHER = {
     "heads": ("num_heads", "num_kv_heads"),
     "head": ("embedding_size", "head_transform"),
+    "pairs": ("pair_head", "segments"),
     "latent": ("kv_lora_rank", "rope_head_dim", "q_lora_rank", "value_head_dim"),
     "relative": ("relative_buckets", "relative_max_distance"),
     "experts": ("num_experts", "experts_per_token", "expert_groups", "groups_per_token"),
@@ -208,6 +219,9 @@ def spelled_out(drawn: dict) -> dict:
     values = {**SIZES, "hidden_size": 6, "num_heads": 4, "num_kv_heads": 2}
     for name, value in drawn.items():
         values |= dict(zip(TOGETHER[name], value, strict=True)) if name in TOGETHER else {name: value}
+    if values.get("encoder_layers"):
+        alone = {"causal", "shared_layers", *TOGETHER["latent"], *TOGETHER["experts"]}
+        values = {name: value for name, value in values.items() if name not in alone and value != "sandwich"}
     layers = values.get("layers", ("full",))
     values |= {"window": 3} if {"window", "sparse"} & set(layers) else {}
     values |= {"sparse_stride": 4} if "sparse" in layers else {}
@@ -251,6 +265,8 @@ def check_runs(config: ModelConfig) -> None:
     model = CausalLM(Decoder(config))
     assert sum(count_parameters(config).values()) == sum(p.numel() for p in model.parameters())
     batch = packed_batch([[5, 1, 6], [9, 3]], vocab_size=13)
+    if config.encoder_layers:
+        batch = pair_batch(((5, 4), (1, 7), (6, 2)), vocab=13)
     loss = model.loss_sum(model(batch, TrainingPass(seed=1)))
     step_loss(loss, 0.5, config.router_z_loss_weight).backward()
     assert loss["nll"].isfinite()

@@ -36,11 +36,13 @@ WHERE = {
     "relative": "positions",
     "norm": "norms",
     "self_attn": "attention",
+    "cross_attn": "attention",
     "shared_expert": "shared_expert",
     "mlp.experts": "routed_experts",
     "mlp.gate.": "router",
     "mlp": "dense_ffn",
     "lm_head": "head",
+    "pair_head": "head",
 }
 """Part of a parameter's name -> its component; the first that is in the name counts."""
 

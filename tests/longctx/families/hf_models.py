@@ -187,6 +187,42 @@ ENCODERS = {
 }
 
 
+_BART_SIZES = {
+    "vocab_size": 97, "d_model": 36, "encoder_layers": 3, "decoder_layers": 2, "encoder_attention_heads": 4,
+    "decoder_attention_heads": 4, "encoder_ffn_dim": 50, "decoder_ffn_dim": 50, "max_position_embeddings": 41,
+    "pad_token_id": 96,
+}  # fmt: skip
+_T5_SIZES = {
+    "vocab_size": 97, "d_model": 36, "d_kv": 7, "d_ff": 50, "num_layers": 3, "num_decoder_layers": 2, "num_heads": 5,
+    "decoder_start_token_id": 0,
+}  # fmt: skip
+
+
+def _two_stacks(name: str, sizes: dict[str, Any], **values: Any) -> Case:
+    return Case(name, values, 0.3, sizes, "AutoModelForSeq2SeqLM")
+
+
+TWO_STACKS = {
+    "bart": _two_stacks("Bart", _BART_SIZES),
+    "bart, scaled": _two_stacks("Bart", _BART_SIZES, scale_embedding=True, activation_function="relu"),
+    "marian": _two_stacks(
+        "Marian",
+        _BART_SIZES,
+        scale_embedding=True,
+        activation_function="swish",
+        decoder_start_token_id=96,
+    ),
+    "marian, not scaled": _two_stacks("Marian", _BART_SIZES, activation_function="gelu", decoder_start_token_id=95),
+    "t5": _two_stacks("T5", _T5_SIZES),
+    "t5, few buckets": _two_stacks(
+        "T5", _T5_SIZES, relative_attention_num_buckets=6, relative_attention_max_distance=9, num_decoder_layers=4
+    ),
+    "t5, version 1.1": _two_stacks("T5", _T5_SIZES, feed_forward_proj="gated-gelu", tie_word_embeddings=False),
+    "t5, gated by silu": _two_stacks("T5", _T5_SIZES, feed_forward_proj="gated-silu"),
+}
+"""Those with an encoder beside the decoder."""
+
+
 def build(case: Case, *, seed: int = 0) -> Any:
     """The model in float32, in evaluation, every tensor far from where it starts; attention by definition."""
     import transformers
@@ -194,16 +230,22 @@ def build(case: Case, *, seed: int = 0) -> Any:
     config = case.config()
     config._attn_implementation = "eager"
     model = getattr(transformers, case.auto_class).from_config(config).eval()
+    # transformers 5 ties all that it makes, and leaves apart what it reads so.
+    if case.values.get("feed_forward_proj") == "gated-gelu":
+        model.lm_head.weight = torch.nn.Parameter(model.lm_head.weight.detach().clone())
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for name, tensor in model.named_parameters():
+            # Marian's sinusoids.
+            if not tensor.requires_grad:
+                continue
             is_factor = ("norm" in name.lower() or ".ln_" in name) and not case.name.startswith(
                 "Gemma"
             )  # whose norms add 1
             around = 1.0 if is_factor and name.endswith("weight") else 0.0
             tensor.copy_(torch.randn(tensor.shape, generator=generator) * case.std + around)
         for name, tensor in model.named_buffers():
-            if name.endswith("e_score_correction_bias"):
+            if name.endswith(("e_score_correction_bias", "final_logits_bias")):
                 tensor.copy_(torch.randn(tensor.shape, generator=generator) * 0.2)
     return model
 

@@ -155,6 +155,44 @@ HUB: dict[str, dict[str, Any]] = {
             "rope_type": "yarn", "truncate": False,
         },
     },
+    "bart-base": {
+        "model_type": "bart", "architectures": ["BartModel"], "activation_dropout": 0.1, "activation_function": "gelu",
+        "add_bias_logits": False, "add_final_layer_norm": False, "attention_dropout": 0.1, "classif_dropout": 0.1,
+        "classifier_dropout": 0.0, "d_model": 768, "decoder_attention_heads": 12, "decoder_ffn_dim": 3072,
+        "decoder_layerdrop": 0.0, "decoder_layers": 6, "decoder_start_token_id": 2, "dropout": 0.1,
+        "early_stopping": True, "encoder_attention_heads": 12, "encoder_ffn_dim": 3072, "encoder_layerdrop": 0.0,
+        "encoder_layers": 6, "forced_bos_token_id": 0, "forced_eos_token_id": 2, "gradient_checkpointing": False,
+        "init_std": 0.02, "is_encoder_decoder": True, "max_position_embeddings": 1024, "no_repeat_ngram_size": 3,
+        "normalize_before": False, "normalize_embedding": True, "num_beams": 4, "num_hidden_layers": 6,
+        "scale_embedding": False, "task_specific_params": {"summarization": {"length_penalty": 1.0, "num_beams": 4}},
+        "torch_dtype": "float32", "use_cache": True, "vocab_size": 50265,
+    },
+    "opus-mt-en-de": {
+        "model_type": "marian", "architectures": ["MarianMTModel"], "_num_labels": 3, "activation_dropout": 0.0,
+        "activation_function": "swish", "add_bias_logits": False, "add_final_layer_norm": False,
+        "attention_dropout": 0.0, "bad_words_ids": [[58100]], "classif_dropout": 0.0, "classifier_dropout": 0.0,
+        "d_model": 512, "decoder_attention_heads": 8, "decoder_ffn_dim": 2048, "decoder_layerdrop": 0.0,
+        "decoder_layers": 6, "decoder_start_token_id": 58100, "decoder_vocab_size": 58101, "dropout": 0.1,
+        "encoder_attention_heads": 8, "encoder_ffn_dim": 2048, "encoder_layerdrop": 0.0, "encoder_layers": 6,
+        "forced_eos_token_id": 0, "init_std": 0.02, "is_encoder_decoder": True, "max_length": 512,
+        "max_position_embeddings": 512, "normalize_before": False, "normalize_embedding": False, "num_beams": 6,
+        "num_hidden_layers": 6, "scale_embedding": True, "share_encoder_decoder_embeddings": True,
+        "static_position_embeddings": True, "use_cache": True, "vocab_size": 58101,
+    },
+    "t5-small": {
+        "model_type": "t5", "architectures": ["T5ForConditionalGeneration"], "d_ff": 2048, "d_kv": 64, "d_model": 512,
+        "decoder_start_token_id": 0, "dropout_rate": 0.1, "initializer_factor": 1.0, "is_encoder_decoder": True,
+        "layer_norm_epsilon": 1e-06, "n_positions": 512, "num_heads": 8, "num_layers": 6, "output_past": True,
+        "relative_attention_num_buckets": 32, "vocab_size": 32128,
+        "task_specific_params": {"translation_en_to_de": {"max_length": 300, "prefix": "translate: "}},
+    },
+    "t5-v1_1-base": {
+        "model_type": "t5", "architectures": ["T5ForConditionalGeneration"], "d_ff": 2048, "d_kv": 64, "d_model": 768,
+        "decoder_start_token_id": 0, "dropout_rate": 0.1, "feed_forward_proj": "gated-gelu", "initializer_factor": 1.0,
+        "is_encoder_decoder": True, "layer_norm_epsilon": 1e-06, "num_decoder_layers": 12, "num_heads": 12,
+        "num_layers": 12, "output_past": True, "relative_attention_num_buckets": 32, "tie_word_embeddings": False,
+        "vocab_size": 32128,
+    },
 }  # fmt: skip
 
 PARAMETERS = {
@@ -174,5 +212,10 @@ PARAMETERS = {
     "DeepSeek-V2-Lite": 15_706_484_224,
     "DeepSeek-V3": 671_026_404_352,
     "gpt-oss-20b": 20_914_757_184,
+    "bart-base": 139_420_416 + 50_265,
+    "opus-mt-en-de": 73_886_208 + 58_101,
+    "t5-small": 60_506_624,
+    "t5-v1_1-base": 247_577_856,
 }
-"""Published sizes, DeepSeek-V3's without its layer for multi-token prediction and the correction bias."""
+"""Published sizes, BART's and Marian's with the bias of the logits, which is no parameter there; DeepSeek-V3's without
+its layer for multi-token prediction and the correction bias."""

@@ -130,6 +130,7 @@ def test_weights_may_have_their_old_names_and_copies(tmp_path):
     ("values", "said"),
     [
         ({"model_type": "bert", "is_decoder": True}, "is_decoder=True"),
+        ({"model_type": "bert", "is_causal": True}, "is_causal=True"),
         ({"model_type": "bert", "position_embedding_type": "relative_key"}, "position_embedding_type"),
         ({"model_type": "bert", "hidden_act": "silu"}, "hidden_act='silu'"),
         ({"model_type": "bert", "num_attention_heads": 5}, "no multiple of num_attention_heads=5"),

@@ -18,7 +18,7 @@ from longctx.conversion import export_checkpoint, load_hf
 from longctx.conversion.checkpoint_writer import save_masters
 from longctx.families import FAMILIES, config_to_hf, effective, family_of, left_behind
 from tests.longctx.families import hf_models
-from tests.longctx.families.hf_models import CASES, ENCODERS
+from tests.longctx.families.hf_models import CASES, ENCODERS, TWO_STACKS
 from tests.longctx.families.hub_configs import HUB
 from tests.longctx.samples import dense_config, tiny_config
 
@@ -32,11 +32,11 @@ pytest.importorskip("transformers")
 @cache
 def imported(name: str) -> tuple[str, ModelConfig]:
     """Type and config of a published model, or of one of the tests' own."""
-    hf = HUB.get(name) or (CASES | ENCODERS)[name].config_json()
+    hf = HUB.get(name) or (CASES | ENCODERS | TWO_STACKS)[name].config_json()
     return hf["model_type"], ModelConfig.from_hf(hf)
 
 
-IMPORTED = (*HUB, *CASES, *ENCODERS)
+IMPORTED = (*HUB, *CASES, *ENCODERS, *TWO_STACKS)
 """Every config.json that the tests know."""
 
 
@@ -61,6 +61,9 @@ class TestType:
             (PRESETS["llama-3.1-8b"], "llama"),
             (PRESETS["deepseek-v3"], "deepseek_v3"),
             (PRESETS["gpt-3"], "gpt2"),
+            (PRESETS["bart-base"], "bart"),
+            (PRESETS["opus-mt"], "marian"),
+            (PRESETS["t5-v1.1-base"], "t5"),
         ],
     )
     def test_a_model_of_ours_is_the_most_common_type_that_fits(self, config, model_type):
@@ -158,7 +161,7 @@ OPTIONS = {
 @pytest.mark.parametrize("model_type", FAMILIES)
 def test_a_miniature_trained_with_every_option_says_the_same_in_transformers(model_type, tmp_path):
     """The whole export of a checkpoint, whose logits are compared with those of transformers."""
-    folder = hf_models.save(hf_models.build((CASES | ENCODERS)[model_type]), tmp_path / "theirs")
+    folder = hf_models.save(hf_models.build((CASES | ENCODERS | TWO_STACKS)[model_type]), tmp_path / "theirs")
     config, tensors = load_hf(folder)
     trained = dataclasses.replace(config, **OPTIONS)
     if config.selection_bias:

@@ -17,7 +17,7 @@ from longctx.conversion import import_hf
 from longctx.errors import ConfigError
 from longctx.families import FAMILIES, passed_over
 from longctx.families.leftover import _LEFTOVER, IN_ROPE_TABLES, how_to_delete
-from tests.longctx.families.hf_models import CASES
+from tests.longctx.families.hf_models import CASES, ENCODERS, TWO_STACKS
 from tests.longctx.tokenizer.byte_level import tokenizer_json, write_model
 
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16, "rope_theta": 10_000.0}
@@ -30,35 +30,39 @@ def leftovers() -> dict[str, Any]:
     return {key: values[-1] if values else _STRANGE.get(key, "x") for key, values in _LEFTOVER.items()}
 
 
-def logits(folder: Path) -> torch.Tensor:
+def logits(folder: Path, auto_class: str) -> torch.Tensor:
     transformers = pytest.importorskip("transformers")
-    model = transformers.AutoModelForCausalLM.from_pretrained(str(folder), local_files_only=True).eval()
+    model = getattr(transformers, auto_class).from_pretrained(str(folder), local_files_only=True).eval()
+    tokens = torch.arange(40)[None]
+    given = {"decoder_input_ids": tokens} if model.config.is_encoder_decoder else {}
     with torch.no_grad():
-        return model(torch.arange(40)[None]).logits
+        return model(tokens, **given).logits
 
 
 @pytest.mark.few(5)
 @pytest.mark.parametrize("name", FAMILIES)
 def test_transformers_computes_the_same_with_each_key_and_without(name, tmp_path):
     transformers = pytest.importorskip("transformers")
-    config = CASES[name].config()
+    case = (CASES | ENCODERS | TWO_STACKS)[name]
+    config = case.config()
     torch.manual_seed(0)
-    transformers.AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
+    getattr(transformers, case.auto_class).from_config(config).save_pretrained(tmp_path)
     before = json.loads((tmp_path / "config.json").read_text())
-    wanted = logits(tmp_path)
-    added = {key: value for key, value in leftovers().items() if key not in before}
+    wanted = logits(tmp_path, case.auto_class)
+    read = {key for rule in FAMILIES[name].rules for key in rule.keys}
+    added = {key: value for key, value in leftovers().items() if key not in before and key not in read}
     # transformers stretches no rope of a Mixtral without a head_dim.
     if before.get("head_dim") and before["rope_parameters"].get("rope_type") == "default":
         added["rope_parameters"] = YARN
         (tmp_path / "config.json").write_text(json.dumps(before | {"rope_parameters": YARN}))
-        wanted = logits(tmp_path)
+        wanted = logits(tmp_path, case.auto_class)
         added["rope_parameters"] = YARN | dict.fromkeys(IN_ROPE_TABLES, 0.5)
     (tmp_path / "config.json").write_text(json.dumps(before | added))
-    assert torch.equal(logits(tmp_path), wanted)
+    assert torch.equal(logits(tmp_path, case.auto_class), wanted)
     # And we read the same model.
-    assert ModelConfig.from_hf(before | added | {"architectures": None}).num_layers == before.get(
-        "num_hidden_layers", before.get("n_layer")
-    )
+    layers = ("num_hidden_layers", "n_layer", "decoder_layers", "num_decoder_layers")
+    found = ModelConfig.from_hf(before | added | {"architectures": None}).num_layers
+    assert found == next(before[key] for key in layers if key in before)
 
 
 def test_an_import_names_what_is_passed_over(tmp_path, caplog):

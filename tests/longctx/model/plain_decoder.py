@@ -35,8 +35,9 @@ class PlainDecoder:
         x_NM = self.weights["model.embed_tokens.weight"][tokens_BT.flatten()] * config.embedding_scale
         if config.position == "learned":
             x_NM = x_NM + self.weights["model.embed_positions.weight"][positions_N]
-        if config.position == "sinusoidal":
-            x_NM = x_NM + sinusoids(positions_N.double(), config.hidden_size)
+        if config.position.startswith("sinusoidal"):
+            halves = config.position == "sinusoidal_halves"
+            x_NM = x_NM + sinusoids(positions_N.double(), config.hidden_size, halves=halves)
         for layer in range(config.num_layers):
             x_NM = self.block(x_NM, positions_N, layer)
         return (x_NM if config.norm_order == "post" else self.norm(x_NM, "model.norm")).view(*tokens_BT.shape, -1)
@@ -173,13 +174,17 @@ class PlainDecoder:
         return of_content + of_place
 
 
-def sinusoids(positions_N: Tensor, size: int) -> Tensor:
-    """[N, size] of arXiv 1706.03762 §3.5: sin(p / 10000^(2c / size)) in channel 2c, the cosine in 2c + 1."""
+def sinusoids(positions_N: Tensor, size: int, *, halves: bool = False) -> Tensor:
+    """[N, size] of arXiv 1706.03762 §3.5: sin(p / 10000^(2c / size)) in channel 2c, the cosine in 2c + 1.
+
+    In halves, as Marian has them, the sine is in channel c and the cosine in c + size/2.
+    """
     rows = [
         [f(p / 10_000 ** (2 * c / size)) for c in range(size // 2) for f in (math.sin, math.cos)]
         for p in positions_N.tolist()
     ]
-    return torch.tensor(rows, dtype=torch.float64)
+    table = torch.tensor(rows, dtype=torch.float64)
+    return torch.cat((table[:, 0::2], table[:, 1::2]), dim=1) if halves else table
 
 
 def alibi_slopes(num_heads: int) -> list[float]:

@@ -68,6 +68,7 @@ POSITIONS = {
     "none": {"position": "none"},
     "learned": {"position": "learned"},
     "sinusoidal": {"position": "sinusoidal"},
+    "sinusoids in halves": {"position": "sinusoidal_halves"},
     "alibi": {"position": "alibi"},
     "alibi in windows": {"position": "alibi", **WINDOWS},
     "t5": {"position": "t5", "relative_buckets": 6, "relative_max_distance": 11},
@@ -214,7 +215,9 @@ def test_decoding_stretches_by_what_there_is_so_far(name):
     torch.testing.assert_close(core.seen[0], prefix[:, 11:], **EXACT)
 
 
-@pytest.mark.parametrize("name", ["learned", "sinusoidal", "alibi", "t5", "relative", "none", "local base"])
+@pytest.mark.parametrize(
+    "name", ["learned", "sinusoidal", "sinusoids in halves", "alibi", "t5", "relative", "none", "local base"]
+)
 def test_decoding_token_by_token_equals_the_whole(name):
     decoder, tokens = build(name), one_document(1, 13).tokens % 31
     whole = decoder(tokens, torch.arange(13)[None])
@@ -226,12 +229,14 @@ def test_decoding_token_by_token_equals_the_whole(name):
 # Each kind against its reference
 
 
-def test_sinusoids_equal_the_closed_form():
+@pytest.mark.parametrize("halves", [False, True])
+def test_sinusoids_equal_the_closed_form(halves):
     positions = torch.tensor([0, 1, 2, 1023, 9_999_999])
     for size in (2, 6, 64):
-        wanted = plain_decoder.sinusoids(positions, size)
-        torch.testing.assert_close(sinusoidal_embedding(positions, size, torch.float64), wanted, atol=2e-8, rtol=0)
-        low = sinusoidal_embedding(positions, size, torch.bfloat16)
+        wanted = plain_decoder.sinusoids(positions, size, halves=halves)
+        exact = sinusoidal_embedding(positions, size, torch.float64, halves=halves)
+        torch.testing.assert_close(exact, wanted, atol=2e-8, rtol=0)
+        low = sinusoidal_embedding(positions, size, torch.bfloat16, halves=halves)
         assert low.dtype == torch.float32  # added in the model's dtype, rounded once
         torch.testing.assert_close(low.double(), wanted, atol=2e-7, rtol=0)
 

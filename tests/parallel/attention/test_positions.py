@@ -23,6 +23,7 @@ EXACT = {"atol": 1e-11, "rtol": 1e-9}
 
 KINDS = [
     *("rope", "partial", "dynamic", "longrope", "some layers know none", "local base", "learned", "sinusoidal"),
+    "sinusoids in halves",
     *("alibi", "alibi in windows", "t5", "t5 in windows", "relative", "relative in windows, with sinks", "none"),
 ]
 """What differs in how ranks share the work; ropes that do not look at the length are all one."""

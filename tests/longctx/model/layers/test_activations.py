@@ -56,6 +56,7 @@ def test_every_word_has_an_activation():
     assert set(CHOICES["activation"]) == set(GATED) | set(PLAIN)
     x = torch.linspace(-3, 3, 13)
     torch.testing.assert_close(PLAIN["relu2"](x), x.clamp(min=0) ** 2)
+    torch.testing.assert_close(PLAIN["silu"](x), x / (1 + torch.exp(-x)))
     torch.testing.assert_close(PLAIN["gelu"](x), x * 0.5 * (1 + torch.erf(x / 2**0.5)))
     inner = (2 / torch.pi) ** 0.5 * (x + 0.044715 * x**3)
     torch.testing.assert_close(PLAIN["gelu_tanh"](x), 0.5 * x * (1 + torch.tanh(inner)))

@@ -1,0 +1,258 @@
+"""Encoders and encoder–decoders beside transformers: CPU seconds and memory of a step, and tokens written a second.
+
+    python -m benchmarks.encoders [--quick] [--only marian bert writing]
+
+One process, two threads, float32, the same weights in both. ``marian`` has 6 + 6 layers of width 512 (the original
+Transformer's base shape) and 64 pairs, whose lengths are those of sentences of LibreOffice's help and of their German
+translations (Debian's ``libreoffice-help-en-us`` and ``-de``, 8,000 pieces of BPE); ``bert`` has 8 layers of width 512
+and 32 pages of the same help, cut at 512 tokens. transformers pads both to the longest; here rows are packed. Both
+losses are compared. ``writing`` is 8 sources of 24 tokens, 48 tokens written of each, greedy.
+
+CPU seconds are the smallest of rounds in which both take turns; memory, from fresh processes, is the peak over what was
+resident with weights and gradients in place. ``--save`` writes ``benchmarks/results/KIND/encoders.json``; exit code 1
+when a figure is outside its bound.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from benchmarks.bounds import Bound, conclude, parse
+from benchmarks.decoder import THREADS, in_process
+from benchmarks.generation import convert, cpu_seconds
+from benchmarks.ranks import with_resident_rise
+from longctx.batch import IGNORED_TARGET, Batch, PackedDocuments, Stream, with_targets
+
+# Tokens of (source, target) of 64 sentences, and of 32 pages, drawn at even ranks of the corpora above.
+PAIR_LENGTHS: tuple[tuple[int, int], ...] = ()
+PAGE_LENGTHS: tuple[int, ...] = ()
+VOCABULARY = 8_000
+SOURCE_TOKENS, NEW_TOKENS, PROMPTS = 24, 48, 8
+CASES = ("marian", "bert", "writing")
+TIME_BOUND, MEMORY_BOUND, SPEED_BOUND = 0.8, 0.5, 1.2
+TIME_WHY = "transformers computes its padding, and keeps all logits"
+
+
+def marian() -> Any:
+    """transformers' Marian of the base shape."""
+    import transformers
+
+    config = transformers.MarianConfig(
+        vocab_size=VOCABULARY, d_model=512, encoder_layers=6, decoder_layers=6, encoder_attention_heads=8,
+        decoder_attention_heads=8, encoder_ffn_dim=2048, decoder_ffn_dim=2048, max_position_embeddings=512,
+        activation_function="relu", dropout=0.0, attention_dropout=0.0, scale_embedding=True, init_std=0.03,
+        pad_token_id=0, eos_token_id=2, decoder_start_token_id=1, forced_eos_token_id=None,
+    )  # fmt: skip
+    config._attn_implementation = "sdpa"
+    torch.manual_seed(0)
+    return transformers.MarianMTModel(config)
+
+
+def bert() -> Any:
+    """transformers' BERT, smaller than base."""
+    import transformers
+
+    config = transformers.BertConfig(
+        vocab_size=VOCABULARY, hidden_size=512, num_hidden_layers=8, num_attention_heads=8, intermediate_size=2048,
+        max_position_embeddings=512, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0,
+    )  # fmt: skip
+    config._attn_implementation = "sdpa"
+    torch.manual_seed(0)
+    return transformers.BertForMaskedLM(config)
+
+
+def documents(lengths: Sequence[int], seed: int) -> list[Tensor]:
+    """Random tokens of these lengths, none of which stands for anything."""
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randint(5, VOCABULARY, (length,), generator=generator) for length in lengths]
+
+
+def padded(texts: Sequence[Tensor], fill: int = 0) -> tuple[Tensor, Tensor]:
+    """The texts [B, longest], and which tokens are theirs."""
+    tokens = nn.utils.rnn.pad_sequence(list(texts), batch_first=True, padding_value=fill)
+    lengths = torch.tensor([len(text) for text in texts])
+    return tokens, (torch.arange(tokens.shape[1]) < lengths[:, None]).long()
+
+
+def packed(texts: Sequence[Tensor]) -> Stream:
+    """The texts in one row."""
+    lengths = [len(text) for text in texts]
+    return Stream(
+        tokens=torch.cat(list(texts))[None],
+        positions=torch.cat([torch.arange(length) for length in lengths])[None],
+        document_ids=torch.arange(len(texts)).repeat_interleave(torch.tensor(lengths))[None],
+        documents=PackedDocuments.of_lengths(lengths, ()),
+    )
+
+
+def pair_batches() -> tuple[dict[str, Tensor], Batch]:
+    """The pairs as transformers takes them, and as one row with its sources."""
+    sources, targets = (documents([pair[side] for pair in PAIR_LENGTHS], side) for side in range(2))
+    read = [torch.cat([torch.tensor([1]), target[:-1]]) for target in targets]
+    given: dict[str, Tensor] = dict(zip(("input_ids", "attention_mask"), padded(sources), strict=True))
+    given["decoder_input_ids"], given["labels"] = padded(read)[0], padded(targets, IGNORED_TARGET)[0]
+    row = with_targets(packed(read), torch.cat(targets)[None])
+    return given, replace(row, source=packed(sources))
+
+
+def page_batches() -> tuple[dict[str, Tensor], Batch]:
+    """The pages as transformers takes them, and as one row; every seventh token is to be told."""
+    pages = documents(PAGE_LENGTHS, 2)
+    labels = [page.masked_fill(torch.arange(len(page)) % 7 != 0, IGNORED_TARGET) for page in pages]
+    read = [page.masked_fill(torch.arange(len(page)) % 7 == 0, 4) for page in pages]
+    given: dict[str, Tensor] = dict(zip(("input_ids", "attention_mask"), padded(read), strict=True))
+    given["labels"] = padded(labels, IGNORED_TARGET)[0]
+    targets = torch.cat(labels)[None]
+    row = with_targets(packed(read), targets)
+    return given, replace(row, places=(targets[0] != IGNORED_TARGET).nonzero().flatten())
+
+
+BUILD = {"marian": (marian, pair_batches, "causal"), "bert": (bert, page_batches, "masked")}
+
+
+def steps(case: str) -> dict[str, tuple[nn.Module, Callable[[], Tensor]]]:
+    """Both models, and what computes a loss and its gradients."""
+    from longctx.objectives.build import Objective, build_objective
+
+    build, batches, objective = BUILD[case]
+    model = build()
+    given, row = batches()
+    task = build_objective(convert(model, torch.float32), Objective(objective)).train()
+    count = int((row.targets != IGNORED_TARGET).sum())
+
+    def theirs() -> Tensor:
+        loss = model(**given, use_cache=False).loss if case == "marian" else model(**given).loss
+        loss.backward()
+        return loss.detach()
+
+    def ours() -> Tensor:
+        loss = task(row)[0] / count
+        loss.backward()
+        return loss.detach()
+
+    return {"transformers": (model, theirs), "longctx": (task, ours)}
+
+
+def measure_time(case: str, rounds: int) -> dict[str, Any]:
+    """CPU seconds and losses of both, by turns."""
+    torch.set_num_threads(THREADS)
+    ways = steps(case)
+    losses = {who: float(step()) for who, (_, step) in ways.items()}  # the first use of anything is not counted
+    seconds: dict[str, list[float]] = {who: [] for who in ways}
+    for _ in range(rounds):
+        for who, (_, step) in ways.items():
+            start = time.process_time()
+            step()
+            seconds[who].append(time.process_time() - start)
+    return {"cpu_seconds": {who: round(min(found), 3) for who, found in seconds.items()}, "losses": losses}
+
+
+def measure_memory(case: str, who: str) -> float:
+    """MiB over weights and gradients, of a process that runs one of the two."""
+    torch.set_num_threads(THREADS)
+    model, step = steps(case)[who]
+    for parameter in model.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    step()  # the first use of code takes memory too
+    return with_resident_rise(step)[1]
+
+
+def measure_step(case: str, rounds: int) -> dict[str, Any]:
+    """A row of the table, of a training step."""
+    timed = in_process(measure_time, case, rounds)
+    mib = {who: round(in_process(measure_memory, case, who)) for who in ("transformers", "longctx")}
+    seconds = timed["cpu_seconds"]
+    given, row = BUILD[case][1]()
+    shapes = [given[name].numel() for name in ("input_ids", "decoder_input_ids") if name in given]
+    own = row.tokens.numel() + (row.source.tokens.numel() if row.source is not None else 0)
+    return {
+        "case": case,
+        **timed,
+        "time_ratio": round(seconds["longctx"] / seconds["transformers"], 3),
+        "activation_mib": mib,
+        "memory_ratio": round(mib["longctx"] / mib["transformers"], 3),
+        "padding_share": round(1 - own / sum(shapes), 3),
+    }
+
+
+def measure_writing(rounds: int) -> dict[str, Any]:
+    """CPU seconds of both to write of all sources, by turns."""
+    from longctx.generation.batch import generate_batch
+
+    torch.set_num_threads(THREADS)
+    reference = marian().eval()
+    # Wide embeddings: with those of a new model one token would repeat for ever.
+    nn.init.normal_(reference.get_input_embeddings().weight)
+    reference.generation_config.eos_token_id = None
+    model = convert(reference, torch.float32)
+    sources = torch.stack(documents([SOURCE_TOKENS] * PROMPTS, 3))
+
+    def theirs(count: int) -> list[list[int]]:
+        options = {"max_new_tokens": count, "do_sample": False, "num_beams": 1}
+        return reference.generate(sources, attention_mask=torch.ones_like(sources), **options)[:, 1:].tolist()
+
+    def ours(count: int) -> list[list[int]]:
+        found = dict(generate_batch(model, [[1]] * PROMPTS, count, sources=sources.tolist()))
+        return [found[index] for index in range(PROMPTS)]
+
+    ways = {"transformers": theirs, "longctx": ours}
+    ids = {who: way(NEW_TOKENS) for who, way in ways.items()}
+    seconds: dict[str, list[float]] = {who: [] for who in ways}
+    for _ in range(rounds):
+        for who, way in ways.items():
+            seconds[who].append(cpu_seconds(way, NEW_TOKENS))
+    fastest = {who: round(min(found), 3) for who, found in seconds.items()}
+    return {
+        "case": "writing",
+        "cpu_seconds": fastest,
+        "speed_ratio": round(fastest["transformers"] / fastest["longctx"], 3),
+        "same_prompts": sum(a == b for a, b in zip(*ids.values(), strict=True)),
+    }
+
+
+def measure(case: str, rounds: int) -> dict[str, Any]:
+    """A row of the table."""
+    if case == "writing":
+        return in_process(measure_writing, rounds)
+    return measure_step(case, rounds)
+
+
+def bounds(row: dict[str, Any]) -> Iterator[Bound]:
+    """What a row may be."""
+    case = row["case"]
+    again = ("--only", case)
+    if case == "writing":
+        what = "tokens a CPU second over transformers'"
+        yield Bound(what, row["speed_ratio"], SPEED_BOUND, case, at_least=True, again=again)
+        yield Bound("prompts whose ids are transformers'", row["same_prompts"], PROMPTS, case, at_least=True)
+    else:
+        yield Bound("CPU seconds over transformers'", row["time_ratio"], TIME_BOUND, case, TIME_WHY, again=again)
+        yield Bound("activation memory over transformers'", row["memory_ratio"], MEMORY_BOUND, case)
+        error = abs(row["losses"]["longctx"] / row["losses"]["transformers"] - 1)
+        yield Bound("difference of the losses", error, 1e-5, case)
+
+
+def main() -> int:
+    """Print the table, save it, and fail when a figure is outside its bound."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", nargs="+", choices=CASES, default=CASES, help="cases to run")
+    options = parse(parser, quick="one round")
+    rows = []
+    for case in options.only:
+        rows.append(measure(case, 1 if options.quick else 5))
+        print(rows[-1], flush=True)
+    content = {"threads": THREADS, "rows": rows}
+    stated = [bound for row in rows for bound in bounds(row)]
+    return conclude("encoders", content, stated, options, whole=set(options.only) == set(CASES))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

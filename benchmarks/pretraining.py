@@ -1,0 +1,221 @@
+"""Pretraining of encoders beside transformers: what is learned of masked tokens and of two segments.
+
+    python -m benchmarks.pretraining [--help-pages FOLDER] [--only nsp sop masks] [--quick]
+
+Texts are the English pages of LibreOffice's help (Debian's ``libreoffice-help-en-us``) with their paragraphs, 5 % held
+out, 4,000 pieces of WordPiece; without it, Python's standard library. ``nsp`` trains ``BertForPreTraining`` of width
+192 and 4 layers, and ours from the same weights on the same examples by the same AdamW, float32, without dropout;
+``sop`` does so with ``AlbertForPreTraining``. ``masks`` compares masks that change with each epoch with those that
+stay, after ten epochs of ours. Figures are of held-out rows, masked alike each time; beside the pair head's accuracy
+stands that of the best threshold of common tokens. ``--save`` writes ``benchmarks/results/KIND/pretraining.json``; exit
+code 1 when a figure is outside its bound.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from benchmarks.bounds import Bound, conclude, parse
+from benchmarks.decoder import THREADS
+from benchmarks.generation import convert
+from benchmarks.translation import learn
+from longctx.batch import IGNORED_TARGET, Batch
+
+CASES = ("nsp", "sop", "masks")
+STEPS, LR, ROWS, ROW_TOKENS, VOCABULARY = 4000, 1e-3, 16, 128, 4000
+HELD_OUT_ROWS, EPOCHS = 256, 10
+ACCURACY_BOUND = 0.005
+PAIR_BOUND = {"nsp": 0.7, "sop": 0.6}
+
+
+@dataclass(frozen=True)
+class Corpus:
+    """Shards of texts."""
+
+    folder: Path
+    tokenizer: Any
+
+
+def prepare(folder: Path, help_pages: Path) -> Corpus:
+    """Write the pages as texts, a paragraph a line, train a tokenizer, and build the shards."""
+    from data_pipeline.prepare.build import build_shards
+    from data_pipeline.prepare.sources import open_source
+    from data_pipeline.prepare.train_tokenizer import train_tokenizer
+    from launcher.demos.pairs import paragraphs_of_page
+
+    texts = folder / "texts"
+    texts.mkdir()
+    source = "stdlib"
+    if (help_pages / "en-US").is_dir():
+        source = texts
+        for number, page in enumerate(sorted((help_pages / "en-US" / "text").rglob("*.html"))):
+            (texts / f"{number:05}.txt").write_text("\n".join(filter(None, paragraphs_of_page(page).values())))
+    tokenizer = train_tokenizer(open_source(source), folder / "t.json", vocab_size=VOCABULARY, kind="wordpiece")
+    build_shards(open_source(source), tokenizer, folder / "shards", validation_fraction=0.05, paragraphs=True)
+    return Corpus(folder / "shards", tokenizer)
+
+
+def packing(kind: str) -> dict[str, Any]:
+    """How rows are read."""
+    from data_pipeline.rows.pack import Packing
+    from data_pipeline.rows.segments import SegmentRule
+
+    return {"packing": Packing(examples=SegmentRule(kind))} if kind else {}
+
+
+def batches(corpus: Corpus, kind: str, *, static: bool = False) -> Any:
+    """The loader of training rows; of no ``kind`` texts are read as they are."""
+    from data_pipeline.loader import build_loader
+    from data_pipeline.rows.mask import MaskRule
+
+    options = {"rows_per_step": ROWS, "micro_batch_rows": ROWS, "mask": MaskRule(static=static)}
+    return build_loader(corpus.folder, seq_len=ROW_TOKENS, **options, **packing(kind))
+
+
+def held_out(corpus: Corpus, kind: str) -> Any:
+    """The loader of held-out rows."""
+    from data_pipeline.loader import build_validation_loader
+    from data_pipeline.rows.mask import MaskRule
+
+    options = {"max_rows": HELD_OUT_ROWS, "micro_batch_rows": ROWS, "mask": MaskRule()}
+    return build_validation_loader(corpus.folder / "validation", seq_len=ROW_TOKENS, **options, **packing(kind))
+
+
+def stock(kind: str, tokenizer: Any) -> nn.Module:
+    """transformers' model of a kind."""
+    import transformers
+
+    sizes = {"vocab_size": tokenizer.vocab_size, "hidden_size": 192, "num_attention_heads": 4, "intermediate_size": 768}
+    sizes |= {"num_hidden_layers": 4, "max_position_embeddings": ROW_TOKENS, "pad_token_id": tokenizer.padding}
+    sizes |= {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+    torch.manual_seed(0)
+    if kind == "sop":
+        config = transformers.AlbertConfig(embedding_size=96, hidden_act="gelu_new", **sizes)
+        config._attn_implementation = "sdpa"
+        return transformers.AlbertForPreTraining(config)
+    config = transformers.BertConfig(**sizes)
+    config._attn_implementation = "sdpa"
+    return (transformers.BertForPreTraining if kind else transformers.BertForMaskedLM)(config)
+
+
+def padded_step(model: Any, batch: Batch, kind: str) -> Tensor:
+    """transformers' loss of a batch: its documents padded."""
+    assert batch.segments is not None
+    assert batch.order is not None
+    bounds, padding = batch.documents.bounds, set(batch.documents.padding or ())
+    numbers = [n for n in range(batch.documents.num_documents) if n not in padding]
+
+    def rows(values: Tensor, fill: int) -> Tensor:
+        parts = [values.flatten()[bounds[n] : bounds[n + 1]] for n in numbers]
+        return nn.utils.rnn.pad_sequence(parts, batch_first=True, padding_value=fill)
+
+    tokens = rows(batch.tokens, model.config.pad_token_id)
+    lengths = torch.tensor([bounds[n + 1] - bounds[n] for n in numbers])
+    asked = "next_sentence_label" if kind == "nsp" else "sentence_order_label"
+    order = batch.order.flatten()[[bounds[n] for n in numbers]]
+    given = {"input_ids": tokens, "token_type_ids": rows(batch.segments, 0), asked: order}
+    given["attention_mask"] = (torch.arange(tokens.shape[1]) < lengths[:, None]).long()
+    return model(**given, labels=rows(batch.targets, IGNORED_TARGET)).loss
+
+
+@torch.no_grad()
+def figures(decoder: Any, corpus: Corpus, kind: str) -> dict[str, float]:
+    """Accuracy of masked tokens and of pairs on held-out rows."""
+    from launcher.evaluation.masked import Scores, word_overlap_accuracy
+
+    decoder.eval()
+    loader = held_out(corpus, kind)
+    scores = Scores()
+    for batch in loader:
+        scores.add(decoder, batch, corpus.folder, "float32")
+    decoder.train()
+    targets, loss, right, pairs, right_pairs = scores.sums.tolist()
+    found = {"masked_accuracy": right / targets, "masked_loss": loss / targets}
+    if pairs:
+        found |= {"pair_accuracy": right_pairs / pairs, "word_overlap": word_overlap_accuracy(loader)}
+    return {name: round(value, 4) for name, value in found.items()}
+
+
+def measure_pairs(corpus: Corpus, kind: str, steps: int) -> dict[str, Any]:
+    """Both sides' learning of one kind of pairs."""
+    from longctx.objectives.build import Objective, build_objective
+
+    theirs = stock(kind, corpus.tokenizer).train()
+    task = build_objective(convert(theirs, torch.float32), Objective("masked")).train()
+
+    def our_loss(batch: Batch) -> Tensor:
+        return task.loss(task.loss_sum(task(batch)), task.denominators(batch))
+
+    ours = learn(task, our_loss, batches(corpus, kind), steps, lambda: figures(task.network, corpus, kind), lr=LR)
+    found = learn(
+        theirs,
+        lambda batch: padded_step(theirs, batch, kind),
+        batches(corpus, kind),
+        steps,
+        lambda: figures(convert(theirs, torch.float32), corpus, kind),
+        lr=LR,
+    )
+    return {"case": kind, "longctx": ours, "transformers": found}
+
+
+def measure_masks(corpus: Corpus, steps: int | None) -> dict[str, Any]:
+    """What ours learns of masks that change with each epoch, and of masks that stay."""
+    from longctx.objectives.build import Objective, build_objective
+
+    found = {}
+    for name, static in (("dynamic", False), ("static", True)):
+        task = build_objective(convert(stock("", corpus.tokenizer), torch.float32), Objective("masked")).train()
+        loader = batches(corpus, "", static=static)
+        count = steps or EPOCHS * loader.pack_report().rows // ROWS
+
+        def our_loss(batch: Batch, task: Any = task) -> Tensor:
+            return task(batch)[0] / max(1, batch.num_targets)
+
+        found[name] = learn(task, our_loss, loader, count, lambda task=task: figures(task.network, corpus, ""), lr=LR)
+    return {"case": "masks", **found}
+
+
+def bounds(row: dict[str, Any]) -> Iterator[Bound]:
+    """What a row may be."""
+    case = row["case"]
+    if case == "masks":
+        return
+    ours, theirs = (row[who][-1] for who in ("longctx", "transformers"))
+    difference = abs(ours["masked_accuracy"] - theirs["masked_accuracy"])
+    yield Bound("difference of the masked tokens told", difference, ACCURACY_BOUND, case)
+    yield Bound("pairs told", ours["pair_accuracy"], PAIR_BOUND[case], case, at_least=True)
+
+
+def main() -> int:
+    """Print what is learned, save it, and fail when a figure is outside its bound."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument(
+        "--help-pages", type=Path, default=Path("/usr/share/libreoffice/help"), help="LibreOffice's help"
+    )
+    parser.add_argument("--only", nargs="+", choices=CASES, default=CASES, help="cases to run")
+    options = parse(parser, quick="20 steps")
+    torch.set_num_threads(THREADS)
+    rows: list[dict[str, Any]] = []
+    with tempfile.TemporaryDirectory() as folder:
+        corpus = prepare(Path(folder), options.help_pages)
+        for case in options.only:
+            if case == "masks":
+                rows.append(measure_masks(corpus, 20 if options.quick else None))
+            else:
+                rows.append(measure_pairs(corpus, case, 20 if options.quick else STEPS))
+    content = {"steps": STEPS, "rows_of_a_step": ROWS, "row_tokens": ROW_TOKENS, "rows": rows}
+    stated = [bound for row in rows for bound in bounds(row)]
+    return conclude("pretraining", content, stated, options, whole=set(options.only) == set(CASES))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

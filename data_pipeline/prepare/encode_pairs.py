@@ -1,0 +1,42 @@
+"""Pairs as token ids: what an encoder reads, and what is to be written."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
+
+import numpy as np
+import xxhash
+
+from data_pipeline.prepare.documents import Document
+from data_pipeline.prepare.encode import Difference, encode_documents
+from data_pipeline.shards.writer import EncodedDocument
+from longctx.tokenizer.contract import GROUP_CHARACTERS, Tokenizer
+from longctx.tokenizer.sides import start_of_targets
+
+
+def encode_pairs(
+    documents: Iterable[Document], tokenizer: Tokenizer, group_characters: int = GROUP_CHARACTERS
+) -> Iterator[tuple[EncodedDocument, Difference | None]]:
+    """Yield the tokens of each pair, in order, and where the text of a side does not come back, None where both do.
+
+    A target begins with ``start_of_targets``.
+    """
+    start = start_of_targets(tokenizer)
+    encoded = encode_documents(_sides(documents), tokenizer, group_characters)
+    # Source and target follow each other.
+    for (source, first), (target, second) in zip(encoded, encoded, strict=True):
+        both = xxhash.xxh3_64_intdigest(source.hash.to_bytes(8, "little") + target.hash.to_bytes(8, "little"))
+        tokens = target.tokens
+        if tokens[0] != start or not len(tokenizer.begins_with):
+            tokens = np.concatenate([np.array([start], tokens.dtype), tokens])
+        pair = replace(target, tokens=tokens, source_tokens=source.tokens, hash=both)
+        yield pair, first or second
+
+
+def _sides(documents: Iterable[Document]) -> Iterator[Document]:
+    """Yield the two texts of each pair, one after the other."""
+    for document in documents:
+        assert document.pair is not None, "a source has pairs alone, or none"
+        for text in document.pair:
+            yield Document(document.name, text)

@@ -1,0 +1,114 @@
+"""Pairs that lie in texts: two files with a line for each side, and the catalogues of gettext.
+
+Two files of a folder are sides of pairs if their names differ in their endings alone, and these are the fields: with
+``--source-field en --text-field de`` line n of ``news.de`` is what is written of line n of ``news.en``. The records of
+a ``.po`` file have the fields ``msgid`` and ``msgstr``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from itertools import zip_longest
+from typing import BinaryIO
+
+from data_pipeline.prepare.documents import DamageError, Fields, File, Format, Item, Skip, whole
+from data_pipeline.prepare.readers.opened import OpenFile, opened
+from data_pipeline.prepare.readers.records import Record, check_length, item_of, no_field, read_bounded
+from longctx.errors import ConfigError
+
+LINES, CATALOGUE = "parallel", "po"
+"""Kinds of formats."""
+_READ_BYTES = 1 << 20
+_FIELDS = ("msgid", "msgstr")
+
+
+def aligned(files: Sequence[File], fields: Fields) -> list[File]:
+    """The files, texts with two sides told by their names: the other side of a file is no file of its own."""
+    texts = {file.name: file for file in files if file.format.kind == "text" and not file.format.is_meant}
+    targets = set[str]()
+    found = []
+    for file in files:
+        stem = _stem(file, fields.source)
+        other = None if stem is None else texts.get(f"{stem}.{fields.text}{file.format.compression}")
+        if file.name in texts and other is not None:
+            targets.add(other.name)
+            found.append(replace(file, format=replace(file.format, kind=LINES), other=other))
+        elif file.name in texts and _stem(file, "po") is not None:
+            found.append(replace(file, format=Format(CATALOGUE, file.format.compression, ".po")))
+        else:
+            found.append(file)
+    return [file for file in found if file.name not in targets]
+
+
+def _stem(file: File, ending: str) -> str | None:
+    """A file's name without this ending; None if it has another one."""
+    plain = file.name.removesuffix(file.format.compression)
+    return plain.removesuffix(f".{ending}") if plain.endswith(f".{ending}") else None
+
+
+def check_lines(source: OpenFile, fields: Fields) -> Skip | None:
+    """Why two files are no pairs: they have other numbers of lines, so that nobody knows which belong together."""
+    assert source.file.other is not None, "a file of lines has another side"
+    with opened(whole(source.file.other)) as target:
+        counts = [_count_lines(side.stream) for side in (source, target)]
+    if counts[0] == counts[1]:
+        return None
+    detail = f"{source.name} has {counts[0]:,} lines, and {source.file.other.name} {counts[1]:,}"
+    return Skip(source.name, "sides of other lengths", detail, is_fault=True)
+
+
+def _count_lines(stream: BinaryIO) -> int:
+    count, last = 0, b"\n"
+    while block := stream.read(_READ_BYTES):
+        count, last = count + block.count(b"\n"), block[-1:]
+    return count + (last != b"\n")
+
+
+def read_lines_of_two(source: OpenFile, fields: Fields) -> Iterator[Item]:
+    """Yield the pair that lines of one number are; they are numbered from 1."""
+    assert source.file.other is not None, "a file of lines has another side"
+    with opened(whole(source.file.other)) as target:
+        lines = zip_longest(_lines(source.stream), _lines(target.stream))
+        for number, sides in enumerate(lines, start=1):
+            if None in sides:
+                raise DamageError(f"one side ends before line {number:,}, the other does not")
+            values = dict(zip((fields.source, fields.text), sides, strict=True))
+            yield item_of(Record(f"{source.name}:{number}", values), fields)
+
+
+def _lines(stream: BinaryIO) -> Iterator[bytes]:
+    """Yield lines without their ends, none longer than a record may be."""
+    rest = b""
+    while block := stream.read(_READ_BYTES):
+        *whole_lines, rest = (rest + block).split(b"\n")
+        yield from (line.removesuffix(b"\r") for line in whole_lines)
+        check_length(len(rest))
+    if rest:
+        yield rest
+
+
+def read_catalogue(source: OpenFile, fields: Fields) -> Iterator[Item]:
+    """Yield the pairs of a catalogue; what nobody has translated, or only a machine has, is left out."""
+    try:
+        import polib
+    except ImportError as error:
+        raise ConfigError(f"{source.name} is read by polib, which is not installed: pip install '.[po]'.") from error
+    missing = next((field for field in fields.names if field not in _FIELDS), "")
+    if missing:
+        yield no_field(source.name, missing, _FIELDS, _FIELDS)
+        return
+    try:
+        entries = polib.pofile(read_bounded(source.stream).decode())
+    except (OSError, ValueError) as error:
+        raise DamageError(f"it is no catalogue of gettext: {error}") from error
+    for number, entry in enumerate(entries, start=1):
+        name = f"{source.name}:{number}"
+        if entry.obsolete or entry.fuzzy:
+            yield Skip(name, "obsolete" if entry.obsolete else "fuzzy")
+            continue
+        forms = [(entry.msgid, entry.msgstr)]
+        if entry.msgid_plural:
+            forms = [(entry.msgid, entry.msgstr_plural.get(0)), (entry.msgid_plural, entry.msgstr_plural.get(1))]
+        for sides in forms:
+            yield item_of(Record(name, dict(zip(_FIELDS, sides, strict=True))), fields)

@@ -1,0 +1,110 @@
+"""Train a WordPiece vocabulary (BERT's): whole words of a text, and pieces that go on a word.
+
+Its pieces are those that SentencePiece's byte-pair encoding merges within words; BERT's own trainer was never
+published. Texts are cut into words as BERT's tokenizer does it, by the library that encodes with the file, and each
+word is then read from left to right as the longest pieces that there are. The same texts give the same file.
+"""
+
+from __future__ import annotations
+
+import io
+import re
+from collections.abc import Iterable, Iterator, Sequence
+
+import sentencepiece as spm
+from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
+
+from longctx.tokenizer.chunks import SPACE_MARK
+
+SPECIAL_TOKENS = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
+"""In the order of BERT's vocabularies."""
+GOES_ON = "##"
+"""What a piece begins with that goes on a word."""
+SMALLEST_VOCAB_SIZE = len(SPECIAL_TOKENS) + 2 + 1
+"""A letter, the letter within a word, and one piece to learn."""
+
+_OPTIONS = {
+    "model_type": "bpe",
+    "normalization_rule_name": "identity",
+    "character_coverage": 0.9999,
+    "max_sentence_length": 1 << 30,
+    "bos_id": -1,
+    "eos_id": -1,
+    "num_threads": 1,
+    "minloglevel": 3,
+}
+
+
+class VocabularySizeError(ValueError):
+    """A vocabulary has more ids than texts have pieces, or fewer than they have letters."""
+
+    def __init__(self, *, least: int | None = None, most: int | None = None) -> None:
+        super().__init__(least, most)
+        self.least, self.most = least, most
+        """Ids that the texts need, or can fill; None for what is not the fault."""
+
+
+def learn_wordpiece(texts: Sequence[str], vocab_size: int, *, cased: bool) -> bytes:
+    """The tokenizer.json of a vocabulary of these texts; ``cased`` keeps upper case and accents.
+
+    ``VocabularySizeError`` if the texts need more ids, or can fill fewer.
+    """
+    tokenizer = Tokenizer(models.WordPiece(unk_token="[UNK]"))
+    tokenizer.normalizer = normalizers.BertNormalizer(lowercase=not cased, strip_accents=not cased)
+    tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
+    letters, pieces = _pieces(_words(tokenizer, texts), vocab_size)
+    tokens = [*SPECIAL_TOKENS, *letters, *(GOES_ON + letter for letter in letters), *pieces]
+    least = len(SPECIAL_TOKENS) + 2 * len(letters) + 1
+    if vocab_size < least:
+        raise VocabularySizeError(least=least)
+    if len(tokens) < vocab_size:
+        raise VocabularySizeError(most=len(tokens))
+    vocabulary = {token: number for number, token in enumerate(tokens[:vocab_size])}
+    tokenizer.model = models.WordPiece(vocabulary, unk_token="[UNK]", continuing_subword_prefix=GOES_ON)
+    tokenizer.add_special_tokens(list(SPECIAL_TOKENS))
+    tokenizer.decoder = decoders.WordPiece(prefix=GOES_ON)
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single="[CLS] $A [SEP]",
+        pair="[CLS] $A [SEP] $B:1 [SEP]:1",
+        special_tokens=[(token, vocabulary[token]) for token in ("[CLS]", "[SEP]")],
+    )
+    return tokenizer.to_str(pretty=True).encode()
+
+
+def _words(tokenizer: Tokenizer, texts: Iterable[str]) -> Iterator[str]:
+    """Yield each line's words with a space between them."""
+    assert tokenizer.normalizer is not None
+    assert tokenizer.pre_tokenizer is not None
+    for text in texts:
+        for line in text.splitlines():
+            # A space's own mark would be read as one.
+            cleaned = tokenizer.normalizer.normalize_str(line.replace(SPACE_MARK, " "))
+            words = " ".join(word for word, _ in tokenizer.pre_tokenizer.pre_tokenize_str(cleaned))
+            if words:
+                yield words
+
+
+def _pieces(lines: Iterator[str], vocab_size: int) -> tuple[list[str], list[str]]:
+    """The letters of the lines, and the pieces of several letters, the most useful first."""
+    model = io.BytesIO()
+    try:
+        # If there are fewer pieces the library takes all of them.
+        spm.SentencePieceTrainer.train(
+            sentence_iterator=lines, model_writer=model, vocab_size=vocab_size, hard_vocab_limit=False, **_OPTIONS
+        )
+    except RuntimeError as error:
+        if found := re.search(r"smaller than required_chars\. \d+ vs (\d+)", str(error)):
+            raise VocabularySizeError(least=len(SPECIAL_TOKENS) + 2 * int(found[1])) from error
+        raise
+    learned = spm.SentencePieceProcessor(model_proto=model.getvalue())
+    letters, pieces = set[str](), []
+    for number in range(learned.vocab_size()):
+        piece = learned.id_to_piece(number)
+        if learned.is_unknown(number) or piece == SPACE_MARK:
+            continue
+        text = piece.removeprefix(SPACE_MARK)
+        if len(text) == 1:
+            letters.add(text)
+        else:
+            pieces.append(text if piece.startswith(SPACE_MARK) else GOES_ON + text)
+    return sorted(letters), pieces

@@ -1,0 +1,143 @@
+"""``Examples``: what pieces of texts are made into before they are read: corrupted texts, or two segments in an order.
+
+A piece counts a text's tokens without those that the tokenizer puts around it: the example has its own. How long that
+becomes is a function of the piece's length alone, so rows are planned without reading a token.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+
+from data_pipeline.rows.pack import ExampleRule, Piece, Row
+from data_pipeline.shards.reader import ShardSet
+from data_pipeline.shuffle import key64
+from longctx.errors import ConfigError
+
+
+@dataclass(frozen=True, slots=True)
+class Example:
+    """What one piece has become."""
+
+    tokens: np.ndarray
+    source: np.ndarray | None = None
+    """What an encoder reads beside them."""
+    second: int = 0
+    """The first token of the second segment; 0 if there is one alone."""
+    order: int = 0
+    """Of two segments 0 if they stand together as they are in the text, 1 if they do not."""
+
+
+PieceOfEpoch = tuple[Piece, int]
+"""A piece, and the epoch that it is read in."""
+
+
+class Recipe(Protocol):
+    """Makes examples of a folder's pieces (``rows.spans``, ``rows.segments``)."""
+
+    shards: ShardSet
+    rule: ExampleRule
+
+    def examples(self, pieces: Sequence[PieceOfEpoch]) -> list[Example]:
+        """The example of each piece; reads what it is made of."""
+        ...
+
+
+class Examples:
+    """The examples of some pieces under numbers of their own; ``sources`` are their other side."""
+
+    is_masked = False
+    first_documents = (0,)
+
+    def __init__(self, recipe: Recipe, pieces: Sequence[PieceOfEpoch]) -> None:
+        self._recipe, self._pieces = recipe, pieces
+        self.padding = recipe.shards.padding
+        self._made: dict[int, Example] = {}
+        self._is_source = False
+
+    @classmethod
+    def of_rows(cls, recipe: Recipe, rows: Sequence[Row]) -> tuple[Examples, list[Row]]:
+        """Those of all pieces of these rows, numbered from 0, and the rows of them."""
+        pieces: list[PieceOfEpoch] = []
+        found = []
+        for row in rows:
+            lengths, numbers = np.array(row.lengths, np.int64), range(len(pieces), len(pieces) + len(row))
+            epochs = row.epochs or [0] * len(row)
+            pieces += zip(row, epochs, strict=True)
+            made = Row(numbers, [0] * len(row), recipe.rule.lengths(lengths).tolist())
+            made.epochs = epochs
+            of_sources = recipe.rule.source_lengths(lengths)
+            if of_sources is not None:
+                made.source_lengths = of_sources.tolist()
+            found.append(made)
+        return cls(recipe, pieces), found
+
+    @property
+    def has_segments(self) -> bool:
+        """Whether each is of two segments."""
+        return self._recipe.rule.has_segments
+
+    @property
+    def sources(self) -> Examples:
+        """The other side of the same examples."""
+        other = Examples(self._recipe, self._pieces)
+        # What one side has made serves the other.
+        other._made, other._is_source = self._made, True
+        return other
+
+    def slices(self, pieces: Iterable[Piece]) -> list[np.ndarray]:
+        """As ``ShardSet.slices``."""
+        wanted = list(pieces)
+        self._make(number for number, _, _ in wanted)
+        return [self._tokens(number)[start:stop] for number, start, stop in wanted]
+
+    def segments(self, number: int) -> tuple[int, int]:
+        """``Example.second`` and ``Example.order`` of one."""
+        self._make([number])
+        return self._made[number].second, self._made[number].order
+
+    def counted(self, index: int) -> None:
+        """None: all of a target is predicted, and nothing of a source."""
+
+    def key(self, number: int) -> int:
+        """A number of the example's piece, whatever batch it is in: what is drawn for it is drawn by this."""
+        (document, start, _), _ = self._pieces[number]
+        return key64(document, start)
+
+    def _tokens(self, number: int) -> np.ndarray:
+        made = self._made[number]
+        if not self._is_source:
+            return made.tokens
+        assert made.source is not None, "the recipe makes no sources"
+        return made.source
+
+    def _make(self, numbers: Iterable[int]) -> None:
+        new = sorted(set(numbers) - self._made.keys())
+        if new:
+            self._made.update(zip(new, self._recipe.examples([self._pieces[number] for number in new]), strict=True))
+
+
+def tokens_around(shards: ShardSet) -> tuple[int, int]:
+    """How many tokens the tokenizer puts before a text and behind it."""
+    tokenizer = shards.tokenizer()
+    return len(tokenizer.begins_with), len(tokenizer.ends_with)
+
+
+def read_texts(shards: ShardSet, pieces: Iterable[Piece]) -> list[np.ndarray]:
+    """The tokens of each piece of a text, int32."""
+    before, _ = tokens_around(shards)
+    found = shards.slices([(document, start + before, stop + before) for document, start, stop in pieces])
+    return [tokens.astype(np.int32) for tokens in found]
+
+
+def check_texts(shards: ShardSet, objective: str, instead: str) -> None:
+    """ConfigError unless a folder holds texts; ``objective`` is the key that asks for them."""
+    if not shards.is_masked and not shards.manifest.has_sources:
+        return
+    kind = "pairs" if shards.manifest.has_sources else "conversations"
+    raise ConfigError(
+        f"{objective} is for texts, and {shards.folder} holds {kind}.\nName a folder of texts, or {instead}."
+    )

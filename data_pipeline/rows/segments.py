@@ -1,0 +1,153 @@
+"""Two segments of a text, and whether they stand together: what a pair head is trained on beside masked tokens.
+
+    [CLS] first segment [SEP] second segment [SEP]
+
+"nsp" (BERT, Devlin et al., 2018, arXiv 1810.04805, §3.1): half of the second segments are a stretch of another document
+in the place of what follows. "sop" (ALBERT, Lan et al., 2019, arXiv 1909.11942, §3.1): half of the pairs have changed
+places. A piece is cut where one of its paragraphs begins, if the folder says where they do (`data build --paragraphs`);
+else where one of its words does.
+
+Where a piece is cut, whether its segments stand together and what stands there instead are functions of (seed, epoch,
+folder, document, position): the same for any ranks, threads and resumption. A stretch of another document has as many
+tokens as what it replaces, so an example is as long as its piece says.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from data_pipeline.rows.examples import Example, PieceOfEpoch, check_texts, read_texts, tokens_around
+from data_pipeline.rows.pack import Piece
+from data_pipeline.shards.reader import ShardSet
+from data_pipeline.shuffle import key64
+from longctx.errors import ConfigError
+from longctx.mixing import mix64_array
+from longctx.tokenizer.words import word_begins
+
+_AROUND = 3
+"""Tokens of an example that are not the text's."""
+_CANDIDATES = 16
+"""Other documents that are asked for a stretch that is long enough; if none has one, the segments stay together."""
+
+# Salts; ``rows.spans`` has the ones before.
+_CUT, _ORDER, _OTHER, _STRETCH = 401, 402, 403, 404
+
+
+@dataclass(frozen=True)
+class SegmentRule:
+    """What the second segment may be."""
+
+    kind: str
+    """``nsp`` or ``sop``."""
+    least_tokens, has_segments = 2, True
+
+    def __str__(self) -> str:
+        """As a loader's state has it."""
+        return f"pairs of segments ({self.kind})"
+
+    def lengths(self, lengths: np.ndarray) -> np.ndarray:
+        """Tokens of the examples of pieces of these lengths."""
+        return lengths + _AROUND
+
+    def source_lengths(self, lengths: np.ndarray) -> None:
+        """None: nothing is read beside an example."""
+
+    def most_tokens(self, seq_len: int, source_seq_len: int) -> int:
+        """Tokens of the longest piece whose example fits a row; ConfigError if it has no two segments."""
+        if seq_len < _AROUND + self.least_tokens:
+            raise ConfigError(
+                f"data.seq_len={seq_len} holds no two segments: with the {_AROUND} tokens around them they have at "
+                f"least {_AROUND + self.least_tokens}. Try 128."
+            )
+        return seq_len - _AROUND
+
+
+class Segments:
+    """A rule, for the documents of a folder."""
+
+    def __init__(self, rule: SegmentRule, shards: ShardSet, *, seed: int) -> None:
+        """ConfigError for a folder whose documents have no two segments."""
+        self.rule, self.seed, self.shards = rule, seed, shards
+        key = f"model.pair_head={rule.kind}"
+        check_texts(shards, key, "set model.pair_head=none")
+        tokenizer = shards.tokenizer()
+        self._around = tokens_around(shards)
+        if self._around != (1, 1):
+            raise ConfigError(
+                f"{key} reads [CLS] first [SEP] second [SEP], and {tokenizer.path} puts {self._around[0]} tokens "
+                f"before a text and {self._around[1]} behind it.\nTrain one with `longctx tokenizer train --kind "
+                "wordpiece`, and build the shards with it."
+            )
+        if rule.kind == "nsp" and shards.num_documents < 2:
+            raise ConfigError(
+                f"{key} takes second segments from other documents, and {shards.folder} has one.\nName a folder of "
+                "more, or set model.pair_head=sop."
+            )
+        self._begin, self._end = (np.array(ids, np.int32) for ids in (tokenizer.begins_with, tokenizer.ends_with))
+        self._begins_word = word_begins(tokenizer)
+        self._key = int(shards.manifest.hash[:16], 16)
+
+    def examples(self, pieces: Sequence[PieceOfEpoch]) -> list[Example]:
+        """The two segments of each piece, in some order."""
+        texts = read_texts(self.shards, [piece for piece, _ in pieces])
+        cuts = [self._cut(*piece, tokens) for piece, tokens in zip(pieces, texts, strict=True)]
+        # A hash's first bit.
+        orders = [self._hash(*piece, _ORDER) >> 63 for piece in pieces]
+        seconds: dict[int, np.ndarray] = {}
+        if self.rule.kind == "nsp":
+            wanted = [number for number, order in enumerate(orders) if order]
+            others = self._others([pieces[n] for n in wanted], [len(texts[n]) - cuts[n] for n in wanted])
+            found = {n: other for n, other in zip(wanted, others, strict=True) if other is not None}
+            seconds = dict(zip(found, read_texts(self.shards, found.values()), strict=True))
+            orders = [int(number in seconds) for number in range(len(pieces))]
+        made = []
+        for number, (tokens, cut, order) in enumerate(zip(texts, cuts, orders, strict=True)):
+            first, second = tokens[:cut], seconds.get(number, tokens[cut:])
+            if order and self.rule.kind == "sop":
+                first, second = second, first
+            parts = (self._begin, first, self._end, second, self._end)
+            made.append(Example(np.concatenate(parts), second=len(first) + 2, order=order))
+        return made
+
+    def _hash(self, piece: Piece, epoch: int, salt: int, number: int = 0) -> int:
+        document, start, _ = piece
+        return key64(key64(document, self._key), self.seed, epoch, start, salt, number)
+
+    def _cut(self, piece: Piece, epoch: int, tokens: np.ndarray) -> int:
+        """How many of a piece's tokens are its first segment: drawn among the places where it may be cut."""
+        document, start, stop = piece
+        places = np.empty(0, np.int64)
+        if self.shards.manifest.has_paragraphs:
+            begins = self.shards.paragraphs(document) - self._around[0]
+            places = begins[(begins > start) & (begins < stop)] - start
+        if not len(places):
+            places = np.flatnonzero(self._begins_word[tokens[1:]]) + 1
+        if not len(places):
+            places = np.arange(1, len(tokens))
+        hashes = mix64_array(places.astype(np.uint64) ^ np.uint64(self._hash(piece, epoch, _CUT)))
+        return int(places[np.argmin(hashes)])
+
+    def _others(self, pieces: Sequence[PieceOfEpoch], lengths: Sequence[int]) -> list[Piece | None]:
+        """A stretch of another document for each piece, of these lengths; None where no document asked has one."""
+        count = self.shards.num_documents
+        drawn = np.array(
+            [[self._hash(*piece, _OTHER, number) % (count - 1) for number in range(_CANDIDATES)] for piece in pieces],
+            np.int64,
+        ).reshape(-1, _CANDIDATES)
+        # All but the piece's own document.
+        drawn += drawn >= np.array([document for (document, _, _), _ in pieces], np.int64)[:, None]
+        asked, inverse = np.unique(drawn, return_inverse=True)
+        text_tokens = (self.shards.lengths_of(asked) - sum(self._around))[inverse].reshape(drawn.shape)
+        found: list[Piece | None] = []
+        for piece, documents, tokens, wanted in zip(pieces, drawn, text_tokens, lengths, strict=True):
+            enough = np.flatnonzero(tokens >= wanted)
+            if not len(enough):
+                found.append(None)
+                continue
+            document, spare = int(documents[enough[0]]), int(tokens[enough[0]]) - wanted
+            start = self._hash(*piece, _STRETCH) % (spare + 1)
+            found.append((document, start, start + wanted))
+        return found

@@ -1,0 +1,129 @@
+"""``Sides``: what rows of pieces are read as: documents, pairs, or examples that are made of texts."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from data_pipeline.rows.batches import (
+    Lengths,
+    Place,
+    Readable,
+    Sources,
+    build_batch,
+    build_share,
+    documents_of,
+    lengths_of,
+)
+from data_pipeline.rows.examples import Examples, Recipe
+from data_pipeline.rows.filled import Documents, FimDocuments
+from data_pipeline.rows.fim import Fim
+from data_pipeline.rows.mask import Masking, MaskRule
+from data_pipeline.rows.pack import Packing, Row
+from data_pipeline.rows.segments import SegmentRule, Segments
+from data_pipeline.rows.spans import SpanRule, Spans
+from data_pipeline.shards.reader import Corpus, ShardSet, SourceSide
+from longctx.batch import PackedDocuments
+from longctx.compact_batch import CompactBatch
+from longctx.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class Sides:
+    """Reads rows; both sides of them, if they have two."""
+
+    documents: Documents
+    seq_len: int
+    masking: Masking | None = None
+    source_seq_len: int = 0
+    source: SourceSide | None = None
+    """Of pairs."""
+    recipe: Recipe | None = None
+    """Of texts that examples are made of."""
+
+    def batch(self, rows: Sequence[Row]) -> CompactBatch:
+        """The rows as a batch [rows, seq_len]."""
+        documents, rows, sources = self._sides(rows)
+        return build_batch(documents, rows, self.seq_len, masking=self.masking, sources=sources)
+
+    def share(
+        self, rows: Sequence[Row], place: Place, place_source: Place | None = None
+    ) -> tuple[CompactBatch, PackedDocuments, Lengths]:
+        """One rank's part of that batch; the documents of all of it, and the lengths of their sources."""
+        documents, rows, sources = self._sides(rows)
+        share, whole = build_share(
+            documents, rows, self.seq_len, place, masking=self.masking, sources=sources, place_source=place_source
+        )
+        of_sources: Lengths = ()
+        if sources is not None:
+            of_sources = documents_of([row.source for row in rows], sources.seq_len, of_pairs=True).lengths
+        return share, whole, of_sources
+
+    def layout(self, rows: Sequence[Row]) -> PackedDocuments:
+        """The documents of such a batch; nothing is read."""
+        return documents_of(self._sides(rows)[1], self.seq_len, of_pairs=self.source_seq_len > 0)
+
+    def lengths(self, rows: Sequence[Row]) -> Iterator[tuple[Lengths, ...]]:
+        """Yield the lengths of each row's documents, and beside them those of their sources; nothing is read."""
+        return lengths_of(self._sides(rows)[1], self.seq_len, self.source_seq_len)
+
+    def segments(self, row: Row) -> list[tuple[np.ndarray, int, int]]:
+        """The examples of a row of two segments: tokens before masking, first token of the second, and their order."""
+        assert self.recipe is not None, "texts are read as they are"
+        pieces = list(zip(row, row.epochs or [0] * len(row), strict=True))
+        return [(made.tokens, made.second, made.order) for made in self.recipe.examples(pieces)]
+
+    def _sides(self, rows: Sequence[Row]) -> tuple[Readable, Sequence[Row], Sources | None]:
+        if self.recipe is not None:
+            examples, rows = Examples.of_rows(self.recipe, rows)
+            if not self.source_seq_len:
+                return examples, rows, None
+            return examples, rows, Sources(examples.sources, self.source_seq_len)
+        if self.source is not None:
+            return self.documents, rows, Sources(self.source, self.source_seq_len)
+        return self.documents, rows, None
+
+
+def sides_of(
+    folders: Sequence[ShardSet], packing: Packing, seq_len: int, source_seq_len: int, *, seed: int
+) -> dict[str, Any]:
+    """What is made of a folder's documents, by the fields of ``Sides``; nothing of texts that are read as they are."""
+    if isinstance(packing.examples, SpanRule):
+        spans = Spans(packing.examples, folders[0], seq_len=seq_len, source_seq_len=source_seq_len, seed=seed)
+        return {"recipe": spans}
+    if isinstance(packing.examples, SegmentRule):
+        # Its own rule of what rows hold.
+        packing.examples.most_tokens(seq_len, source_seq_len)
+        return {"recipe": Segments(packing.examples, folders[0], seed=seed)}
+    if source_seq_len:
+        return {"source": SourceSide(folders[0])}
+    return {}
+
+
+def masking_of(rule: MaskRule | None, folders: Sequence[ShardSet], *, seed: int) -> Masking | None:
+    """What a rule means for these folders; ConfigError where nothing in them can be masked."""
+    if rule is None:
+        return None
+    return Masking(rule, folders, seed=seed)
+
+
+def documents_in(folders: Sequence[ShardSet], fims: Sequence[Fim | None] = ()) -> Documents:
+    """The documents of all folders under one numbering, filled in where ``fims`` say so.
+
+    DataError for folders of different tokenizers.
+    """
+    documents: ShardSet | Corpus = folders[0]
+    if len(folders) > 1:
+        documents = Corpus(folders)
+    for shards, fim in zip(folders, fims, strict=False):
+        if fim is not None and shards.is_masked:
+            raise ConfigError(
+                f"data.fim_rate fills in the middle of texts, and {shards.folder} holds conversations.\n"
+                "Set data.fim_rate=0 (fim_rate of a mixture's source)."
+            )
+    if any(fims):
+        return FimDocuments(documents, fims)
+    return documents

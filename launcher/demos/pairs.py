@@ -1,0 +1,166 @@
+"""Pairs to learn translation from: LibreOffice's help in two languages, or sentences that this program writes.
+
+    python -m launcher.demos.pairs OUT [--help-pages FOLDER] [--languages en-US de]
+
+Debian's packages libreoffice-help-en-us and libreoffice-help-de (MPL 2.0 and others) have the same pages with the same
+ids of paragraphs. FOLDER is theirs, by default the installed one; without it the program writes numbers in words, and
+the order of words of the other language is another one. OUT gets train.jsonl and held-out.jsonl with a field for each
+language. Whole pages are held out, and no sentence of theirs is in training.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+from collections.abc import Iterator
+from html.parser import HTMLParser
+from pathlib import Path
+
+from data_pipeline.shuffle import falls_below, key64
+from launcher.cli.console import note
+
+INSTALLED = Path("/usr/share/libreoffice/help")
+FEWEST_WORDS, MOST_WORDS = 4, 60
+HELD_OUT = 0.02
+"""Share of the pages."""
+_SENTENCES = 20_000
+_PARAGRAPHS = re.compile(r"(par|hd)_id\w+")
+
+
+class _Paragraphs(HTMLParser):
+    """The text of each paragraph and headline that has an id."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.texts: dict[str, str] = {}
+        self._id, self._tag, self._hidden = "", "", 0
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        values = dict(attrs)
+        if self._id and tag == "span":
+            # Of two keyboards' keys one is shown; spans within count so that its end is known.
+            self._hidden += bool(self._hidden or values.get("class") == "MAC")
+        elif not self._id and _PARAGRAPHS.fullmatch(values.get("id") or ""):
+            self._id, self._tag = values["id"] or "", tag
+            self.texts[self._id] = ""
+
+    def handle_endtag(self, tag: str) -> None:
+        if tag == self._tag:
+            self._id = self._tag = ""
+            self._hidden = 0
+        elif tag == "span" and self._hidden:
+            self._hidden -= 1
+
+    def handle_data(self, data: str) -> None:
+        if self._id and not self._hidden:
+            self.texts[self._id] += data
+
+
+def help_pairs(folder: Path, languages: tuple[str, str]) -> Iterator[tuple[str, dict[str, str]]]:
+    """Yield (page, texts by language) of paragraphs that both languages have, and that differ."""
+    first, second = (folder / language / "text" for language in languages)
+    for path in sorted(first.rglob("*.html")):
+        other = second / path.relative_to(first)
+        if not other.is_file():
+            continue
+        pages = [paragraphs_of_page(path), paragraphs_of_page(other)]
+        for name, text in pages[0].items():
+            texts = [text, pages[1].get(name, "")]
+            words = [len(text.split()) for text in texts]
+            if texts[0] != texts[1] and min(words) >= FEWEST_WORDS and max(words) <= MOST_WORDS:
+                yield str(path.relative_to(first)), dict(zip(_fields(languages), texts, strict=True))
+
+
+def paragraphs_of_page(path: Path) -> dict[str, str]:
+    parser = _Paragraphs()
+    parser.feed(path.read_text(encoding="utf-8"))
+    return {name: " ".join(text.split()) for name, text in parser.texts.items()}
+
+
+def _fields(languages: tuple[str, str]) -> tuple[str, str]:
+    first, second = (language.partition("-")[0] for language in languages)
+    return first, second
+
+
+_ONES = {
+    "en": ["zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten", "eleven", "twelve"],
+    "de": ["null", "eins", "zwei", "drei", "vier", "fünf", "sechs", "sieben", "acht", "neun", "zehn", "elf", "zwölf"],
+}
+_TENS = {
+    "en": ["twenty", "thirty", "forty", "fifty", "sixty", "seventy", "eighty", "ninety"],
+    "de": ["zwanzig", "dreißig", "vierzig", "fünfzig", "sechzig", "siebzig", "achtzig", "neunzig"],
+}
+
+
+def written_pairs() -> Iterator[tuple[str, dict[str, str]]]:
+    """Yield (page, texts) of sums in words. German says the ones before the tens, and ends with the verb."""
+    for number in range(_SENTENCES):
+        a, b, c = (key64(number, part) % 100 for part in range(3))
+        texts = {
+            "en": f"Somebody added {_english(a)} and {_english(b)} and wrote down {_english(c)}.",
+            "de": f"Jemand hat {_german(a)} und {_german(b)} zusammengezählt und {_german(c)} aufgeschrieben.",
+        }
+        yield f"page {number // 10}", texts
+
+
+def _english(number: int) -> str:
+    if number < 13:
+        return _ONES["en"][number]
+    if number < 20:
+        return {13: "thirteen", 15: "fifteen", 18: "eighteen"}.get(number, f"{_ONES['en'][number - 10]}teen")
+    tens, ones = _TENS["en"][number // 10 - 2], number % 10
+    return tens if not ones else f"{tens}-{_ONES['en'][ones]}"
+
+
+def _german(number: int) -> str:
+    if number < 13:
+        return _ONES["de"][number]
+    if number < 20:
+        return {16: "sechzehn", 17: "siebzehn"}.get(number, f"{_ONES['de'][number - 10]}zehn")
+    tens, ones = _TENS["de"][number // 10 - 2], number % 10
+    if not ones:
+        return tens
+    # One and twenty loses its s.
+    word = "ein" if ones == 1 else _ONES["de"][ones]
+    return f"{word}und{tens}"
+
+
+def main(argv: list[str] | None = None) -> None:
+    """Write both files, and say what of."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0] if __doc__ else None)
+    parser.add_argument("output", type=Path)
+    parser.add_argument("--help-pages", type=Path, default=INSTALLED)
+    parser.add_argument("--languages", nargs=2, default=["en-US", "de"])
+    options = parser.parse_args(argv)
+    languages = (options.languages[0], options.languages[1])
+    found = written_pairs()
+    if all((options.help_pages / language).is_dir() for language in languages):
+        found = help_pairs(options.help_pages, languages)
+        note(f"LibreOffice's help of {options.help_pages} in {languages[0]} and {languages[1]}.")
+    else:
+        note(
+            f"{options.help_pages} has no pages in {languages[0]} and {languages[1]}, so sums in words are "
+            "translated.\n"
+            "LibreOffice's help is better: apt-get install libreoffice-help-en-us libreoffice-help-de, or "
+            "LONGCTX_HELP_PAGES=FOLDER."
+        )
+    held_out, train, seen = [], [], set()
+    for page, texts in found:
+        pair = json.dumps(texts, ensure_ascii=False)
+        if pair in seen:
+            continue
+        seen.add(pair)
+        (held_out if falls_below(key64(*page.encode()), HELD_OUT) else train).append(texts)
+    # A sentence may stand on several pages.
+    asked = {next(iter(texts.values())) for texts in held_out}
+    train = [texts for texts in train if next(iter(texts.values())) not in asked]
+    options.output.mkdir(parents=True, exist_ok=True)
+    for name, rows in (("train", train), ("held-out", held_out)):
+        lines = "".join(json.dumps(texts, ensure_ascii=False) + "\n" for texts in rows)
+        (options.output / f"{name}.jsonl").write_text(lines, encoding="utf-8")
+        note(f"{options.output / name}.jsonl: {len(rows):,} pairs")
+
+
+if __name__ == "__main__":
+    main()

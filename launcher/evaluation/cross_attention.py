@@ -1,0 +1,144 @@
+"""What one head of cross attention attends to: each token of a target against each token of its source.
+
+Axes: T tokens of the target, S of the source.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from launcher.checkpoint.tokenizers import tokenizer_of
+from launcher.evaluation.attention import spelt
+from launcher.evaluation.opened import check_positions, checkpoint_name, open_reader
+from launcher.report.evaluation.figures import write_caption
+from launcher.report.evaluation.tables import write_csv
+from launcher.report.figures import new_figure, standalone, styled, to_svg
+from longctx.batch import PackedDocuments, Stream
+from longctx.config import ModelConfig
+from longctx.errors import ConfigError, DataError
+from longctx.files import write_atomically
+from longctx.generation import generate
+from longctx.generation.load import find_model, load_model
+from longctx.model.attention.observed import ObservedAttention
+from longctx.tokenizer import Tokenizer
+from longctx.tokenizer.sides import source_ids, start_of_targets
+
+MOST_TOKENS = 128
+"""Tokens of a side: each has its text beside the picture."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class CrossOptions:
+    """One call of ``attention --cross``."""
+
+    checkpoint: Path
+    text: Path
+    """The source."""
+    target: Path | None
+    """None for what the model writes of it."""
+    layer: int
+    head: int
+    output: Path
+    tokenizer: Path | None = None
+
+
+def draw_cross_attention(options: CrossOptions) -> list[Path]:
+    """Write the picture and its CSV; returns their paths."""
+    folder = find_model(options.checkpoint)
+    _, model, _ = open_reader(folder)
+    _check(model, options, folder)
+    tokenizer = tokenizer_of(folder, options.tokenizer).for_model(model.vocab_size)
+    source = source_ids(tokenizer, _read(options.text, "--text"))
+    target = _target(options, folder, tokenizer, source)
+    for name, ids in (("--text", source), ("the target", target)):
+        if len(ids) > MOST_TOKENS:
+            raise ConfigError(f"{name} has {len(ids)} tokens, and a picture has room for {MOST_TOKENS}. Shorten it.")
+    weights_TS = observe(folder, source, target, layer=options.layer, head=options.head)
+    caption = (
+        f"{checkpoint_name(folder)} · cross attention of layer {options.layer}, head {options.head} · "
+        f"{datetime.now(UTC):%Y-%m-%d} · {len(target)} tokens of the target, {len(source)} of the source"
+    )
+    name = f"cross_attention_layer{options.layer}_head{options.head}"
+    sides = [spelt(tokenizer, ids) for ids in (target, source)]
+    picture = (options.output / name).with_suffix(".svg")
+    write_atomically(picture, standalone(cross_figure(weights_TS, sides[0], sides[1], caption, name)).encode())
+    rows = [
+        {"target": t, "source": s, "target_text": sides[0][t], "source_text": sides[1][s], "share": float(share)}
+        for (t, s), share in np.ndenumerate(weights_TS)
+    ]
+    return [picture, write_csv(picture.with_suffix(".csv"), rows)]
+
+
+def _check(model: ModelConfig, options: CrossOptions, folder: Path) -> None:
+    """ConfigError for a model without cross attention, or a layer or head that it does not have."""
+    if not model.encoder_layers:
+        raise ConfigError(f"{folder} has no encoder (model.encoder_layers=0), so nothing to draw. Leave --cross out.")
+    for name, value, count in (("layer", options.layer, model.num_layers), ("head", options.head, model.num_heads)):
+        if not 0 <= value < count:
+            raise ConfigError(f"--{name} {value}: the model has {name}s 0 to {count - 1}.")
+
+
+def _read(path: Path, option: str) -> str:
+    try:
+        return path.read_text(encoding="utf-8").removesuffix("\n")
+    except (OSError, UnicodeDecodeError) as error:
+        raise DataError(f"{option} {path} cannot be read as UTF-8 text ({error}).") from error
+
+
+def _target(options: CrossOptions, folder: Path, tokenizer: Tokenizer, source: list[int]) -> list[int]:
+    """The target as the decoder reads it: its start, and what is written."""
+    start = [start_of_targets(tokenizer)]
+    model = load_model(folder)
+    check_positions(
+        model.config,
+        len(source),
+        asked=f"--text {options.text}: {len(source)} tokens",
+        advice="Give a shorter text",
+        beyond=False,
+    )
+    if options.target is not None:
+        return start + tokenizer.encode(_read(options.target, "--target")).tolist()
+    most = min(MOST_TOKENS, model.config.max_positions) - 1
+    written = generate(model, start, most, source_ids=source, stop_ids=tokenizer.special.stops)
+    return start + written
+
+
+@torch.no_grad()
+def observe(folder: Path, source: list[int], target: list[int], *, layer: int, head: int) -> np.ndarray:
+    """The share of each source token in the head's attention of each target token, [T, S]."""
+    core = ObservedAttention(call=layer, head=head, groups_T=torch.arange(len(source)))
+    model = load_model(folder, cores={"cross": core})
+    count = len(source)
+    encoded = model.encode(
+        Stream(
+            tokens=torch.tensor([source]),
+            positions=torch.arange(count)[None],
+            document_ids=torch.zeros(1, count, dtype=torch.int64),
+            documents=PackedDocuments.of_lengths([count]),
+        )
+    )
+    model(torch.tensor([target]), torch.arange(len(target))[None], source=encoded)
+    assert core.weights_TG is not None, "the layer was not met"
+    return core.weights_TG.numpy()
+
+
+@styled
+def cross_figure(weights_TS: np.ndarray, target: list[str], source: list[str], caption: str, name: str) -> str:
+    """Tokens of the target down, of the source across; a square is the darker the more is read there."""
+    height = 2.2 + 0.19 * len(target)
+    figure, (axes,) = new_figure(1, height=height)
+    image = axes.imshow(weights_TS, cmap="viridis", vmin=0.0, vmax=1.0, interpolation="nearest", aspect="auto")
+    axes.grid(False)
+    axes.set_xticks(range(len(source)), source, rotation=90, fontsize=7)
+    axes.set_yticks(range(len(target)), target, fontsize=7)
+    axes.set_xlabel("source")
+    axes.set_ylabel("target, as far as it is written")
+    bar = figure.colorbar(image, ax=axes, pad=0.015, fraction=0.04)
+    bar.set_label("share of the attention")
+    write_caption(figure, caption)
+    return to_svg(figure, name)

@@ -1,0 +1,219 @@
+"""``evaluate --tasks masked,pairs``: what an encoder says of masked tokens, and of two segments, on held-out rows.
+
+Rows are packed and masked as in training, the same ones each time. Beside a pair head's accuracy stands that of a rule
+without a model: segments stand together if they share words enough, by the threshold that is best on these very rows.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from data_pipeline.loader import ValidationLoader, build_validation_loader
+from data_pipeline.rows.batches import Share
+from data_pipeline.rows.mask import MaskRule
+from data_pipeline.rows.pack import Packing
+from data_pipeline.rows.segments import SegmentRule
+from data_pipeline.shards.copies import fetch_folder, has_folder
+from data_pipeline.shards.reader import ShardSet
+from data_pipeline.shards.verify import open_verified
+from data_pipeline.stores.urls import locate
+from launcher.checkpoint.tokenizers import check_same_tokenizer
+from launcher.evaluation.computation import Computation
+from launcher.evaluation.model import LAYOUT, build_decoder, check_finite
+from launcher.evaluation.opened import OpenedModel, check_positions, open_model, run_of
+from launcher.evaluation.ranks import build_mesh, joined_ranks
+from launcher.evaluation.run import Progress, no_progress
+from launcher.evaluation.subject import validation_folder
+from launcher.run_folder import CONFIG_FILE
+from longctx.batch import IGNORED_TARGET, Batch, PackedDocuments
+from longctx.errors import ConfigError
+from longctx.files import read_toml, write_synced
+from longctx.model.decoder import Decoder
+from longctx.objectives.build import Objective, build_objective
+from parallel.comm.world import on_every_rank, on_rank_0, own_rank, sum_over_ranks
+from parallel.layout.sequence import SequenceLayout, num_parts
+from parallel.mesh import Mesh
+
+MASKED, PAIRS = "masked", "pairs"
+SCORES = "masked.json"
+_PLACES = 4096
+"""Masked tokens whose logits there are at once."""
+_ROWS, _ROW_TOKENS = 64, 512
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options(Computation):
+    """What a user asks for."""
+
+    checkpoint: Path
+    output: Path
+    tasks: tuple[str, ...] = (MASKED,)
+    text: str | None = None
+    """A shard folder, or its URL; None for what the checkpoint's run held out."""
+    rows: int = _ROWS
+    seq_len: int | None = None
+    """Tokens of a row; None is as the checkpoint's run has them."""
+
+
+def measure(options: Options, progress: Progress) -> dict[str, Any]:
+    """Evaluate on the ranks that a launcher started, or in this process; returns the scores, on rank 0. Collective.
+
+    ConfigError for a causal model, and for pairs without a pair head.
+    """
+    with joined_ranks(options) as device:
+        opened = on_every_rank(lambda: _open(options))
+        mesh = build_mesh(opened.model, context=options.context, expert=options.expert)
+        loader = on_every_rank(lambda: _loader(options, opened, mesh))
+        decoder = build_decoder(opened, mesh, getattr(torch, options.dtype), device)
+        bar = progress if own_rank() == 0 else no_progress
+        with bar("evaluating", loader.num_rows * loader.seq_len) as update:
+            scores = Scores()
+            for number, shard in enumerate(loader.shares(lambda documents: _share(documents, mesh))):
+                batch = shard.unpack(device, build_objective(decoder, Objective(MASKED)).prepare)
+                scores.add(decoder, batch, opened.folder, options.dtype)
+                update((number + 1) * mesh.data * loader.seq_len)
+        found = scores.over_ranks()
+        return on_rank_0(lambda: _write(options, opened, loader, found))
+
+
+def _share(documents: PackedDocuments, mesh: Mesh) -> Share:
+    """This rank's tokens of a row."""
+    parts = num_parts(LAYOUT, mesh.context)
+    padded = documents.padded(-(-documents.num_tokens // parts) * parts)
+    layout = SequenceLayout.build(LAYOUT, padded.num_tokens, mesh.context, padded, causal=False)
+    return Share(padded, layout.rank_runs(mesh.context_rank), layout)
+
+
+class Scores:
+    """Sums over rows of what the model says."""
+
+    def __init__(self) -> None:
+        # Targets, their losses, right ones; then pairs, and right ones.
+        self.sums = torch.zeros(5, dtype=torch.float64)
+
+    @torch.no_grad()
+    def add(self, decoder: Decoder, batch: Batch, folder: Path, dtype: str) -> None:
+        """Add a row, or this rank's part of one."""
+        hidden_BtM = decoder(
+            batch.tokens,
+            batch.positions,
+            batch.documents,
+            document_ids=batch.document_ids,
+            row_tokens=batch.row_tokens,
+            placement=batch.placement,
+            segments=batch.segments,
+        )
+        hidden_NM, targets_N = hidden_BtM.flatten(0, 1), batch.targets.flatten()
+        for places in (targets_N != IGNORED_TARGET).nonzero().flatten().split(_PLACES):
+            logits_cV = decoder.logits(hidden_NM[places][None])[0].float()
+            nll_c = torch.nn.functional.cross_entropy(logits_cV, targets_N[places], reduction="none")
+            check_finite(nll_c.cpu(), folder, "a row", dtype)
+            right = int((logits_cV.argmax(1) == targets_N[places]).sum())
+            self.sums[:3] += torch.tensor([len(places), float(nll_c.double().sum()), right], dtype=torch.float64)
+        if decoder.pair_head is None or batch.order is None:
+            return
+        order_N = batch.order.flatten()
+        firsts = (order_N != IGNORED_TARGET).nonzero().flatten()
+        said_F = decoder.pair_logits(hidden_NM[firsts]).argmax(1)
+        self.sums[3:] += torch.tensor([len(firsts), int((said_F == order_N[firsts]).sum())], dtype=torch.float64)
+
+    def over_ranks(self) -> Tensor:
+        """The sums of all ranks. Collective."""
+        return sum_over_ranks(self.sums)
+
+
+def _open(options: Options) -> OpenedModel:
+    """Open an encoder."""
+    opened = open_model(options.checkpoint, None)
+    if opened.model.causal or opened.model.encoder_layers:
+        raise ConfigError(
+            f"--tasks {','.join(options.tasks)} ask a model that sees both sides of a token (model.causal=false), and "
+            f"{options.checkpoint} writes. `evaluate --list` names its tasks."
+        )
+    if PAIRS in options.tasks and opened.model.pair_head == "none":
+        raise ConfigError(
+            f"--tasks {PAIRS} asks a pair head, and {options.checkpoint} has none (model.pair_head=none). Ask for "
+            f"--tasks {MASKED}."
+        )
+    return opened
+
+
+def _loader(options: Options, opened: OpenedModel, mesh: Mesh) -> ValidationLoader:
+    """The held-out rows, one in a micro-batch."""
+    data: dict[str, Any] = {}
+    run = run_of(opened.folder)
+    if run is not None and (run / CONFIG_FILE).is_file():
+        data = read_toml(run / CONFIG_FILE, str(run / CONFIG_FILE)).get("data", {})
+    shards = _text(options, opened, run)
+    check_same_tokenizer(opened.folder, shards)
+    seq_len = options.seq_len or data.get("seq_len") or min(_ROW_TOKENS, opened.model.max_positions)
+    limit = opened.model.max_positions
+    advice = f"Ask for --lengths {limit} or less"
+    check_positions(opened.model, seq_len, asked=f"rows of {seq_len}", advice=advice, beyond=False)
+    examples = None
+    if opened.model.pair_head != "none":
+        examples = SegmentRule(opened.model.pair_head)
+    return build_validation_loader(
+        shards,
+        seq_len=seq_len,
+        max_rows=options.rows,
+        data_rank=mesh.data_rank,
+        data_degree=mesh.data,
+        mask=MaskRule(data.get("mask_rate", MaskRule.rate), data.get("mask_whole_words", False)),
+        packing=Packing(examples=examples),
+    )
+
+
+def _text(options: Options, opened: OpenedModel, run: Path | None) -> ShardSet:
+    """The folder of texts that was named, else what the checkpoint's run held out."""
+    if options.text is not None:
+        named = locate(options.text)
+        if not named.exists():
+            raise ConfigError(f"--haystack {options.text} does not exist. Name a shard folder of texts.")
+        return open_verified(fetch_folder(named) if has_folder(named) else named)
+    if run is not None and (run / CONFIG_FILE).is_file():
+        folder, cache = validation_folder(run / CONFIG_FILE)
+        if folder and locate(folder).is_dir():
+            return open_verified(fetch_folder(folder, cache))
+    raise ConfigError(
+        f"--tasks {','.join(options.tasks)} needs texts that the model was not trained on, and {opened.folder} is "
+        "in no run whose validation folder is here.\nName a shard folder of texts: --haystack FOLDER"
+    )
+
+
+def _write(options: Options, opened: OpenedModel, loader: ValidationLoader, sums: Tensor) -> dict[str, Any]:
+    """Write the scores, and return them."""
+    targets, loss, right, pairs, right_pairs = sums.tolist()
+    scores: dict[str, Any] = {"model": opened.name, "rows": loader.num_rows, "row_tokens": loader.seq_len}
+    if targets:
+        scores |= {"masked_tokens": int(targets), "loss": loss / targets, "accuracy": right / targets}
+    if pairs:
+        overlap = word_overlap_accuracy(loader)
+        scores |= {"pairs": int(pairs), "pair_accuracy": right_pairs / pairs, "word_overlap_accuracy": overlap}
+    options.output.mkdir(parents=True, exist_ok=True)
+    write_synced(options.output / SCORES, json.dumps(scores, indent=2).encode() + b"\n")
+    return scores
+
+
+def word_overlap_accuracy(loader: ValidationLoader) -> float:
+    """Share of pairs that the best threshold of common tokens tells right, read of whole rows as they were written."""
+    shares, orders = [], []
+    for row in range(loader.num_rows):
+        for tokens, second, order in loader.segments(row):
+            first_words, second_words = set(tokens[:second].tolist()), set(tokens[second:].tolist())
+            shares.append(len(first_words & second_words) / max(1, len(second_words)))
+            orders.append(order)
+    together = np.array(orders)[np.argsort(shares, kind="stable")] == 0
+    # Behind each place all are said to stand together, and before it none.
+    right = np.concatenate([[0], np.cumsum(~together)]) + np.concatenate([np.cumsum(together[::-1])[::-1], [0]])
+    # Ties may not be cut.
+    ordered = np.sort(shares)
+    may_cut = np.concatenate([[True], ordered[1:] != ordered[:-1], [True]])
+    return float(right[may_cut].max() / max(1, len(orders)))

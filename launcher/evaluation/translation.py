@@ -1,0 +1,192 @@
+"""``evaluate --tasks translation``: write of held-out sources, and compare with their targets by sacrebleu.
+
+All prompts are dealt out over the ranks as ``generate --prompts-file`` deals them.
+"""
+
+from __future__ import annotations
+
+import json
+from array import array
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from data_pipeline.shards.copies import fetch_folder, has_folder
+from data_pipeline.shards.reader import ShardSet, SourceSide
+from data_pipeline.shards.verify import open_verified
+from data_pipeline.stores.urls import locate
+from launcher.checkpoint.tokenizers import check_same_tokenizer
+from launcher.evaluation.opened import OpenedModel, check_positions, open_model, run_of
+from launcher.evaluation.ranks import build_mesh, joined_ranks
+from launcher.evaluation.run import no_progress
+from launcher.evaluation.subject import validation_folder
+from launcher.generation.options import Options as GenerateOptions
+from launcher.generation.options import Prompt, PromptSource
+from launcher.generation.run import Session
+from launcher.run_folder import CONFIG_FILE
+from longctx.errors import ConfigError
+from longctx.files import write_synced
+from longctx.generation.beams import Beams
+from longctx.generation.sampling import Greedy
+from parallel.comm.world import on_every_rank, on_rank_0, own_rank
+
+NAME = "translation"
+ROWS, SCORES = "translation.jsonl", "translation.json"
+_LONGER, _MORE_TOKENS = 2, 16
+"""An answer has at most so many times the tokens of the longest source, and so many more."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Translation:
+    """What a user asks for besides the ranks."""
+
+    output: Path
+    pairs: str | None = None
+    """A folder of pairs, or its URL; None for what the checkpoint's run held out."""
+    samples: int = 0
+    """Pairs that are read, the first ones; 0 for all."""
+    beams: int = 1
+    length_penalty: float = 1.0
+    answer_tokens: int | None = None
+    """Most tokens of an answer."""
+
+
+Update = Callable[..., None]
+Progress = Callable[..., AbstractContextManager[Update]]
+
+
+def translate(options: Translation, computing: dict[str, Any], checkpoint: Path, progress: Progress) -> dict[str, Any]:
+    """Evaluate on the ranks that a launcher started, or in this process; returns the scores, on rank 0. Collective.
+
+    ``computing`` are the fields of ``Computation``. ConfigError for a model without an encoder, and without sacrebleu.
+    """
+    strategy = Beams(num_beams=options.beams, length_penalty=options.length_penalty) if options.beams > 1 else Greedy()
+    asked = GenerateOptions(
+        checkpoint=checkpoint,
+        prompts=PromptSource(lines=options.output),
+        max_new_tokens=1,
+        strategy=strategy,
+        **computing,
+    )
+    with joined_ranks(asked) as device:
+        opened = on_every_rank(lambda: _open(checkpoint))
+        mesh = build_mesh(opened.model, context=asked.context, expert=asked.expert)
+        # One rank reads the pairs, and writes.
+        found: list[_Texts] = []
+        ids, longest = on_rank_0(lambda: _read(options, opened, found))
+        prompts = [Prompt("", {})] * len(ids)
+        settled = GenerateOptions(**{**vars(asked), "max_new_tokens": longest})
+        session = Session(settled, opened, mesh, device, prompts, ids, set())
+        session.load()
+        written: list[list[int]] = []
+        bar = progress if own_rank() == 0 else no_progress
+        with bar("translating", len(ids)) as update:
+            for index, tokens in session.each():
+                written.append(tokens)
+                update(index + 1)
+        return on_rank_0(lambda: _score(options, found[0], written))
+
+
+@dataclass(frozen=True)
+class _Texts:
+    """What is translated, and what it is compared with."""
+
+    opened: OpenedModel
+    sources: list[array[int]]
+    references: list[str]
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """The text of ids that the tokenizer knows."""
+        tokenizer = self.opened.tokenizer
+        return tokenizer.decode([token for token in ids if token < tokenizer.vocab_size])
+
+    def longest(self, options: Translation) -> int:
+        """Most tokens of an answer; ConfigError for sources that the model has no positions for."""
+        model, source = self.opened.model, max(map(len, self.sources))
+        advice = f"Take pairs with sources of at most {model.max_positions} tokens"
+        check_positions(model, source, asked=f"a source of {source} tokens", advice=advice, beyond=False)
+        # By the sources alone: how long the right answers are would be a hint.
+        wanted = options.answer_tokens or _LONGER * source + _MORE_TOKENS
+        return min(wanted, model.max_positions - 1)
+
+
+def _open(checkpoint: Path) -> OpenedModel:
+    """Open a model that translates."""
+    _scorers()
+    opened = open_model(checkpoint, None)
+    if not opened.model.encoder_layers:
+        raise ConfigError(
+            f"{checkpoint} has no encoder (model.encoder_layers=0), so it translates nothing. Take a model that was "
+            "trained on pairs; `evaluate --list` names tasks for others."
+        )
+    return opened
+
+
+def _read(options: Translation, opened: OpenedModel, found: list[_Texts]) -> tuple[list[array[int]], int]:
+    """Add the texts to ``found``; return the ids of the sources, and most tokens of an answer."""
+    shards = _pairs(options, opened)
+    if not shards.manifest.has_sources:
+        raise ConfigError(f"{shards.folder} holds no pairs. Name a folder that was built with --source-field: --pairs.")
+    check_same_tokenizer(opened.folder, shards)
+    count = min(options.samples or shards.num_documents, shards.num_documents)
+    if not count:
+        raise ConfigError(f"{shards.folder} holds no documents.")
+    pieces = [(number, 0, np.iinfo(np.int32).max) for number in range(count)]
+    sources = [array("i", ids.tolist()) for ids in SourceSide(shards).slices(pieces)]
+    targets = shards.slices(pieces)
+    references = [opened.tokenizer.decode(ids) for ids in targets]
+    texts = _Texts(opened, sources, references)
+    found.append(texts)
+    options.output.mkdir(parents=True, exist_ok=True)
+    return sources, texts.longest(options)
+
+
+def _pairs(options: Translation, opened: OpenedModel) -> ShardSet:
+    """The folder of pairs that was named, else what the checkpoint's run held out."""
+    if options.pairs is not None:
+        named = locate(options.pairs)
+        if not named.exists():
+            raise ConfigError(f"--pairs {options.pairs} does not exist. Name a shard folder of pairs.")
+        return open_verified(fetch_folder(named) if has_folder(named) else named)
+    run = run_of(opened.folder)
+    if run is not None and (run / CONFIG_FILE).is_file():
+        folder, cache = validation_folder(run / CONFIG_FILE)
+        if folder and locate(folder).is_dir():
+            return open_verified(fetch_folder(folder, cache))
+    raise ConfigError(
+        f"translation needs pairs that the model was not trained on, and {opened.folder} is in no run whose validation "
+        "folder is here.\nName a folder of pairs: --pairs FOLDER"
+    )
+
+
+def _scorers() -> Any:
+    """Return sacrebleu's metrics; ConfigError without it."""
+    try:
+        from sacrebleu import metrics
+    except ImportError as error:
+        raise ConfigError(
+            "translation is scored by sacrebleu, which is not installed: pip install '.[bleu]'."
+        ) from error
+    return metrics
+
+
+def _score(options: Translation, texts: _Texts, ids: list[list[int]]) -> dict[str, Any]:
+    """Write every pair with what was written of it, and the scores; return these."""
+    written = [texts.decode(tokens) for tokens in ids]
+    rows = [
+        {"source": texts.decode(source), "reference": reference, "written": text}
+        for source, reference, text in zip(texts.sources, texts.references, written, strict=True)
+    ]
+    content = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
+    write_synced(options.output / ROWS, content.encode())
+    scores: dict[str, Any] = {"model": texts.opened.name, "pairs": len(rows), "beams": options.beams}
+    metrics = _scorers()
+    for name, metric in (("bleu", metrics.BLEU()), ("chrf", metrics.CHRF())):
+        score = metric.corpus_score(written, [texts.references])
+        scores[name] = {"score": score.score, "signature": str(metric.get_signature())}
+    write_synced(options.output / SCORES, json.dumps(scores, indent=2).encode() + b"\n")
+    return scores

@@ -1,0 +1,52 @@
+"""The encoder's part of a run: planned as one of a model that is an encoder alone, of the same ranks."""
+
+from __future__ import annotations
+
+from dataclasses import fields
+from functools import cache
+
+from launcher.config.resolved import ResolvedConfig
+from launcher.config.sections import ModelSection
+from longctx.architecture.fields import ModelFields, encoder_of
+from longctx.batch import PackedDocuments
+from parallel.layout.sequence import num_parts
+
+
+def encoder_run(config: ResolvedConfig) -> ResolvedConfig | None:
+    """The run whose decoder is the encoder, and whose rows are those of the sources; None without an encoder."""
+    source = config.data.source_seq_len
+    if not config.model.encoder_layers or not source:
+        return None
+    changed = {f"model.{name}": value for name, value in _changes(config.model).items()}
+    # As many rows a step.
+    changed |= {
+        "data.seq_len": source,
+        "data.source_seq_len": 0,
+        "train.tokens_per_step": config.rows_per_step * source,
+    }
+    return config.changed(changed)
+
+
+@cache
+def _changes(section: ModelSection) -> dict[str, object]:
+    """The fields in which the encoder differs."""
+    model = section.config()
+    encoder = encoder_of(model)
+    names = [field.name for field in fields(ModelFields)]
+    return {name: getattr(encoder, name) for name in names if getattr(encoder, name) != getattr(model, name)}
+
+
+def num_source_tokens(config: ResolvedConfig) -> int:
+    """Tokens of a micro-batch's sources on each rank; 0 without an encoder."""
+    if not config.model.encoder_layers:
+        return 0
+    parallel, total = config.parallel, config.data.source_seq_len * config.train.micro_batch_rows
+    parts = num_parts(parallel.layout, parallel.context, parallel.ulysses)
+    # Padded for the ranks (``launcher.training.model``).
+    return -(-total // parts) * parts // parallel.context
+
+
+def source_documents(config: ResolvedConfig, count: int) -> PackedDocuments:
+    """Sources of a micro-batch for so many documents: equal parts of full rows, as many tokens as the ranks divide."""
+    total = num_source_tokens(config) * config.parallel.context
+    return PackedDocuments(tuple(number * total // count for number in range(count + 1)))

@@ -1,0 +1,204 @@
+"""BART and Marian: an encoder beside the decoder, LayerNorm after each sum, and one table at all three ends.
+
+BART's positions are learned, from the third row of their table on, and a norm follows the embeddings. Marian's are
+sinusoids, all sines before all cosines; their table is on disk in old files alone.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from longctx.architecture.fields import ModelFields
+from longctx.errors import ConfigError
+from longctx.families.llama import DENSE
+from longctx.families.rules import (
+    all_heads,
+    constant,
+    divided_head_dim,
+    integer,
+    left_out_dropout,
+    of_both_stacks,
+    only,
+    same,
+    translated,
+    typed,
+)
+from longctx.families.spec import (
+    BLOCK,
+    ENCODER_BLOCK,
+    TARGET_ID_KEYS,
+    Family,
+    HfConfig,
+    OnDisk,
+    Rule,
+    TensorRule,
+    tensor,
+)
+from longctx.untrusted.reading import shown
+
+_ACTIVATIONS = {
+    "gelu": "gelu",
+    "gelu_new": "gelu_tanh",
+    "gelu_pytorch_tanh": "gelu_tanh",
+    "relu": "relu",
+    "swish": "silu",
+    "silu": "silu",
+}
+
+
+def _scaled_embeddings() -> Rule:
+    """Whether embeddings are multiplied by the root of the model's width."""
+    key = "scale_embedding"
+
+    def read(hf: HfConfig) -> dict[str, Any]:
+        if typed(key, hf.get(key, False), "bool"):
+            return {"embedding_scale": integer(hf, "d_model") ** 0.5}
+        return {"embedding_scale": 1.0}
+
+    return Rule(keys=(key,), read=read, write=lambda config: {key: config.embedding_scale != 1})
+
+
+def _one_table() -> Rule:
+    """ConfigError unless encoder and decoder have one vocabulary, and one table of it (Marian)."""
+    key, size = "share_encoder_decoder_embeddings", "decoder_vocab_size"
+
+    def read(hf: HfConfig) -> dict[str, Any]:
+        if hf.get(key, True) is not True:
+            raise ConfigError(
+                f"{key}={shown(hf[key])} is not supported: encoder, decoder and output head read one table here. "
+                "Models that share it are supported (true)."
+            )
+        rows = integer(hf, "vocab_size")
+        if hf.get(size) not in (None, rows):
+            raise ConfigError(
+                f"{size}={shown(hf[size])} and vocab_size={rows} in config.json differ, and encoder and decoder read "
+                "one table here. Models whose two are equal are supported."
+            )
+        return {}
+
+    def write(config: ModelFields) -> dict[str, Any]:
+        return {key: True, size: config.vocab_size}
+
+    return Rule(keys=(key, size), read=read, write=write)
+
+
+_COMMON = (
+    DENSE,
+    constant(norm="layernorm", norm_order="post", norm_eps=1e-5),
+    constant(qkv_bias=True, o_bias=True, ffn_bias=True, head_bias=True, tie_embeddings=True),
+    same("vocab_size", "vocab_size"),
+    same("d_model", "hidden_size"),
+    # The name that transformers has in every family means the encoder's here.
+    same("encoder_layers", "encoder_layers", also=("num_hidden_layers",), least=1),
+    same("decoder_layers", "num_layers"),
+    of_both_stacks("encoder_attention_heads", "decoder_attention_heads", "num_heads"),
+    of_both_stacks("encoder_ffn_dim", "decoder_ffn_dim", "ffn_size"),
+    same("max_position_embeddings", "max_positions", default=1024),
+    translated("activation_function", "activation", _ACTIVATIONS, default="gelu"),
+    same("dropout", "residual_dropout", default=0.1),
+    same("init_std", "init_std", default=0.02),
+    _scaled_embeddings(),
+    divided_head_dim("d_model", "encoder_attention_heads"),
+    all_heads("d_model", "encoder_attention_heads"),
+    left_out_dropout("attention_dropout", 0.0),
+    left_out_dropout("activation_dropout", 0.0, what="inner values of FFNs"),
+    left_out_dropout("encoder_layerdrop", 0.0, what="layers"),
+    left_out_dropout("decoder_layerdrop", 0.0, what="layers"),
+    only("tie_word_embeddings", True),
+    only("is_encoder_decoder", True),
+    only("is_decoder", False, written=False),
+    # transformers 5 takes the side of every mask from it.
+    only("is_causal", None, written=False),
+    only("per_layer_config", None, written=False),
+    # Of releases before 2021, which had other models under these names.
+    only("normalize_before", False, written=False),
+    only("add_final_layer_norm", False, written=False),
+)
+_OF_BART = (
+    constant(position="learned", position_offset=2, embedding_norm=True),
+    only("normalize_embedding", True, written=False),
+    only("static_position_embeddings", False, written=False),
+)
+_OF_MARIAN = (
+    _one_table(),
+    constant(position="sinusoidal_halves", embedding_norm=False),
+    only("normalize_embedding", False, written=False),
+    only("static_position_embeddings", True, written=False),
+)
+# Of classifiers, and of releases before 2021.
+_IGNORED = frozenset(TARGET_ID_KEYS) | {
+    "classifier_dropout",
+    "classif_dropout",
+    "num_labels",
+    "_num_labels",
+    "add_bias_logits",
+    "extra_pos_embeddings",
+    "force_bos_token_to_be_generated",
+    "output_past",
+}
+
+
+def _of_stack(block: str, theirs: str) -> dict[str, str]:
+    """A stack's projections and norms by our names; each has a weight and a bias."""
+    attentions = {"self_attn": "self_attn"}
+    norms = {"post_attention_layernorm": "self_attn_layer_norm", "post_feedforward_layernorm": "final_layer_norm"}
+    if block == BLOCK:
+        attentions["cross_attn"] = "encoder_attn"
+        norms["cross_layernorm"] = "encoder_attn_layer_norm"
+    names = {"mlp.up_proj": "fc1", "mlp.down_proj": "fc2"} | norms
+    for ours, of_theirs in attentions.items():
+        names |= {f"{ours}.{part}_proj": f"{of_theirs}.{part}_proj" for part in "qkv"}
+        names[f"{ours}.o_proj"] = f"{of_theirs}.out_proj"
+    return {block + ours: f"{theirs}.layers.{{layer}}.{name}" for ours, name in names.items()}
+
+
+def _named(ours: str, theirs: str) -> TensorRule:
+    """Under the name in the whole model, and as the model without a head has it."""
+    return tensor(ours, f"model.{theirs}", theirs)
+
+
+def _tensors() -> tuple[TensorRule, ...]:
+    """The tensors of either family."""
+    both = _of_stack(BLOCK, "decoder") | _of_stack(ENCODER_BLOCK, "encoder")
+    both |= {"model.embed_norm": "decoder.layernorm_embedding", "encoder.embed_norm": "encoder.layernorm_embedding"}
+    rules = [
+        _named(f"{ours}.{part}", f"{theirs}.{part}") for ours, theirs in both.items() for part in ("weight", "bias")
+    ]
+    rules.append(_named("model.embed_tokens.weight", "shared.weight"))
+    rules.append(_named("model.embed_positions.weight", "decoder.embed_positions.weight"))
+    rules.append(_named("encoder.embed_positions.weight", "encoder.embed_positions.weight"))
+    # transformers takes it for zero where a file has none.
+    bias = OnDisk(names=("final_logits_bias",), steps=("one_row",))
+    rules.append(TensorRule(parameters=("lm_head.bias",), layouts=(bias, OnDisk(names=()))))
+    return tuple(rules)
+
+
+_COPIES = {
+    f"{prefix}{stack}.embed_tokens.weight": f"{prefix}shared.weight"
+    for prefix in ("model.", "")
+    for stack in ("encoder", "decoder")
+}
+
+BART = Family(
+    model_type="bart",
+    architecture="BartForConditionalGeneration",
+    # What is published as bart-base and bart-large: without a head, which is the table.
+    other_architectures=("BartModel",),
+    rules=_COMMON + _OF_BART,
+    tensors=_tensors(),
+    ignored_keys=_IGNORED,
+    ignored_tensors=(r"(model\.)?(encoder|decoder)\.version",),
+    copies=_COPIES,
+    auto_class="AutoModelForSeq2SeqLM",
+)
+MARIAN = Family(
+    model_type="marian",
+    architecture="MarianMTModel",
+    rules=_COMMON + _OF_MARIAN,
+    tensors=_tensors(),
+    ignored_keys=_IGNORED | {"save_step"},
+    # The sinusoids.
+    ignored_tensors=(r"model\.(encoder|decoder)\.embed_positions\.weight",),
+    copies=_COPIES,
+    auto_class="AutoModelForSeq2SeqLM",
+)

@@ -1,0 +1,159 @@
+"""T5, version 1.0 and 1.1: an encoder beside the decoder, RMSNorm before each part, a bias of distances in each stack.
+
+Scores are not scaled. In 1.0 the head is the table, and logits are scaled; 1.1 has a head of its own and a gated FFN.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from longctx.architecture.fields import ModelFields
+from longctx.architecture.rules import GATED
+from longctx.errors import ConfigError
+from longctx.families.llama import DENSE
+from longctx.families.rules import constant, integer, only, same, translated, typed
+from longctx.families.spec import BLOCK, ENCODER_BLOCK, TARGET_ID_KEYS, Family, HfConfig, Rule, TensorRule, tensor
+from longctx.untrusted.reading import shown
+
+# By "gated-gelu" transformers means the tanh formula, and by "gelu" the other one.
+_ACTIVATIONS = {
+    "relu": "relu",
+    "gelu": "gelu",
+    "gelu_new": "gelu_tanh",
+    "silu": "silu",
+    "gated-gelu": "geglu_tanh",
+    "gated-gelu_new": "geglu_tanh",
+    "gated-silu": "swiglu",
+}
+
+
+def _says_the_same() -> Rule:
+    """ConfigError where what newer files say of the activation beside its name is something else."""
+
+    def read(hf: HfConfig) -> dict[str, Any]:
+        word = hf.get("feed_forward_proj", "relu")
+        _, gated, function = str(word).rpartition("-")
+        if word == "gated-gelu":
+            function = "gelu_new"
+        for key, meant in (("is_gated_act", bool(gated)), ("dense_act_fn", function)):
+            if hf.get(key, meant) != meant:
+                raise ConfigError(
+                    f"{key}={shown(hf[key])} in config.json contradicts feed_forward_proj={shown(word)}, which means "
+                    f"{meant!r}. Keep one of them."
+                )
+        return {}
+
+    return Rule(keys=("is_gated_act", "dense_act_fn"), read=read)
+
+
+def _decoder_layers() -> Rule:
+    """Layers of the decoder; null is as many as the encoder's."""
+    key = "num_decoder_layers"
+
+    def read(hf: HfConfig) -> dict[str, Any]:
+        if hf.get(key) is None:
+            return {"num_layers": integer(hf, "num_layers")}
+        return {"num_layers": integer(hf, key)}
+
+    return Rule(keys=(key,), read=read, write=lambda config: {key: config.num_layers})
+
+
+def _head() -> Rule:
+    """A head that is the table has scaled logits; one of its own has not.
+
+    transformers 5 writes ``tie_word_embeddings`` as true of either, and the scale beside it.
+    """
+    tied_key, scaled_key = "tie_word_embeddings", "scale_decoder_outputs"
+
+    def read(hf: HfConfig) -> dict[str, Any]:
+        tied = typed(tied_key, hf.get(tied_key, True), "bool")
+        scaled = typed(scaled_key, hf.get(scaled_key, tied), "bool")
+        if scaled and not tied:
+            raise ConfigError(
+                f"{scaled_key}=True with {tied_key}=False is not supported: versions of transformers differ in whether "
+                f"they scale such logits. Supported: {scaled_key} as {tied_key}, or absent."
+            )
+        if scaled:
+            return {"tie_embeddings": True, "logit_scale": integer(hf, "d_model") ** -0.5}
+        return {"tie_embeddings": False, "logit_scale": 1.0}
+
+    return Rule(keys=(tied_key, scaled_key), read=read, write=lambda config: {tied_key: config.tie_embeddings})
+
+
+_RULES = (
+    DENSE,
+    constant(position="t5", qkv_bias=False, attention_scale=1.0),
+    same("vocab_size", "vocab_size"),
+    same("d_model", "hidden_size"),
+    same("num_layers", "encoder_layers", also=("num_hidden_layers",), least=1),
+    _decoder_layers(),
+    same("num_heads", "num_heads"),
+    Rule(read=lambda hf: {"num_kv_heads": integer(hf, "num_heads")}),
+    same("d_kv", "head_dim", default=64),
+    same("d_ff", "ffn_size"),
+    same("n_positions", "max_positions", default=512),
+    same("relative_attention_num_buckets", "relative_buckets", default=32),
+    same("relative_attention_max_distance", "relative_max_distance", default=128),
+    # There it drops attention's weights and the FFN's inner values too.
+    same("dropout_rate", "residual_dropout", default=0.1),
+    same("layer_norm_epsilon", "norm_eps", default=1e-6),
+    translated("feed_forward_proj", "activation", _ACTIVATIONS, default="relu"),
+    _says_the_same(),
+    _head(),
+    only("is_encoder_decoder", True),
+    only("is_decoder", False, written=False),
+    # transformers 5 takes the side of every mask from it.
+    only("is_causal", None, written=False),
+    only("per_layer_config", None, written=False),
+)
+
+
+def _is_gated(config: ModelFields) -> bool:
+    return config.activation in GATED
+
+
+def _of_stack(block: str, theirs: str) -> tuple[TensorRule, ...]:
+    """The tensors of a stack's layers, of which the first holds the table of distances for all."""
+    parts = [("self_attn", "SelfAttention", "input_layernorm")]
+    if block == BLOCK:
+        parts.append(("cross_attn", "EncDecAttention", "cross_layernorm"))
+    rules = []
+    for place, (attention, of_theirs, norm) in enumerate(parts):
+        at = f"{theirs}.block.{{layer}}.layer.{place}"
+        for part in "qkvo":
+            rules.append(tensor(f"{block}{attention}.{part}_proj.weight", f"{at}.{of_theirs}.{part}.weight"))
+        rules.append(tensor(f"{block}{norm}.weight", f"{at}.layer_norm.weight"))
+    at = f"{theirs}.block.{{layer}}.layer.{len(parts)}"
+    ffn = f"{at}.DenseReluDense"
+    rules += [
+        tensor(f"{block}post_attention_layernorm.weight", f"{at}.layer_norm.weight"),
+        tensor(f"{block}mlp.up_proj.weight", f"{ffn}.wi.weight"),
+        tensor(f"{block}mlp.gate_proj.weight", f"{ffn}.wi_0.weight"),
+        tensor(f"{block}mlp.up_proj.weight", f"{ffn}.wi_1.weight", holds=_is_gated),
+        tensor(f"{block}mlp.down_proj.weight", f"{ffn}.wo.weight"),
+    ]
+    ours = block.partition(".")[0]
+    bias = f"{theirs}.block.0.layer.0.SelfAttention.relative_attention_bias.weight"
+    rules.append(tensor(f"{ours}.relative_bias.weight", bias))
+    rules.append(tensor(f"{ours}.norm.weight", f"{theirs}.final_layer_norm.weight"))
+    return tuple(rules)
+
+
+_ENDS = (
+    tensor("model.embed_tokens.weight", "shared.weight"),
+    # transformers 5 makes new models without a scale whose head is the table.
+    tensor("lm_head.weight", "lm_head.weight", "shared.weight"),
+)
+
+T5 = Family(
+    model_type="t5",
+    architecture="T5ForConditionalGeneration",
+    rules=_RULES,
+    tensors=_ENDS + _of_stack(BLOCK, "decoder") + _of_stack(ENCODER_BLOCK, "encoder"),
+    # How weights start there, of classifiers, and of releases before 2021.
+    ignored_keys=frozenset(TARGET_ID_KEYS) | {"initializer_factor", "classifier_dropout", "output_past"},
+    # A table that nothing reads.
+    ignored_tensors=(r"decoder\.block\.0\.layer\.1\.EncDecAttention\.relative_attention_bias\.weight",),
+    copies={f"{stack}.embed_tokens.weight": "shared.weight" for stack in ("encoder", "decoder")},
+    auto_class="AutoModelForSeq2SeqLM",
+)

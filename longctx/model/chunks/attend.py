@@ -1,0 +1,77 @@
+"""Attention of all tokens, a group of heads at a time, and its backward: what a layer's own and cross attention
+share.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from longctx.model.chunks.heads import ByGroups, groups_in_turn
+from longctx.model.chunks.parts import Differentiate, leaves
+from longctx.model.chunks.store import ChunkStore, PutOnce, Stored
+from longctx.model.recompute import RecomputeCache
+
+
+class Projected(NamedTuple):
+    """Queries, keys and values of all tokens, or their gradients."""
+
+    q: ByGroups
+    k: ByGroups
+    v: ByGroups
+
+
+class Attended(NamedTuple):
+    """Attention of all tokens."""
+
+    out: ByGroups
+    caches: list[RecomputeCache]
+    """What backward needs besides, one a group of heads; none where there is no backward."""
+
+
+Attend = Callable[[int, Sequence[Tensor], RecomputeCache | None], Tensor]
+"""Attention of a group of heads, from its number, its queries, keys and values."""
+
+
+def attend_by_groups(store: ChunkStore, projected: Projected, attend: Attend, *, trains: bool, frees: bool) -> Attended:
+    """Attention; ``frees`` what it reads."""
+    outs: list[Stored] = []
+    caches: list[RecomputeCache] = []
+    for group, qkv in enumerate(groups_in_turn(projected, frees=frees)):
+        once, cache = PutOnce(store), None
+        if trains:
+            cache = RecomputeCache("attention", once.put, by_chunks=True)
+            caches.append(cache)
+        outs.append(once.put(attend(group, qkv, cache)))
+        once.forget()
+    return Attended(ByGroups(outs), caches)
+
+
+def attend_backward(
+    store: ChunkStore,
+    projected: Projected,
+    attended: Attended,
+    dout: ByGroups,
+    differentiate: Differentiate,
+    attend: Attend,
+) -> Projected:
+    """The gradients of queries, keys and values."""
+    gradients: list[list[Stored]] = [[], [], []]
+    arriving = groups_in_turn([projected.q, projected.k, projected.v, dout], frees=True)
+    for group, (cache, values) in enumerate(zip(attended.caches, arriving, strict=True)):
+        dout_BtHV = values.pop()
+        # The cache has it.
+        attended.out.free(group)
+        with torch.enable_grad(), cache:
+            inputs = leaves(values)
+            out_BtHV = attend(group, inputs, cache)
+            found = differentiate([out_BtHV], inputs, [dout_BtHV])
+        # In the next group's turn nothing is left of this one's but its gradients.
+        values.clear()
+        del inputs, out_BtHV, dout_BtHV
+        for of_kind, gradient in zip(gradients, found, strict=True):
+            of_kind.append(store.put(gradient))
+    return Projected._make(map(ByGroups, gradients))

@@ -1,0 +1,91 @@
+"""Cross attention of a layer whose tokens are worked through by chunks.
+
+forward     chunks: attention added, norm, projection  ->  queries
+            the source, whole: projections             ->  keys, values
+            head groups: attention                     ->  heads' outputs
+backward    head groups: attention's backward
+            chunks: the queries' backward              ->  more of the gradients of the layer's input and of attention
+            the source, whole: its projections'        ->  its gradient
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from longctx.model.chunks.attend import Attended, Projected, attend_backward, attend_by_groups
+from longctx.model.chunks.heads import ByGroups
+from longctx.model.chunks.parts import Differentiate, LayerParts, leaves
+from longctx.model.chunks.store import Stored, in_turn
+from longctx.model.chunks.stream import ResidualStream
+from longctx.model.cross_block import CrossBlock
+from longctx.model.recompute import RecomputeCache
+from longctx.model.source import CrossCall
+
+
+class ChunkedCross:
+    """The cross attention of one layer in one forward pass and its backward."""
+
+    def __init__(self, stream: ResidualStream, parts: LayerParts, call: CrossCall, *, trains: bool) -> None:
+        assert isinstance(parts.block, CrossBlock), "a layer that reads no source"
+        self.stream, self.parts, self.call, self.trains = stream, parts, call, trains
+        self.block: CrossBlock = parts.block
+
+    def forward(self, x: Stored, attended: Attended) -> Attended:
+        """Cross attention of the layer's input and its own attention's output."""
+        projected = self._project(x, attended, self.call.source.hidden_BsM.detach())
+        return attend_by_groups(self.stream.store, projected, self._attend, trains=self.trains, frees=True)
+
+    def backward(
+        self,
+        x: Stored,
+        attended: Attended,
+        crossed: Attended,
+        source_BsM: Tensor,
+        dx: Stored,
+        douts: Sequence[ByGroups],
+        differentiate: Differentiate,
+    ) -> None:
+        """Add to ``dx``, and to the gradient of attention's output, what goes through cross attention's queries.
+
+        ``douts`` are the gradients of both attentions' outputs. What goes through keys and values is added to that of
+        the source, a leaf that ``differentiate`` knows, and of the weights.
+        """
+        stream = self.stream
+        projected = self._project(x, attended, source_BsM.detach())
+        dq, dk, dv = attend_backward(stream.store, projected, crossed, douts[1], differentiate, self._attend)
+        stored = [dx, douts[0], x, attended.out, dq]
+        for tokens, (dx_BcM, dheads_BcHV, x_BcM, heads_BcHV, dq_BcHD) in in_turn(stream.chunks, stored):
+            with torch.enable_grad():
+                inputs = leaves([x_BcM, heads_BcHV])
+                q_BcHD = self._queries(inputs[0], inputs[1], tokens)
+                more_dx, more_dheads = differentiate([q_BcHD], inputs, [dq_BcHD])
+            dx.write(tokens, more_dx.add_(dx_BcM))
+            douts[0].write(tokens, more_dheads.add_(dheads_BcHV))
+        with torch.enable_grad():
+            differentiate(self.block.source_keys(source_BsM), [], [dk.whole().wait(), dv.whole().wait()])
+
+    def _attend(self, group: int, qkv: Sequence[Tensor], cache: RecomputeCache | None) -> Tensor:
+        # Its scores are the same for all heads.
+        return self.call.core(*qkv, plan=self.call.plan, scores=self.call.scores, recompute_cache=cache)
+
+    def _queries(self, x_BcM: Tensor, heads_BcHV: Tensor, tokens: slice) -> Tensor:
+        """Queries of a chunk, of all heads."""
+        draws, run = self.parts.draws_of(tokens), self.parts.call.run
+        return run(CrossBlock.before_cross, self.block, x_BcM, heads_BcHV, draws, False)[1]
+
+    def _project(self, x: Stored, attended: Attended, source_BsM: Tensor) -> Projected:
+        """Queries of the tokens, keys and values of the source."""
+        stream, q = self.stream, None
+        for tokens, (x_BcM, heads_BcHV) in in_turn(stream.chunks, [x, attended.out]):
+            q_BcHD = self._queries(x_BcM, heads_BcHV, tokens)
+            q = q or ByGroups.empty(stream.store, stream.num_tokens, q_BcHD, stream.head_groups)
+            q.write(tokens, q_BcHD)
+        assert q is not None
+        sides = []
+        for x_BsKD in self.block.source_keys(source_BsM):
+            groups = x_BsKD.chunk(stream.head_groups, dim=2)
+            sides.append(ByGroups([stream.store.put(group.contiguous()) for group in groups]))
+        return Projected(q, *sides)

@@ -1,0 +1,67 @@
+"""``CrossBlock``: a layer of a decoder that reads a source: between attention and FFN it attends to the source.
+
+Axes: B rows, t tokens of this rank, s tokens of the source on it, M model width, H query heads, K key/value heads, D
+head size, V value head size.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from longctx.config import ModelConfig
+from longctx.model.block import Block, Call, Draws
+from longctx.model.layers.norms import build_norm
+from longctx.model.mixers.cross import CrossAttention
+from longctx.model.recompute import RecomputeCache
+from longctx.model.rotary import RotaryTable
+
+
+class CrossBlock(Block):
+    """Attention, cross attention and FFN, each added to the residual stream, with norms before or after them."""
+
+    def __init__(self, config: ModelConfig, layer: int, experts: slice = slice(None)) -> None:
+        super().__init__(config, layer, experts)
+        self.cross_attn = CrossAttention(config)
+        self.cross_layernorm = build_norm(config, config.hidden_size)
+
+    def _run(
+        self, x_BtM: Tensor, table: RotaryTable | None, call: Call, recompute_cache: RecomputeCache | None
+    ) -> tuple[Tensor, ...]:
+        cross, draws = call.cross, call.draws()
+        assert cross is not None, "a layer that reads a source was told of none"
+        heads_BtHV = self._attend(x_BtM, table, call, recompute_cache)
+        x_BtM, q = call.run(CrossBlock.before_cross, self, x_BtM, heads_BtHV, draws, call.cache is not None)
+        k, v = self._source_keys(call)
+        if recompute_cache is not None:
+            recompute_cache = recompute_cache.of_cross()
+        heads_BtHV = cross.core(q, k, v, plan=cross.plan, scores=cross.scores, recompute_cache=recompute_cache)
+        return self.finish(x_BtM, heads_BtHV, draws, call, recompute_cache)
+
+    def before_cross(self, x_BtM: Tensor, heads_BtHV: Tensor, draws: Draws, cached: bool) -> tuple[Tensor, Tensor]:
+        """The residual stream with attention added, and cross attention's queries of it [B, t, H, D]."""
+        x_BtM = self.add_attention(x_BtM, heads_BtHV, draws[0], cached)
+        return x_BtM, self.cross_attn.queries(self.before(x_BtM, "cross_layernorm"))
+
+    def source_keys(self, source_BsM: Tensor) -> tuple[Tensor, Tensor]:
+        """Cross attention's keys and values [B, s, K, D] of a source."""
+        return self.cross_attn.keys_and_values(source_BsM)
+
+    def join_attention(self, x_BtM: Tensor, heads_BtHV: Tensor, draws: Draws, cached: bool) -> tuple[Tensor, Tensor]:
+        """The residual stream with cross attention added, and what the FFN reads of it.
+
+        The layer's own attention is in the stream already.
+        """
+        x_BtM = self.add(x_BtM, self.cross_attn.output(heads_BtHV), draws[2])
+        if self.order == "post":
+            x_BtM = self.cross_layernorm(x_BtM)
+        return x_BtM, self.before(x_BtM, "post_attention_layernorm")
+
+    def _source_keys(self, call: Call) -> tuple[Tensor, Tensor]:
+        """Keys and values of the source: made once, if it keeps them."""
+        assert call.cross is not None, "a layer that reads a source was told of none"
+        source = call.cross.source
+        if source.keys is None:
+            return call.run(CrossBlock.source_keys, self, source.hidden_BsM)
+        if call.layer not in source.keys:
+            source.keys[call.layer] = self.source_keys(source.hidden_BsM)
+        return source.keys[call.layer]

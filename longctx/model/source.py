@@ -1,0 +1,54 @@
+"""``EncodedSource``: what cross attention reads, beside the tokens of the batch itself.
+
+Axes: B rows, s tokens of the source on this rank, M model width, K key/value heads, D head size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from longctx.batch import PackedDocuments
+from longctx.kernels.attention.contract import Scores
+from longctx.model.attention.core import PassCore, Plan
+
+
+@dataclass(frozen=True, eq=False)
+class EncodedSource:
+    """A source's hidden states behind the encoder: document n of the batch reads document n of these."""
+
+    hidden_BsM: Tensor
+    documents: PackedDocuments
+    placement: Any = None
+    """Where the source's tokens live (``Batch.placement``)."""
+    keys: dict[int, tuple[Tensor, Tensor]] | None = None
+    """Keys and values [B, s, K, D] by layer, as layers make them: a generation's later tokens read the same ones. None
+    keeps none."""
+
+
+def joined(sources: Sequence[EncodedSource]) -> EncodedSource:
+    """Several sources as one, document behind document, with the keys that layers have made of them."""
+    if len(sources) == 1:
+        return sources[0]
+    keys: dict[int, tuple[Tensor, Tensor]] = {}
+    for layer in sources[0].keys or {}:
+        sides = zip(*(source.keys[layer] for source in sources if source.keys is not None), strict=True)
+        k, v = (torch.cat(side, dim=1) for side in sides)
+        keys[layer] = k, v
+    lengths = [n for source in sources for n in source.documents.lengths]
+    hidden_BsM = torch.cat([source.hidden_BsM for source in sources], dim=1)
+    return EncodedSource(hidden_BsM, PackedDocuments.of_lengths(lengths), keys=keys)
+
+
+@dataclass(frozen=True, eq=False)
+class CrossCall:
+    """What a forward pass tells the cross attention of its layers."""
+
+    core: PassCore
+    plan: Plan
+    scores: Scores
+    source: EncodedSource

@@ -1,0 +1,160 @@
+"""``Stack``: tokens in, hidden states out, under Hugging Face's parameter names.
+
+Axes: B rows, t tokens of this rank, M model width.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+import torch
+from torch import Tensor, nn
+
+from longctx.architecture.layers import layer_specs
+from longctx.architecture.mixers.mixer import Mixer
+from longctx.architecture.rope import Rope
+from longctx.config import ModelConfig
+from longctx.kernels.attention.bias import alibi_slopes
+from longctx.kernels.attention.contract import RelativeBias, Scores
+from longctx.model.block import Block, Call
+from longctx.model.chunks.stream import ResidualStream
+from longctx.model.cross_block import CrossBlock
+from longctx.model.layers.dropout import Dropout
+from longctx.model.layers.linear import Embedding, Linear, Weight
+from longctx.model.layers.norms import build_norm
+from longctx.model.rotary import RotaryTable, sinusoid_table, sinusoidal_embedding
+
+
+class Stack(nn.Module):
+    """Embeddings, blocks and the last norm: what is named ``model.*``, and beside it an encoder's, named
+    ``encoder.*``.
+    """
+
+    def __init__(self, config: ModelConfig, experts: slice = slice(None), *, owns_table: bool = True) -> None:
+        """``experts`` are those of each layer whose weights are here. Without a table of tokens of its own the stack
+        is handed another one's module."""
+        super().__init__()
+        self.config = config
+        E = config.embedding_dim
+        if owns_table:
+            self.embed_tokens = Embedding(config.vocab_size, E)
+        if config.position == "learned":
+            self.embed_positions = Embedding(config.max_positions + config.position_offset, E)
+        if config.segments:
+            self.embed_segments = Embedding(config.segments, E)
+        if config.embedding_norm:
+            self.embed_norm = build_norm(config, E)
+        if config.embedding_size:
+            self.embed_projection = Linear(E, config.hidden_size)
+        if config.position == "t5":
+            self.relative_bias = Weight(config.relative_buckets, config.num_heads)
+        num_blocks = 1 if config.shared_layers else config.num_layers
+        kind = CrossBlock if config.encoder_layers else Block
+        self.layers = nn.ModuleList(kind(config, layer, experts) for layer in range(num_blocks))
+        self.norm: nn.Module | None = None
+        if config.norm_order != "post":
+            self.norm = build_norm(config, config.hidden_size)
+        # Layers of one rope share their table; None stands for layers without rotary channels.
+        self._specs = layer_specs(config)
+        ropes = [spec.rope for spec in self._specs]
+        self._ropes = tuple(dict.fromkeys(ropes))
+        self._rope_of_layer = tuple(self._ropes.index(rope) for rope in ropes)
+
+    def forward(
+        self,
+        tokens_Bt: Tensor,
+        positions_Bt: Tensor,
+        tables: Sequence[RotaryTable | None],
+        calls: Mapping[Mixer, Call],
+        *,
+        dropout: Dropout | None,
+        stream: ResidualStream | None,
+        segments_Bt: Tensor | None = None,
+        embed_tokens: nn.Module | None = None,
+    ) -> tuple[Tensor, list[tuple[Tensor, ...]]]:
+        """Hidden states [B, t, M] and the ``RouterStats.tensors`` of every expert layer.
+
+        With ``stream`` its handle, before the final norm, stands for hidden states. ``tables`` are those of ``tables``.
+        Without ``segments_Bt`` all tokens are of the first segment. ``embed_tokens`` is the table's module where the
+        stack has none.
+        """
+        # The module and not its weight: ZeRO-3 gathers a weight for the forward of its owner.
+        x_BtM = self._embed((embed_tokens or self.embed_tokens)(tokens_Bt), positions_Bt, segments_Bt, dropout)
+        if stream is not None:
+            x_BtM = stream.enter(x_BtM)
+        stats: list[tuple[Tensor, ...]] = []
+        for layer, (spec, rope) in enumerate(zip(self._specs, self._rope_of_layer, strict=True)):
+            block = self.layers[layer % len(self.layers)]
+            x_BtM, *of_layer = block(x_BtM, tables[rope], call=replace(calls[spec.mixer], layer=layer))
+            if spec.ffn == "experts":
+                stats.append(tuple(of_layer))
+        if stream is None:
+            x_BtM = self.last_norm(x_BtM)
+        return x_BtM, stats
+
+    def last_norm(self, x_BtM: Tensor) -> Tensor:
+        """Hidden states of the residual stream behind the last layer."""
+        # A post-norm block ends in a norm of its own, so the stream needs no last one.
+        if self.norm is None:
+            return x_BtM
+        return self.norm(x_BtM)
+
+    def _embed(
+        self, x_BtM: Tensor, positions_Bt: Tensor, segments_Bt: Tensor | None, dropout: Dropout | None
+    ) -> Tensor:
+        """The first values of the residual stream, from the rows of the table of tokens."""
+        config = self.config
+        if config.embedding_scale != 1:
+            # rounded to the model's dtype first, as Gemma was trained
+            scale = torch.tensor(config.embedding_scale, dtype=x_BtM.dtype)
+            x_BtM = x_BtM * scale.to(x_BtM.device, non_blocking=True)
+        if config.position == "learned":
+            x_BtM = x_BtM + self.embed_positions(positions_Bt + config.position_offset)
+        if config.position in ("sinusoidal", "sinusoidal_halves"):
+            halves = config.position == "sinusoidal_halves"
+            sinusoids = sinusoidal_embedding(positions_Bt, config.embedding_dim, x_BtM.dtype, halves=halves)
+            x_BtM = x_BtM + sinusoids.to(x_BtM.dtype)
+        if config.segments:
+            if segments_Bt is None:
+                # One row for all tokens: its gradient is one sum, and not rounded once a token.
+                segments_Bt = positions_Bt.new_zeros(1)
+            x_BtM = x_BtM + self.embed_segments(segments_Bt)
+        if config.embedding_norm:
+            x_BtM = self.embed_norm(x_BtM)
+        if dropout is not None:
+            x_BtM = dropout(x_BtM, -1)
+        if config.embedding_size:
+            x_BtM = self.embed_projection(x_BtM)
+        return x_BtM
+
+    def scores(self, device: torch.device) -> Scores:
+        """How queries and keys become scores: the same in all layers."""
+        config = self.config
+        slopes, bias = None, None
+        if config.position == "alibi":
+            slopes = alibi_slopes(config.num_heads).to(device, non_blocking=True)
+        if config.position == "t5":
+            farthest = config.relative_max_distance
+            bias = RelativeBias(self.relative_bias(), max_distance=farthest, bidirectional=not config.causal)
+        return Scores(
+            scale=config.scale,
+            softcap=config.attention_softcap or None,
+            alibi_slopes_H=slopes,
+            relative_bias=bias,
+        )
+
+    def tables(self, positions_Bt: Tensor, longest: int, dtype: torch.dtype) -> list[RotaryTable | None]:
+        """What rotates queries and keys of ``dtype``: layers of one rope share a table."""
+        return [self._table(rope, positions_Bt, longest, dtype) for rope in self._ropes]
+
+    def _table(self, rope: Rope | None, positions_Bt: Tensor, longest: int, dtype: torch.dtype) -> RotaryTable | None:
+        config = self.config
+        if rope is not None:
+            rotated = config.head_dim
+            if config.is_latent:
+                rotated = config.rope_head_dim
+            return RotaryTable.build(positions_Bt, rope, config.rotary_size, dtype, length=longest, head_dim=rotated)
+        if config.position == "relative":
+            return RotaryTable(*sinusoid_table(positions_Bt, config.hidden_size, dtype))
+        return None

@@ -1,0 +1,33 @@
+"""The ids of a pair's two sides: what an encoder reads, and what is written of it begins with."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from longctx.errors import DataError
+from longctx.tokenizer.contract import Tokenizer
+from longctx.tokenizer.rows import check_rows
+
+
+def source_ids(tokenizer: Tokenizer, text: str) -> list[int]:
+    """The ids of a whole document, as an encoder reads it."""
+    ids = np.concatenate([tokenizer.begins_with, tokenizer.encode(text), tokenizer.ends_with])
+    return check_rows(tokenizer, ids, "the text").tolist()
+
+
+def start_of_targets(tokenizer: Tokenizer) -> int:
+    """The id from which a target's first token is predicted: what the model's files name (T5: its padding).
+
+    If they name none it is the tokenizer's begin, or without one its end.
+
+    DataError for a tokenizer that ends no text.
+    """
+    if not len(tokenizer.ends_with):
+        raise DataError(
+            f"{tokenizer.path} ends no text by an id of its own, so a model of pairs could not end what it writes. "
+            "Train a tokenizer with `longctx tokenizer train`."
+        )
+    if tokenizer.special.start is not None:
+        return tokenizer.special.start
+    ids = tokenizer.begins_with if len(tokenizer.begins_with) else tokenizer.ends_with
+    return int(ids[-1])
