@@ -19,7 +19,7 @@ from benchmarks.delivering.contenders import SHARDS, whole
 from data_pipeline.loader import Loader, build_loader, open_order
 from data_pipeline.rows.batches import Place, Share, lengths_of
 from data_pipeline.rows.micro_batches import MicroBatches, balanced
-from data_pipeline.shards.reader import ShardSet
+from data_pipeline.shards.reader import ShardSet, Side
 from launcher.training.feed import StepFeed
 from longctx.batch import PackedDocuments
 from parallel.layout.sequence import SequenceLayout
