@@ -462,6 +462,7 @@ def _list_problems(path: Location, hash: str) -> Iterator[str]:
 def _piece_view(shards: ShardSet, tokenizer: Tokenizer, piece: tuple[int, int, int], preview: int) -> PieceView:
     """A piece of a row, decoded at both ends; whole where the two ends would meet."""
     document, start, stop = piece
+    # Of a source only the beginning is shown: it is read whole, whatever a row cuts off its target.
     source_tokens, source = 0, ""
     if shards.manifest.has_sources:
         source_tokens = int(shards.lengths_of(np.array([document]), "source")[0])

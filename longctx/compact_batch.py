@@ -133,9 +133,10 @@ class CompactBatch:
         if torch.device(device).type == "cpu":
             per_token = self.copied()
         else:
-            per_token = self.looked_up(device)
+            per_token = looked_up(self, device)
         places = firsts = None
         if self.seconds is not None and self.firsts is not None:
+            # A padding's id is -1: looked up as the first document's, and masked below.
             document_ids, seconds = per_token["document_ids"], self.seconds.to(device, non_blocking=True)
             is_second = per_token["positions"] >= seconds[document_ids.clamp(min=0)]
             per_token["segments"] = (is_second & (document_ids != PADDING_DOCUMENT)).long()
@@ -157,40 +158,8 @@ class CompactBatch:
             placement=self.placement,
         )
 
-    def looked_up(self, device: torch.device | str) -> dict[str, Tensor]:
-        """The per-token tensors [B·t] by name, each token on its own: what a GPU is fast at."""
-        ids, spans, ends, bounds = (
-            x.to(device, non_blocking=True) for x in (self.ids, self.spans, self.ends, self.bounds)
-        )
-        counted = self.counted
-        if counted is not None:
-            counted = counted.to(device, non_blocking=True)
-        start_S, count_S, step_S, at_S = spans.unbind(1)
-        num_local = self.shape[0] * self.shape[1]
-        local = torch.arange(num_local, device=device)
-        ends_S = count_S.cumsum(0)
-        # Searched rather than repeated: nothing here has a size that the host would have to ask for.
-        span = torch.searchsorted(ends_S, local, right=True)
-        nth = local - (ends_S - count_S)[span]
-        entry = at_S[span] + nth
-        behind = torch.where(step_S == 1, 1, count_S)[span]
-        index = start_S[span] + nth * step_S[span]
-        document = torch.searchsorted(bounds[1:], index, right=True)
-        end = ends[document]
-        is_last = index + 1 == bounds[1:][document]
-        ignored = (end == DocumentEnd.PADDING) | (is_last & (end == DocumentEnd.NOTHING))
-        found = {
-            "tokens": _looked_up(ids, entry),
-            "following": _looked_up(ids, entry + behind).masked_fill_(ignored, IGNORED_TARGET),
-            "positions": index - bounds[document],
-            "document_ids": document.masked_fill(end == DocumentEnd.PADDING, PADDING_DOCUMENT),
-        }
-        if counted is not None:
-            found["counted"] = _inside(counted, index)
-        return found
-
     def copied(self) -> dict[str, Tensor]:
-        """The same on the CPU, document by document: a tenth of the time that it takes there token by token."""
+        """The per-token tensors on the CPU, document by document: a tenth of the time of ``looked_up``."""
         num_local = self.shape[0] * self.shape[1]
         names = ("tokens", "following", "positions", "document_ids")
         found = {name: torch.empty(num_local, dtype=torch.int64) for name in names}
@@ -225,6 +194,39 @@ class CompactBatch:
                 found["counted"][local : local + count] = _inside(self.counted, index)
             local += count
         return found
+
+
+def looked_up(batch: CompactBatch, device: torch.device | str) -> dict[str, Tensor]:
+    """The per-token tensors [B·t] by name, each token on its own: what a GPU is fast at."""
+    ids, spans, ends, bounds = (
+        x.to(device, non_blocking=True) for x in (batch.ids, batch.spans, batch.ends, batch.bounds)
+    )
+    counted = batch.counted
+    if counted is not None:
+        counted = counted.to(device, non_blocking=True)
+    start_S, count_S, step_S, at_S = spans.unbind(1)
+    num_local = batch.shape[0] * batch.shape[1]
+    local = torch.arange(num_local, device=device)
+    ends_S = count_S.cumsum(0)
+    # Searched rather than repeated: nothing here has a size that the host would have to ask for.
+    span = torch.searchsorted(ends_S, local, right=True)
+    nth = local - (ends_S - count_S)[span]
+    entry = at_S[span] + nth
+    behind = torch.where(step_S == 1, 1, count_S)[span]
+    index = start_S[span] + nth * step_S[span]
+    document = torch.searchsorted(bounds[1:], index, right=True)
+    end = ends[document]
+    is_last = index + 1 == bounds[1:][document]
+    ignored = (end == DocumentEnd.PADDING) | (is_last & (end == DocumentEnd.NOTHING))
+    found = {
+        "tokens": _looked_up(ids, entry),
+        "following": _looked_up(ids, entry + behind).masked_fill_(ignored, IGNORED_TARGET),
+        "positions": index - bounds[document],
+        "document_ids": document.masked_fill(end == DocumentEnd.PADDING, PADDING_DOCUMENT),
+    }
+    if counted is not None:
+        found["counted"] = _inside(counted, index)
+    return found
 
 
 def _inside(bounds: Tensor, index: Tensor) -> Tensor:

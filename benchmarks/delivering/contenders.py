@@ -12,7 +12,7 @@ import torch
 from benchmarks.delivering.contender import Contender, Delivery, Tokens
 from data_pipeline.loader import Loader, build_loader
 from data_pipeline.rows.batches import Share
-from data_pipeline.shards.reader import ShardSet
+from data_pipeline.shards.reader import ShardSet, shard_tokens
 from longctx.batch import PackedDocuments
 from longctx.compact_batch import CompactBatch
 
@@ -54,7 +54,7 @@ def _checked(folder: Path) -> ShardSet:
     """A shard folder of which every block was read."""
     shards = ShardSet.open(folder)
     for number in range(len(shards.manifest.shards)):
-        shards.shard_tokens(number)
+        shard_tokens(shards, number)
     return shards
 
 

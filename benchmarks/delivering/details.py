@@ -19,7 +19,7 @@ from benchmarks.delivering.contenders import SHARDS, whole
 from data_pipeline.loader import Loader, build_loader, open_order
 from data_pipeline.rows.batches import Place, Share, lengths_of
 from data_pipeline.rows.micro_batches import MicroBatches, balanced
-from data_pipeline.shards.reader import ShardSet, Side
+from data_pipeline.shards.reader import ShardSet, Side, shard_tokens
 from launcher.training.feed import StepFeed
 from longctx.batch import PackedDocuments
 from parallel.layout.sequence import SequenceLayout
@@ -72,7 +72,7 @@ def measure_slices(
     """
     shards = ShardSet.open(corpus / SHARDS)
     for number in range(len(shards.manifest.shards)):
-        shards.shard_tokens(number)
+        shard_tokens(shards, number)
     places: list[Place] = [partial(zigzag, rank) for rank in range(DEGREE)]
     sliced = min(_seconds_a_row(shards, seq_len, num_rows, places) for _ in range(rounds))
     at_once = min(_seconds_a_row(shards, seq_len, num_rows, [whole]) for _ in range(rounds))
@@ -198,9 +198,9 @@ def measure_documents(corpus: Path, count: int = RANDOM_DOCUMENTS, rounds: int =
     """CPU microseconds to a view of a document's tokens, documents in random order; and to a view of an array alone."""
     shards = ShardSet.open(corpus / SHARDS)
     for number in range(len(shards.manifest.shards)):
-        shards.shard_tokens(number)
+        shard_tokens(shards, number)
     numbers = np.random.default_rng(0).integers(0, shards.num_documents, count).tolist()
-    document, tokens, starts = shards.document, shards.shard_tokens(0), (np.array(numbers) % 1000).tolist()
+    document, tokens, starts = shards.document, shard_tokens(shards, 0), (np.array(numbers) % 1000).tolist()
     seconds, of_views = [], []
     for _ in range(rounds):
         began = time.process_time()

@@ -26,6 +26,7 @@ def encode_pairs(
     encoded = encode_documents(_sides(documents), tokenizer, group_characters)
     # Source and target follow each other.
     for (source, first), (target, second) in zip(encoded, encoded, strict=True):
+        # Two pairs are the same if both sides are: duplicates are looked for by this.
         both = xxhash.xxh3_64_intdigest(source.hash.to_bytes(8, "little") + target.hash.to_bytes(8, "little"))
         tokens = target.tokens
         if tokens[0] != start or not len(tokenizer.begins_with):

@@ -170,8 +170,9 @@ def train_tokenizer(
     training that was killed takes it from there, and reads no document. ``on_sample`` is told the sample and whether it
     was kept.
     """
-    if kind not in (*KINDS, WORDPIECE):
-        raise DataError(f"kind={kind} is not known. Try {', '.join((*KINDS, WORDPIECE))}.")
+    known = [*KINDS, WORDPIECE]
+    if kind not in known:
+        raise DataError(f"kind={kind} is not known. Try {', '.join(known)}.")
     _check_kind(kind, fim=fim, mask=mask, sentinels=sentinels, cased=cased)
     marks: tuple[str, ...] = ()
     if fim:

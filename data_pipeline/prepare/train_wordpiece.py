@@ -53,7 +53,8 @@ def learn_wordpiece(texts: Sequence[str], vocab_size: int, *, cased: bool) -> by
     tokenizer.normalizer = normalizers.BertNormalizer(lowercase=not cased, strip_accents=not cased)
     tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
     letters, pieces = _pieces(_words(tokenizer, texts), vocab_size)
-    tokens = [*SPECIAL_TOKENS, *letters, *(GOES_ON + letter for letter in letters), *pieces]
+    # Any word of known letters is spelt by them, at worst, so only letters that were never seen become [UNK].
+    tokens = list(SPECIAL_TOKENS) + letters + [GOES_ON + letter for letter in letters] + pieces
     least = len(SPECIAL_TOKENS) + 2 * len(letters) + 1
     if vocab_size < least:
         raise VocabularySizeError(least=least)
@@ -102,6 +103,7 @@ def _pieces(lines: Iterator[str], vocab_size: int) -> tuple[list[str], list[str]
         piece = learned.id_to_piece(number)
         if learned.is_unknown(number) or piece == SPACE_MARK:
             continue
+        # SentencePiece marks what begins a word, WordPiece what goes on with one.
         text = piece.removeprefix(SPACE_MARK)
         if len(text) == 1:
             letters.add(text)

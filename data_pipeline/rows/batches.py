@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import bisect
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import islice
@@ -13,8 +12,9 @@ import torch
 
 from data_pipeline.rows.examples import Examples
 from data_pipeline.rows.filled import Documents
+from data_pipeline.rows.layout import Held, Layout
 from data_pipeline.rows.mask import Masking
-from data_pipeline.rows.pack import Piece, Row
+from data_pipeline.rows.pack import Row
 from data_pipeline.shards.reader import SourceSide
 from longctx.batch import PackedDocuments
 from longctx.compact_batch import CompactBatch, DocumentEnd, Span
@@ -63,16 +63,16 @@ def build_batch(
 
     Reads only the pieces, and one token beyond each that was cut: that token is the target of the piece's last one.
     """
-    layout = _Layout.of(rows, seq_len, of_pairs=sources is not None)
+    layout = Layout.of(rows, seq_len, of_pairs=sources is not None)
     batch = _read(shards, layout, _all_of(layout, len(rows) * seq_len), (len(rows), seq_len), masking=masking)
     if sources is None:
         return batch
-    other = _Layout.of([row.source for row in rows], sources.seq_len, of_pairs=True)
+    other = Layout.of([row.source for row in rows], sources.seq_len, of_pairs=True)
     shape = (len(rows), sources.seq_len)
     return replace(batch, source=_read(sources.documents, other, _all_of(other, shape[0] * shape[1]), shape))
 
 
-def _all_of(layout: _Layout, num_tokens: int) -> Share:
+def _all_of(layout: Layout, num_tokens: int) -> Share:
     """The share of a process that has all tokens."""
     return Share(layout.documents, [(0, num_tokens, 1)], None)
 
@@ -92,17 +92,18 @@ def build_share(
     Reads this rank's tokens and one beyond each run of them, nothing else, where runs have a step of 1.
     ``place_source`` says which of the sources' are this rank's; None: as ``place``.
     """
-    layout = _Layout.of(rows, seq_len, of_pairs=sources is not None)
+    layout = Layout.of(rows, seq_len, of_pairs=sources is not None)
     batch = _share(shards, layout, place(layout.documents), seq_len, masking)
+    # Where the source's tokens lie is a question of its own: its rows have another length, and other documents.
     if sources is not None:
-        other = _Layout.of([row.source for row in rows], sources.seq_len, of_pairs=True)
+        other = Layout.of([row.source for row in rows], sources.seq_len, of_pairs=True)
         share = (place_source or place)(other.documents)
         batch = replace(batch, source=_share(sources.documents, other, share, sources.seq_len))
     return batch, layout.documents
 
 
 def _share(
-    shards: Readable, layout: _Layout, share: Share, seq_len: int, masking: Masking | None = None
+    shards: Readable, layout: Layout, share: Share, seq_len: int, masking: Masking | None = None
 ) -> CompactBatch:
     """One rank's part of one side."""
     num_tokens = sum(count for _, count, _ in share.runs)
@@ -112,7 +113,7 @@ def _share(
 
 def documents_of(rows: Sequence[Row], seq_len: int, *, of_pairs: bool = False) -> PackedDocuments:
     """The documents of such a batch; nothing is read."""
-    return _Layout.of(rows, seq_len, of_pairs=of_pairs).documents
+    return Layout.of(rows, seq_len, of_pairs=of_pairs).documents
 
 
 Lengths = tuple[int, ...]
@@ -129,92 +130,6 @@ def lengths_of(rows: Sequence[Row], seq_len: int, source_seq_len: int = 0) -> It
             yield own, documents_of([row.source], source_seq_len, of_pairs=True).lengths
         else:
             yield (own,)
-
-
-Held = tuple[int, int, int]
-"""The number of a document, its first token that lies in a run, and the one behind the last."""
-
-
-@dataclass(slots=True)
-class _Layout:
-    """Pieces of all rows one after the other, with those of padding at rows' ends."""
-
-    documents: PackedDocuments
-    """Where each piece begins, among the tokens of all rows."""
-    rows: Sequence[Row]
-    firsts: list[int]
-    """The number of each row's first piece, and behind them how many the rows have together."""
-
-    @property
-    def padding(self) -> tuple[int, ...]:
-        """The numbers of the pieces that are padding."""
-        return self.documents.padding or ()
-
-    @classmethod
-    def of(cls, rows: Sequence[Row], seq_len: int, *, of_pairs: bool = False) -> _Layout:
-        """That of these rows. Rows of pairs have as many documents on both sides: padding is one, if only empty."""
-        lengths: list[int] = []
-        firsts, padding = [0], []
-        for row in rows:
-            lengths += row.lengths
-            missing = seq_len - sum(row.lengths)
-            if missing or of_pairs:
-                padding.append(len(lengths))
-                lengths.append(missing)
-            firsts.append(len(lengths))
-        return cls(PackedDocuments.of_lengths(lengths, tuple(padding)), rows, firsts)
-
-    def padded(self, documents: PackedDocuments) -> _Layout:
-        """The same with padding behind the rows, ``documents`` of its own."""
-        if documents.padding is None:
-            behind = range(self.firsts[-1], documents.num_documents)
-            documents = PackedDocuments(documents.bounds, (*self.padding, *behind))
-        return _Layout(documents, self.rows, self.firsts)
-
-    def wanted(self, runs: Iterable[list[Held]]) -> list[Piece]:
-        """What has to be read, run by run: the pieces of documents, and one token behind each."""
-        bounds, wanted = self.documents.bounds, []
-        for run in runs:
-            # The row that the pieces are of, and the number of the first piece behind it.
-            row, begin, behind = Row(), 0, 0
-            for number, first, last in run:
-                if number >= behind:
-                    row, begin, behind = self._row_of(number)
-                place = number - begin
-                # Behind the row's pieces, it is padding.
-                if place < len(row.lengths):
-                    offset = row.starts[place] - bounds[number]
-                    wanted.append((row.documents[place], first + offset, last + offset + 1))
-        return wanted
-
-    def piece(self, number: int) -> tuple[int, int, int] | None:
-        """Return the document of a piece, its first token there and the one behind the last; None for padding."""
-        row, begin, _ = self._row_of(number)
-        place = number - begin
-        if place >= len(row.lengths):
-            return None
-        start = row.starts[place]
-        return row.documents[place], start, start + row.lengths[place]
-
-    def epoch(self, number: int) -> int:
-        """Return the epoch that a piece is read in."""
-        row, begin, _ = self._row_of(number)
-        if not row.epochs:
-            return 0
-        return row.epochs[number - begin]
-
-    def _row_of(self, number: int) -> tuple[Row, int, int]:
-        """The row of a piece, the number of its first one, and that of the next row's first one."""
-        # What is padding behind the rows counts as the last one's.
-        row = min(bisect.bisect_right(self.firsts, number), len(self.rows)) - 1
-        behind = self.firsts[row + 1] if row + 1 < len(self.rows) else self.documents.num_documents
-        return self.rows[row], self.firsts[row], behind
-
-    def padding_id(self, number: int, padding: int) -> int:
-        """What fills a piece of padding: what fills rows, and 0 behind them."""
-        if number < self.firsts[-1]:
-            return padding
-        return 0
 
 
 @dataclass(slots=True)
@@ -236,7 +151,7 @@ class _Buffer:
     num_tokens: int = 0
 
     @classmethod
-    def of(cls, layout: _Layout, padding: int, tokens: list[np.ndarray]) -> _Buffer:
+    def of(cls, layout: Layout, padding: int, tokens: list[np.ndarray]) -> _Buffer:
         """An empty one for these tokens."""
         ends = bytearray(layout.documents.num_documents)
         for number in layout.padding:
@@ -264,7 +179,7 @@ _NO_SPANS = np.empty((0, len(Span._fields)))
 
 def _read(
     shards: Readable,
-    layout: _Layout,
+    layout: Layout,
     share: Share,
     shape: tuple[int, int],
     *,
@@ -322,7 +237,7 @@ def _held(documents: PackedDocuments, start: int, count: int, step: int) -> list
     return [held for held in on_step if held[1] < held[2]]
 
 
-def _counted_targets(shards: Readable, layout: _Layout, held: Iterable[list[Held]]) -> np.ndarray:
+def _counted_targets(shards: Readable, layout: Layout, held: Iterable[list[Held]]) -> np.ndarray:
     """Return the runs of tokens of the micro-batch whose target counts, as pairs of bounds, int64 [2 · runs].
 
     Of the documents that this rank has tokens of. A token's target is the one behind it in its document, so the runs
@@ -348,7 +263,7 @@ def _counted_targets(shards: Readable, layout: _Layout, held: Iterable[list[Held
 
 def _masked(
     shards: Readable,
-    layout: _Layout,
+    layout: Layout,
     share: Share,
     held: Sequence[list[Held]],
     found: Sequence[np.ndarray],
@@ -385,7 +300,7 @@ def _owner(shards: Readable, document: int) -> tuple[int, int]:
     return folder, document - int(shards.first_documents[folder])
 
 
-def _segments(examples: Examples, layout: _Layout, share: Share, held: Sequence[list[Held]]) -> dict[str, torch.Tensor]:
+def _segments(examples: Examples, layout: Layout, share: Share, held: Sequence[list[Held]]) -> dict[str, torch.Tensor]:
     """Where the second segments of documents with tokens here begin, and the first tokens that are here."""
     bounds = layout.documents.bounds
     seconds, firsts, local = np.zeros(layout.documents.num_documents, np.int64), [np.empty((0, 2), np.int32)], 0
@@ -408,7 +323,7 @@ def _num_inside(bounds: np.ndarray, start: int, count: int, step: int) -> int:
     return int((np.searchsorted(bounds, tokens, side="right") % 2).sum())
 
 
-def _sources(shards: Readable, layout: _Layout) -> torch.Tensor | None:
+def _sources(shards: Readable, layout: Layout) -> torch.Tensor | None:
     """The source of each document; None where all have one."""
     if len(shards.first_documents) == 1:
         return None
@@ -420,7 +335,7 @@ def _sources(shards: Readable, layout: _Layout) -> torch.Tensor | None:
     return torch.from_numpy(sources)
 
 
-def _add_run(buffer: _Buffer, layout: _Layout, run: list[Held], tokens: Iterator[np.ndarray], start: int) -> None:
+def _add_run(buffer: _Buffer, layout: Layout, run: list[Held], tokens: Iterator[np.ndarray], start: int) -> None:
     """Add the documents of a run of neighbours: one span, and another one behind each piece that was cut."""
     ends = buffer.ends
     last_number, last_first, last = run[-1]
@@ -447,7 +362,7 @@ def _add_run(buffer: _Buffer, layout: _Layout, run: list[Held], tokens: Iterator
     buffer.at += num_entries
 
 
-def _add_cut_run(buffer: _Buffer, layout: _Layout, run: list[Held], tokens: Iterator[np.ndarray], start: int) -> None:
+def _add_cut_run(buffer: _Buffer, layout: Layout, run: list[Held], tokens: Iterator[np.ndarray], start: int) -> None:
     """``_add_run`` of any pieces, one after the other."""
     bounds, ends, parts = layout.documents.bounds, buffer.ends, buffer.parts
     at = span_at = buffer.at
@@ -482,7 +397,7 @@ def _add_cut_run(buffer: _Buffer, layout: _Layout, run: list[Held], tokens: Iter
     buffer.num_targets += num_targets
 
 
-def _add_strided(buffer: _Buffer, layout: _Layout, run: list[Held], tokens: Iterator[np.ndarray], span: Span) -> None:
+def _add_strided(buffer: _Buffer, layout: Layout, run: list[Held], tokens: Iterator[np.ndarray], span: Span) -> None:
     """Add the documents of every ``step``-th token: one span, what follows its tokens behind them."""
     bounds, step = layout.documents.bounds, span.step
     own, behind = np.zeros((2, span.count), buffer.dtype)

@@ -115,6 +115,7 @@ class Examples:
         return made.source
 
     def _make(self, numbers: Iterable[int]) -> None:
+        # In ascending order, in which texts lie: made once, whichever of the two sides asks first.
         new = sorted(set(numbers) - self._made.keys())
         if new:
             self._made.update(zip(new, self._recipe.examples([self._pieces[number] for number in new]), strict=True))
@@ -128,6 +129,7 @@ def tokens_around(shards: ShardSet) -> tuple[int, int]:
 
 def read_texts(shards: ShardSet, pieces: Iterable[Piece]) -> list[np.ndarray]:
     """The tokens of each piece of a text, int32."""
+    # A document has a begin token in the shards, which is none of its text.
     before, _ = tokens_around(shards)
     found = shards.slices([(document, start + before, stop + before) for document, start, stop in pieces])
     return [tokens.astype(np.int32) for tokens in found]

@@ -12,10 +12,11 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import pairwise
-from typing import Literal, Protocol, get_args
+from typing import Literal, get_args
 
 import numpy as np
 
+from data_pipeline.rows.example_rule import ExampleRule
 from data_pipeline.rows.fim import FimRule
 from data_pipeline.shuffle import key64, shuffled
 from longctx.errors import ConfigError
@@ -136,32 +137,6 @@ class Parts:
 
 
 Kind = Literal["best_fit", "concatenate", "one_document"]
-
-
-class ExampleRule(Protocol):
-    """How long pieces of texts are once examples are made of them (``rows.examples``)."""
-
-    @property
-    def has_segments(self) -> bool:
-        """Whether an example has two segments."""
-        ...
-
-    @property
-    def least_tokens(self) -> int:
-        """Tokens of the shortest piece that makes an example; shorter ones are left out."""
-        ...
-
-    def most_tokens(self, seq_len: int, source_seq_len: int) -> int:
-        """Tokens of the longest piece whose example fits a row."""
-        ...
-
-    def lengths(self, lengths: np.ndarray) -> np.ndarray:
-        """Tokens of the examples of pieces of these lengths."""
-        ...
-
-    def source_lengths(self, lengths: np.ndarray) -> np.ndarray | None:
-        """Tokens of what an encoder reads beside each; None if it reads nothing."""
-        ...
 
 
 @dataclass(frozen=True)

@@ -102,6 +102,7 @@ class Segments:
             others = self._others([pieces[n] for n in wanted], [len(texts[n]) - cuts[n] for n in wanted])
             found = {n: other for n, other in zip(wanted, others, strict=True) if other is not None}
             seconds = dict(zip(found, read_texts(self.shards, found.values()), strict=True))
+            # Where no candidate was long enough, the piece stays as it is, and its label says so.
             orders = [int(number in seconds) for number in range(len(pieces))]
         made = []
         for number, (tokens, cut, order) in enumerate(zip(texts, cuts, orders, strict=True)):
@@ -123,6 +124,7 @@ class Segments:
         if self.shards.manifest.has_paragraphs:
             begins = self.shards.paragraphs(document) - self._around[0]
             places = begins[(begins > start) & (begins < stop)] - start
+        # Of one paragraph, or of a folder that keeps none: between two words, and at last between any tokens.
         if not len(places):
             places = np.flatnonzero(self._begins_word[tokens[1:]]) + 1
         if not len(places):
@@ -143,6 +145,7 @@ class Segments:
         text_tokens = (self.shards.lengths_of(asked) - sum(self._around))[inverse].reshape(drawn.shape)
         found: list[Piece | None] = []
         for piece, documents, tokens, wanted in zip(pieces, drawn, text_tokens, lengths, strict=True):
+            # The first candidate that is long enough: short documents are asked less often than long ones.
             enough = np.flatnonzero(tokens >= wanted)
             if not len(enough):
                 found.append(None)

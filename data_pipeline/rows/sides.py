@@ -95,7 +95,7 @@ def sides_of(
         spans = Spans(packing.examples, folders[0], seq_len=seq_len, source_seq_len=source_seq_len, seed=seed)
         return {"recipe": spans}
     if isinstance(packing.examples, SegmentRule):
-        # Its own rule of what rows hold.
+        # ConfigError for rows too short for two segments, before one is read.
         packing.examples.most_tokens(seq_len, source_seq_len)
         return {"recipe": Segments(packing.examples, folders[0], seed=seed)}
     if source_seq_len:

@@ -119,8 +119,9 @@ class Spans:
         sentinels = self.sentinels[:spans, None]
         parts = (key64(document, self._key), self.seed, epoch, start)
         # What is left comes first, and then in turns.
-        sizes = np.stack([_segments(count - taken, spans, *parts, _LEFT), _segments(taken, spans, *parts, _TAKEN)], 1)
+        sizes = np.stack([_segments(count - taken, spans, parts, _LEFT), _segments(taken, spans, parts, _TAKEN)], 1)
         cut = np.split(tokens, np.cumsum(sizes.ravel())[:-1])
+        # A piece too short for a span is copied: nothing is missing in its source, and its target is empty.
         left, out = (cut[0::2], cut[1::2]) if spans else ([tokens], [])
         source = [part for pair in zip(left, sentinels, strict=False) for part in pair] or left
         target = [part for pair in zip(sentinels, out, strict=True) for part in pair]
@@ -128,11 +129,12 @@ class Spans:
         return Example(np.concatenate([begin, *target, end]), np.concatenate([*source, end]))
 
 
-def _segments(count: int, parts: int, *key: int) -> np.ndarray:
+def _segments(count: int, parts: int, key: tuple[int, ...], salt: int) -> np.ndarray:
     """Lengths [parts] of at least 1 that add up to ``count``: cut where the hashes of places are smallest."""
     if parts <= 1:
         return np.array([count] * parts, np.int64)
+    # Every choice of places is as likely as any other: their hashes are in any order.
     places = np.arange(1, count)
-    hashes = mix64_array(places.astype(np.uint64) ^ np.uint64(key64(*key)))
+    hashes = mix64_array(places.astype(np.uint64) ^ np.uint64(key64(*key, salt)))
     cuts = np.sort(places[np.argsort(hashes, kind="stable")[: parts - 1]])
     return np.diff(cuts, prepend=0, append=count)

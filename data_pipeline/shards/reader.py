@@ -146,10 +146,6 @@ class ShardSet:
         """The tokenizer that made the folder; ``DataError`` if the file beside the shards is another one."""
         return manifest_tokenizer(self.folder, self.manifest, self.rows)
 
-    def shard_tokens(self, number: int) -> np.ndarray:
-        """All tokens of one shard, one document after the other, as a read-only view."""
-        return self._current(number).target.all_tokens()
-
     def _find(self, index: int) -> tuple[MappedShard, int]:
         """The shard of document ``index``, and the document's number there."""
         if not 0 <= index < self.num_documents:
@@ -184,6 +180,11 @@ class ShardSet:
             with self._lock:
                 self._mapped.pop(number, None)
         return self._shard(number)
+
+
+def shard_tokens(shards: ShardSet, number: int) -> np.ndarray:
+    """All tokens of one shard, one document after the other, as a read-only view."""
+    return shards._current(number).target.all_tokens()
 
 
 class SourceSide:

@@ -100,9 +100,7 @@ def build(
     with crew.hired() as engine:
         source = _hashed(corpus)
         # Duplicates are looked for in a pass of its own, before the one that encodes.
-        passed = 0
-        if rule.finds:
-            passed = source.num_bytes
+        passed = source.num_bytes if rule.finds else 0
         with progress(f"tokenizing {source.spec}", total=source.num_bytes + passed, rate=byte_rate) as update:
             report = build_shards(
                 source,
@@ -125,10 +123,7 @@ def build(
                     passed + source.bytes_read, note=read_so_far(documents, text_bytes), counted=text_bytes
                 ),
             )
-    if json:
-        say_json(_build_json(report))
-    else:
-        _say_build(report)
+    _say_build(report, json=json)
 
 
 def _hashed(corpus: Corpus) -> Source:
@@ -324,7 +319,10 @@ def _build_json(report: BuildReport) -> dict[str, Any]:
     return dataclasses.asdict(report) | {"training": split(report.training), "validation": split(report.validation)}
 
 
-def _say_build(report: BuildReport) -> None:
+def _say_build(report: BuildReport, *, json: bool) -> None:
+    if json:
+        say_json(_build_json(report))
+        return
     splits = [("training", report.training), ("validation", report.validation)]
     rows = [
         [name, f"{s.documents:,}", f"{s.tokens:,}", f"{s.bytes_per_token:.2f}", f"{s.shards:,}", str(s.folder)]

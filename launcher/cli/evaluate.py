@@ -96,7 +96,7 @@ def evaluate(flags: Annotated[Flags, arg(name="")]) -> None:
 
 def _translate(flags: Flags) -> None:
     """Translate pairs; rank 0 prints the scores."""
-    from launcher.evaluation.translation import ROWS, Translation, translate
+    from launcher.generation.translation import ROWS, Translation, translate
     from parallel.runtime.launched import environment_rank
 
     if flags.checkpoint is None or flags.output is None:

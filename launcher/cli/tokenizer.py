@@ -100,20 +100,24 @@ def train(
             )
         )
     ((sample, was_kept),) = found
+    _say_trained(output, tokenizer.vocab_size, sample, max_text_bytes)
+    # What was left out is known of a reading only.
+    if not was_kept:
+        say_left_out(source.skipped, source.left_out.examples)
+    say(f"Next: {command('data', 'build', *corpus.arguments(), '--tokenizer', output, '--output', 'DIR')}")
+
+
+def _say_trained(output: Path, vocab_size: int, sample: Sample, max_text_bytes: int) -> None:
     sampled = ""
     if sample.text_bytes > max_text_bytes:
         sampled = f"a sample of {human_bytes(max_text_bytes)} from "
     trained_on = f"{sampled}{read_so_far(sample.documents, sample.text_bytes)}"
-    say(f"{output}: {tokenizer.vocab_size:,} ids, trained on {trained_on}.")
+    say(f"{output}: {vocab_size:,} ids, trained on {trained_on}.")
     if sample.marked:
         say(
             f"{plural(sample.marked, 'document')} with U+2581, which SentencePiece writes for a space: this tokenizer "
             "spells it in its three bytes, so it comes back."
         )
-    # What was left out is known of a reading only.
-    if not was_kept:
-        say_left_out(source.skipped, source.left_out.examples)
-    say(f"Next: {command('data', 'build', *corpus.arguments(), '--tokenizer', output, '--output', 'DIR')}")
 
 
 def show(

@@ -121,7 +121,7 @@ class Scores:
             return
         order_N = batch.order.flatten()
         firsts = (order_N != IGNORED_TARGET).nonzero().flatten()
-        said_F = decoder.pair_logits(hidden_NM[firsts]).argmax(1)
+        said_F = decoder.pair_head(hidden_NM[firsts]).argmax(1)
         self.sums[3:] += torch.tensor([len(firsts), int((said_F == order_N[firsts]).sum())], dtype=torch.float64)
 
     def over_ranks(self) -> Tensor:

@@ -167,7 +167,7 @@ class _Layers(_TokenBytes):
         if self.chunked:
             # The gradient takes the place of the last layer's output.
             last = 0
-        on_device, on_host, on_disk, stream = self._places(layers)
+        on_device, on_host, on_disk, stream = _places(self, layers)
         kept = self.tokens * (sum(on_device) + last + stream) + head + shared
         # In backward of the last layer the head's gradient and the last norm's input are gone.
         below = self.tokens * sum(on_device) + shared
@@ -187,20 +187,9 @@ class _Layers(_TokenBytes):
     def kept_of_layers(self) -> tuple[int, int, int]:
         """Bytes of all layers, without a head, that are kept on the device, on the host and on a disk."""
         model = self.model
-        on_device, on_host, on_disk, stream = self._places([self.kept_of(layer) for layer in range(model.num_layers)])
+        on_device, on_host, on_disk, stream = _places(self, [self.kept_of(layer) for layer in range(model.num_layers)])
         shared = self.tokens * (model.head_dim * _FLOAT32 + 64)
         return self.tokens * (sum(on_device) + stream) + shared, self.tokens * on_host, self.tokens * on_disk
-
-    def _places(self, layers: list[int]) -> tuple[list[int], int, int, int]:
-        """What of layers lies on the device, on the host and on a disk, and the residual stream on the device."""
-        train = self.config.train
-        if train.store == "disk":
-            return [], 0, sum(layers) + self.x, 0
-        if train.store == "host" and self.chunked:
-            return [], sum(layers) + self.x, 0, 0
-        if train.store == "host":
-            return layers[-1:], sum(layers[:-1]), 0, self.x
-        return list(layers), 0, 0, self.x
 
     def points(self, layer: int) -> list[int]:
         """Bytes at the points of a layer's backward where it may be largest."""
@@ -301,6 +290,18 @@ class _Layers(_TokenBytes):
         if self.config.train.store != "device":
             return 0
         return self.tokens * per_token
+
+
+def _places(layers: _Layers, kept: list[int]) -> tuple[list[int], int, int, int]:
+    """What of layers lies on the device, on the host and on a disk, and the residual stream on the device."""
+    train = layers.config.train
+    if train.store == "disk":
+        return [], 0, sum(kept) + layers.x, 0
+    if train.store == "host" and layers.chunked:
+        return [], sum(kept) + layers.x, 0, 0
+    if train.store == "host":
+        return kept[-1:], sum(kept[:-1]), 0, layers.x
+    return list(kept), 0, 0, layers.x
 
 
 def _within_kernel(layers: _Layers) -> int:

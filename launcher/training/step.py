@@ -25,6 +25,7 @@ from launcher.training.run import Progress, Run
 from launcher.training.schedule import learning_rate
 from launcher.training.totals import StepSums, StepTotals
 from longctx.errors import GradientError
+from longctx.model.decoder import selection_biases
 from longctx.model.experts.balance import load_share, move_selection_bias_
 from longctx.model.training_pass import TrainingPass
 from longctx.objectives.task import Counts
@@ -129,7 +130,7 @@ class TrainStep:
         if not run.model.num_experts or step.failure is not None:
             return step.progress.expert_load_LE
         if run.model.selection_bias_rate:
-            biases = run.engine.model.network.selection_biases()
+            biases = selection_biases(run.engine.model.network)
             move_selection_bias_(biases, step.totals.counts_LE, run.model.selection_bias_rate)
         return step.totals.counts_LE
 

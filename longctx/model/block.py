@@ -23,11 +23,11 @@ from longctx.model.kept import HostStore, Keep
 from longctx.model.layers.dropout import Draw, Dropout
 from longctx.model.layers.mlp import FeedForward
 from longctx.model.layers.norms import build_norm
+from longctx.model.mixers.cross import CrossCall
 from longctx.model.mixers.network import MixerNetwork
 from longctx.model.mixers.table import NETWORKS
 from longctx.model.recompute import RecomputeCache, recomputed
 from longctx.model.rotary import RotaryTable
-from longctx.model.source import CrossCall
 
 Draws = tuple[Draw | None, Draw | None, Draw | None]
 """What the residual sums of a layer drop: attention's, the FFN's, and that of cross attention if there is any."""

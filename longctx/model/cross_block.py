@@ -32,6 +32,7 @@ class CrossBlock(Block):
         heads_BtHV = self._attend(x_BtM, table, call, recompute_cache)
         x_BtM, q = call.run(CrossBlock.before_cross, self, x_BtM, heads_BtHV, draws, call.cache is not None)
         k, v = self._source_keys(call)
+        # Both attentions of a layer keep their results, under names of their own.
         if recompute_cache is not None:
             recompute_cache = recompute_cache.of_cross()
         heads_BtHV = cross.core(q, k, v, plan=cross.plan, scores=cross.scores, recompute_cache=recompute_cache)
@@ -60,6 +61,7 @@ class CrossBlock(Block):
         """Keys and values of the source: made once, if it keeps them."""
         assert call.cross is not None, "a layer that reads a source was told of none"
         source = call.cross.source
+        # In training nobody asks for them a second time, and their gradient needs them in this graph.
         if source.keys is None:
             return call.run(CrossBlock.source_keys, self, source.hidden_BsM)
         if call.layer not in source.keys:

@@ -38,9 +38,11 @@ from longctx.model.head import LMHead
 from longctx.model.kept import HostStore
 from longctx.model.layers.initialize import InitialTensor
 from longctx.model.layers.linear import set_products
+from longctx.model.mixers.cross import CrossCall
 from longctx.model.mixers.table import CROSS, with_local_cores
 from longctx.model.pair_head import PairHead
 from longctx.model.plans import cross_call, place, plan_layers
+from longctx.model.rotary import RotaryTable
 from longctx.model.source import EncodedSource, joined
 from longctx.model.stack import Stack
 from longctx.model.training_pass import (
@@ -83,7 +85,7 @@ class Decoder(nn.Module):
         self.joined_sources: tuple[list[EncodedSource], EncodedSource] | None = None
         """The sources that several cached sequences read, and these as one."""
         self.lm_head = LMHead(config, execution.products, run_with(execution.compiler))
-        self.pair_head: PairHead | None = None
+        self.pair_head: Any = None
         if config.pair_head != "none":
             self.pair_head = PairHead(config)
         set_products(self, execution.products)
@@ -127,9 +129,7 @@ class Decoder(nn.Module):
         ``encode`` gave, of a model with an encoder. ``segments`` [B, t] are those of the tokens in their documents;
         None is the first for all.
         """
-        if cache is not None:
-            source = _source_of(self, cache)
-        _check_source(self, source)
+        source = _source_of(self, cache, source)
         hidden_BtM, stats = _through(
             self,
             self.model,
@@ -180,18 +180,9 @@ class Decoder(nn.Module):
         """Makes empty caches, of which at most so many are in use together."""
         return self.cores["softmax"].new_caches(most)
 
-    def selection_biases(self) -> list[Tensor]:
-        """The buffers [E] that routers add where they choose experts, one a layer of experts; none if it has none."""
-        return [buffer for name, buffer in self.named_buffers() if name.endswith("e_score_correction_bias")]
-
     def logits(self, hidden_BtM: Tensor) -> Tensor:
         """Next-token logits [B, t, V] in the model's dtype."""
         return self.lm_head(hidden_BtM, table=self.model.embed_tokens)
-
-    def pair_logits(self, hidden_FM: Tensor) -> Tensor:
-        """What documents' first tokens say of their two segments [F, 2], of a model with a pair head."""
-        assert self.pair_head is not None, "model.pair_head is none"
-        return self.pair_head(hidden_FM)
 
     def loss_sums(
         self,
@@ -216,7 +207,28 @@ class Decoder(nn.Module):
         return self.lm_head(hidden_BtM, table=self.model.embed_tokens, targets_Bt=targets_Bt, per_token=True)
 
 
-def _source_of(decoder: Decoder, cache: PassCache) -> EncodedSource | None:
+def selection_biases(decoder: Decoder) -> list[Tensor]:
+    """The buffers [E] that routers add where they choose experts, one a layer of experts; none if it has none."""
+    return [buffer for name, buffer in decoder.named_buffers() if name.endswith("e_score_correction_bias")]
+
+
+def _source_of(decoder: Decoder, cache: PassCache | None, given: EncodedSource | None) -> EncodedSource | None:
+    """What the tokens of a pass read: what their cache has, or what was given.
+
+    ConfigError for a source without an encoder, and for an encoder without a source.
+    """
+    source = given if cache is None else _cached_source(decoder, cache)
+    if (source is None) == (decoder.encoder is None):
+        return source
+    if source is None:
+        raise ConfigError(
+            f"model.encoder_layers={decoder.config.encoder_layers}: the decoder reads a source, and none was given. "
+            "Give the batch one (Batch.source), or set model.encoder_layers=0."
+        )
+    raise ConfigError("the model has no encoder (model.encoder_layers=0), and a source was given.")
+
+
+def _cached_source(decoder: Decoder, cache: PassCache) -> EncodedSource | None:
     """What the sequences of a cache read: of several the sources as one, until one enters or leaves."""
     if not isinstance(cache, SequencesCache):
         return cache.source
@@ -228,18 +240,6 @@ def _source_of(decoder: Decoder, cache: PassCache) -> EncodedSource | None:
     if known is None or list(map(id, known[0])) != list(map(id, different)):
         known = decoder.joined_sources = different, joined(different)
     return known[1]
-
-
-def _check_source(decoder: Decoder, source: EncodedSource | None) -> None:
-    """ConfigError for a source without an encoder, and for an encoder without a source."""
-    if (source is None) == (decoder.encoder is None):
-        return
-    if source is None:
-        raise ConfigError(
-            f"model.encoder_layers={decoder.config.encoder_layers}: the decoder reads a source, and none was given. "
-            "Give the batch one (Batch.source), or set model.encoder_layers=0."
-        )
-    raise ConfigError("the model has no encoder (model.encoder_layers=0), and a source was given.")
 
 
 def _through(
@@ -276,14 +276,7 @@ def _through(
     documents, plans = plan_layers(
         config, cores, cu_seqlens, tokens_Bt, dtype, placement=placement, chunk=new_tokens, head_groups=head_groups
     )
-    cross = None
-    if source is not None:
-        core, own = decoder.cores[CROSS], documents
-        if cache is not None and new_tokens is not None:
-            # The source is whole on every process, and its documents are the sequences.
-            core, placement = LocalAttention(products=decoder.execution.products), None
-            own = PackedDocuments.of_lengths(_given_each(cache, new_tokens))
-        cross = cross_call(config, core, own, source, tokens_Bt, placement, head_groups)
+    cross = _cross_call(decoder, documents, source, tokens_Bt, placement, head_groups, cache, new_tokens)
     positions_Bt, longest = place(config, documents, positions_Bt, document_ids, cache, chunk)
     if training_pass.replay is not None:
         training_pass.replay.check(config, positions_Bt.numel())
@@ -295,10 +288,7 @@ def _through(
     counted_Bt = document_ids if return_stats else None
     tables, scores = stack.tables(positions_Bt, longest, dtype), stack.scores(tokens_Bt.device)
     experts = _build_moe_call(decoder, training_pass, random, documents.num_documents, counted_Bt, new_tokens)
-    shared = [x for table in tables if table is not None for x in (table.cos, table.sin)]
-    if source is not None:
-        shared.append(source.hidden_BsM)
-    store = _host_store(decoder, config, tokens_Bt, shared, cache, stream)
+    store = None if cache is not None or stream is not None else _host_store(decoder, config, tokens_Bt, tables, source)
     by_chunks = None if stream is None else partial(chunked_layer, stream)
     calls: dict[Mixer, Call] = {}
     for mixer, plan in plans.items():
@@ -342,6 +332,27 @@ def _before_head(decoder: Decoder) -> nn.Module | None:
     return next(iter(parts), None)
 
 
+def _cross_call(
+    decoder: Decoder,
+    documents: PackedDocuments,
+    source: EncodedSource | None,
+    tokens_Bt: Tensor,
+    placement: Any,
+    head_groups: int,
+    cache: PassCache | None,
+    chunk: TokenChunk | None,
+) -> CrossCall | None:
+    """What the cross attention of a pass is told; None without a source."""
+    if source is None:
+        return None
+    core = decoder.cores[CROSS]
+    if cache is not None and chunk is not None:
+        # The source is whole on every process, and its documents are the sequences.
+        core, placement = LocalAttention(products=decoder.execution.products), None
+        documents = PackedDocuments.of_lengths(_given_each(cache, chunk))
+    return cross_call(decoder.config, core, documents, source, tokens_Bt, placement, head_groups)
+
+
 def _given_each(cache: PassCache, chunk: TokenChunk) -> list[int]:
     """Tokens here of the sequences of each source that a chunk goes on with."""
     if not isinstance(cache, SequencesCache):
@@ -370,13 +381,15 @@ def _host_store(
     decoder: Decoder,
     config: ModelConfig,
     tokens_Bt: Tensor,
-    shared: Sequence[Tensor],
-    cache: PassCache | None,
-    stream: ResidualStream | None,
+    tables: Sequence[RotaryTable | None],
+    source: EncodedSource | None,
 ) -> HostStore | None:
-    """Where a stack's layers keep what they save for backward; None is the device, or a stream's own store."""
-    if decoder.execution.store != "host" or stream is not None or cache is not None or not torch.is_grad_enabled():
+    """Where a stack's layers keep what they save for backward; None is the device."""
+    if decoder.execution.store != "host" or not torch.is_grad_enabled():
         return None
+    shared = [x for table in tables if table is not None for x in (table.cos, table.sin)]
+    if source is not None:
+        shared.append(source.hidden_BsM)
     # What has less than a byte a token does not grow with the row: to move it takes longer than to keep it.
     return HostStore(Copies(tokens_Bt.device), config.num_layers, least_bytes=tokens_Bt.numel(), shared=shared)
 

@@ -20,8 +20,9 @@ from longctx.model.attention.cache import TokenChunk
 from longctx.model.attention.core import AttentionCore, AttentionShapes, PassCore, Plan
 from longctx.model.attention.mask import AttentionMask
 from longctx.model.attention.sequences import PassCache
+from longctx.model.mixers.cross import CrossCall
 from longctx.model.mixers.table import NETWORKS
-from longctx.model.source import CrossCall, EncodedSource
+from longctx.model.source import EncodedSource
 
 
 def plan_layers(
@@ -97,7 +98,8 @@ def _equally_many(*sides: PackedDocuments) -> list[PackedDocuments]:
     most = max(side.num_documents for side in sides)
     filled = []
     for side in sides:
-        bounds = (*side.bounds, *(side.num_tokens for _ in range(most - side.num_documents)))
+        # An empty document begins where it ends, and so do any number of them.
+        bounds = side.bounds + (side.num_tokens,) * (most - side.num_documents)
         filled.append(PackedDocuments(bounds, side.padding))
     return filled
 

@@ -13,8 +13,6 @@ import torch
 from torch import Tensor
 
 from longctx.batch import PackedDocuments
-from longctx.kernels.attention.contract import Scores
-from longctx.model.attention.core import PassCore, Plan
 
 
 @dataclass(frozen=True, eq=False)
@@ -36,19 +34,9 @@ def joined(sources: Sequence[EncodedSource]) -> EncodedSource:
         return sources[0]
     keys: dict[int, tuple[Tensor, Tensor]] = {}
     for layer in sources[0].keys or {}:
-        sides = zip(*(source.keys[layer] for source in sources if source.keys is not None), strict=True)
-        k, v = (torch.cat(side, dim=1) for side in sides)
-        keys[layer] = k, v
+        # What one source has kept all have: they went through the same layers.
+        of_layer = [source.keys[layer] for source in sources if source.keys is not None]
+        keys[layer] = torch.cat([k for k, _ in of_layer], dim=1), torch.cat([v for _, v in of_layer], dim=1)
     lengths = [n for source in sources for n in source.documents.lengths]
     hidden_BsM = torch.cat([source.hidden_BsM for source in sources], dim=1)
     return EncodedSource(hidden_BsM, PackedDocuments.of_lengths(lengths), keys=keys)
-
-
-@dataclass(frozen=True, eq=False)
-class CrossCall:
-    """What a forward pass tells the cross attention of its layers."""
-
-    core: PassCore
-    plan: Plan
-    scores: Scores
-    source: EncodedSource

@@ -120,7 +120,7 @@ class TokenPrediction(Task):
         if firsts is None:
             firsts = (order.flatten() != IGNORED_TARGET).nonzero().flatten()
         # On a rank without any the head still takes part: ZeRO gathers its weights on all ranks alike.
-        logits_F2 = self.network.pair_logits(_at(hidden_BtM, firsts)[0])
+        logits_F2 = self.network.pair_head(_at(hidden_BtM, firsts)[0])
         order_F = order.flatten()[firsts]
         right = (logits_F2.argmax(1) == order_F).sum().float()
         logits_F2 = logits_F2.to(accumulate_dtype(logits_F2.dtype))

@@ -69,6 +69,7 @@ def read_lines_of_two(source: OpenFile, fields: Fields) -> Iterator[Item]:
     """Yield the pair that lines of one number are; they are numbered from 1."""
     assert source.file.other is not None, "a file of lines has another side"
     with opened(whole(source.file.other)) as target:
+        # Lines were counted before (``check_lines``): a file that has grown since is damaged.
         lines = zip_longest(_lines(source.stream), _lines(target.stream))
         for number, sides in enumerate(lines, start=1):
             if None in sides:
@@ -102,11 +103,13 @@ def read_catalogue(source: OpenFile, fields: Fields) -> Iterator[Item]:
         entries = polib.pofile(read_bounded(source.stream).decode())
     except (OSError, ValueError) as error:
         raise DamageError(f"it is no catalogue of gettext: {error}") from error
+    # Entries have no line of their own in the file: a name counts them.
     for number, entry in enumerate(entries, start=1):
         name = f"{source.name}:{number}"
         if entry.obsolete or entry.fuzzy:
             yield Skip(name, "obsolete" if entry.obsolete else "fuzzy")
             continue
+        # Languages of more forms than two have no second side for the others.
         forms = [(entry.msgid, entry.msgstr)]
         if entry.msgid_plural:
             forms = [(entry.msgid, entry.msgstr_plural.get(0)), (entry.msgid_plural, entry.msgstr_plural.get(1))]

@@ -68,6 +68,7 @@ def attend_backward(
         with torch.enable_grad(), cache:
             inputs = leaves(values)
             out_BtHV = attend(group, inputs, cache)
+            # The cache gives back what the core saved, so this computes no attention a second time.
             found = differentiate([out_BtHV], inputs, [dout_BtHV])
         # In the next group's turn nothing is left of this one's but its gradients.
         values.clear()

@@ -21,8 +21,8 @@ from longctx.model.chunks.parts import Differentiate, LayerParts, leaves
 from longctx.model.chunks.store import Stored, in_turn
 from longctx.model.chunks.stream import ResidualStream
 from longctx.model.cross_block import CrossBlock
+from longctx.model.mixers.cross import CrossCall
 from longctx.model.recompute import RecomputeCache
-from longctx.model.source import CrossCall
 
 
 class ChunkedCross:
@@ -64,6 +64,7 @@ class ChunkedCross:
                 more_dx, more_dheads = differentiate([q_BcHD], inputs, [dq_BcHD])
             dx.write(tokens, more_dx.add_(dx_BcM))
             douts[0].write(tokens, more_dheads.add_(dheads_BcHV))
+        # Its chunks are gone by now: what is left to do is the source's, once for all of them.
         with torch.enable_grad():
             differentiate(self.block.source_keys(source_BsM), [], [dk.whole().wait(), dv.whole().wait()])
 
@@ -84,8 +85,10 @@ class ChunkedCross:
             q = q or ByGroups.empty(stream.store, stream.num_tokens, q_BcHD, stream.head_groups)
             q.write(tokens, q_BcHD)
         assert q is not None
-        sides = []
+        sides: list[ByGroups] = []
+        # A source is whole here, as the encoder left it: its keys and values are cut by heads alone.
         for x_BsKD in self.block.source_keys(source_BsM):
             groups = x_BsKD.chunk(stream.head_groups, dim=2)
             sides.append(ByGroups([stream.store.put(group.contiguous()) for group in groups]))
-        return Projected(q, *sides)
+        k, v = sides
+        return Projected(q, k, v)

@@ -1,4 +1,4 @@
-"""Projections of cross attention: queries of the batch's tokens, keys and values of a source's.
+"""Cross attention: queries of the batch's tokens, keys and values of a source's, and what a pass tells it.
 
 Axes: B rows, t tokens of this rank, s those of the source, M model width, H query heads, K key/value heads, D head
 size.
@@ -6,11 +6,16 @@ size.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 from torch import Tensor, nn
 
 from longctx.config import ModelConfig
+from longctx.kernels.attention.contract import Scores
+from longctx.model.attention.core import PassCore, Plan
 from longctx.model.layers.linear import Linear
 from longctx.model.layers.norms import build_norm
+from longctx.model.source import EncodedSource
 
 
 class CrossAttention(nn.Module):
@@ -51,3 +56,13 @@ class CrossAttention(nn.Module):
         if norm and self.qk_norm == "head":
             x_BtHD = getattr(self, norm)(x_BtHD)
         return x_BtHD
+
+
+@dataclass(frozen=True, eq=False)
+class CrossCall:
+    """What a forward pass tells the cross attention of its layers."""
+
+    core: PassCore
+    plan: Plan
+    scores: Scores
+    source: EncodedSource

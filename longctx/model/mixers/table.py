@@ -32,8 +32,10 @@ def with_local_cores(cores: Mapping[str, AttentionCore], products: Products) -> 
         "softmax": LocalAttention(products=products),
         "linear": LocalLinearAttention(),
     }
-    unknown = set(cores) - {*local, CROSS}
+    known = [CROSS, "linear", "softmax"]
+    unknown = set(cores).difference(known)
     if unknown:
-        raise ConfigError(f"no mixer has the core {sorted(unknown)}; known: {sorted([*local, CROSS])}.")
+        raise ConfigError(f"no mixer has the core {sorted(unknown)}; known: {known}.")
     found = {**local, **cores}
+    # Over ranks as well: cross attention is softmax attention whose keys have documents of their own.
     return {CROSS: found["softmax"], **found}

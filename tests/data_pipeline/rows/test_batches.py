@@ -18,7 +18,7 @@ from data_pipeline.rows.pack import Piece, Row
 from data_pipeline.shards import reader
 from data_pipeline.shards.reader import Corpus, ShardSet
 from longctx.batch import IGNORED_TARGET, PADDING_DOCUMENT, PackedDocuments
-from longctx.compact_batch import CompactBatch, DocumentEnd
+from longctx.compact_batch import CompactBatch, DocumentEnd, looked_up
 from longctx.tokenizer import load_tokenizer
 from tests.data_pipeline.lengths import write_lengths
 
@@ -80,9 +80,9 @@ def plain_tokens(corpus: ShardSet, rows: list[Row], row_tokens: int) -> list[tup
 
 def check_both_ways(compact: CompactBatch) -> None:
     """What a GPU looks up is what the CPU copies."""
-    copied, looked_up = compact.copied(), compact.looked_up("cpu")
-    assert list(copied) == list(looked_up)
-    assert all(torch.equal(copied[name], looked_up[name]) for name in copied)
+    copied, each = compact.copied(), looked_up(compact, "cpu")
+    assert list(copied) == list(each)
+    assert all(torch.equal(copied[name], each[name]) for name in copied)
 
 
 @settings(deadline=None, max_examples=150)

@@ -19,6 +19,7 @@ from data_pipeline.rows.batches import Share
 from data_pipeline.rows.pack import Packing, Parts, plan_parts
 from data_pipeline.shards.reader import ShardSet, SourceSide
 from longctx.batch import IGNORED_TARGET
+from longctx.compact_batch import looked_up
 from longctx.errors import ConfigError, DataError
 from longctx.tokenizer import Tokenizer
 from parallel.layout.sequence import SequenceLayout
@@ -154,9 +155,9 @@ def test_a_rank_reads_its_part_of_both_sides(folder: Path, layout, degree):
                 n if number not in batch.source.documents.padding else 0
                 for number, n in enumerate(batch.source.documents.lengths)
             )
-            looked_up = part.share.source.looked_up("cpu")
-            assert torch.equal(looked_up["tokens"].view(1, -1), got.source.tokens)
-            assert torch.equal(looked_up["document_ids"].view(1, -1), got.source.document_ids)
+            found = looked_up(part.share.source, "cpu")
+            assert torch.equal(found["tokens"].view(1, -1), got.source.tokens)
+            assert torch.equal(found["document_ids"].view(1, -1), got.source.document_ids)
 
 
 def test_a_run_goes_on_at_any_step(folder: Path):

@@ -21,6 +21,7 @@ from data_pipeline.rows.pack import Packing
 from data_pipeline.rows.segments import SegmentRule, Segments
 from data_pipeline.shards.reader import ShardSet
 from longctx.batch import IGNORED_TARGET
+from longctx.compact_batch import looked_up
 from longctx.errors import ConfigError, DataError
 from longctx.tokenizer import Tokenizer
 from parallel.layout.sequence import SequenceLayout
@@ -174,7 +175,7 @@ def test_ranks_read_equal_bits_and_a_run_goes_on_to_them(folder, kind, layout, d
             assert share.num_pairs == got.num_pairs == len(got.firsts)
             assert (got.order.flatten()[got.firsts] != IGNORED_TARGET).all()
             # What a device makes of it token by token is the same.
-            looked = share.looked_up("cpu")
+            looked = looked_up(share, "cpu")
             assert torch.equal(looked["positions"].view(1, -1), got.positions)
             num_pairs += share.num_pairs
         assert num_pairs == batch.num_pairs > 0

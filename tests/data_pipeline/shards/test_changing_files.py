@@ -17,7 +17,7 @@ from data_pipeline.loader import build_loader
 from data_pipeline.rows.batches import build_batch
 from data_pipeline.rows.pack import Row
 from data_pipeline.shards import stamps
-from data_pipeline.shards.reader import ShardSet
+from data_pipeline.shards.reader import ShardSet, shard_tokens
 from data_pipeline.texts import read_texts
 from longctx.errors import DataError
 from longctx.tokenizer import Tokenizer
@@ -74,14 +74,14 @@ def test_every_way_to_read_it_names_the_file(
     shards = ShardSet.open(folder)
     before = read_all(shards)
     for number in range(2):
-        shards.shard_tokens(number)
+        shard_tokens(shards, number)
     act(folder / "00000.arrow")
     rows = [Row.of([(0, 0, 60_000), (2, 5, 9)])]
     readings: list[Callable[[], object]] = [lambda: build_batch(shards, rows, 65_536)]
     if change != "written to":
         # These would not touch what was written.
         readings += [lambda: shards.lengths_of(np.array([2, 0])), shards.longest_document]
-    readings.append(lambda: shards.shard_tokens(0))
+    readings.append(lambda: shard_tokens(shards, 0))
     for read in readings:
         with pytest.raises(DataError, match=message):
             read()

@@ -18,7 +18,7 @@ from data_pipeline.prepare.publish import outgoing_folder, pack, send
 from data_pipeline.prepare.sources import Source
 from data_pipeline.shards import copies
 from data_pipeline.shards.manifest import hash_json
-from data_pipeline.shards.reader import ShardSet
+from data_pipeline.shards.reader import ShardSet, shard_tokens
 from data_pipeline.stores.urls import ObjectPath
 from longctx.errors import DataError
 from longctx.tokenizer import Tokenizer
@@ -177,7 +177,7 @@ class TestPacked:
             path.write_bytes(changed[harm])
         shards = ShardSet.open(packed)
         with pytest.raises(DataError, match=r"packed/00001\.arrow\.zst is (damaged|missing)"):
-            shards.shard_tokens(1)
+            shard_tokens(shards, 1)
         assert not list(copies.copies_folder().rglob("00001.arrow"))
         assert any("00001.arrow.zst" in problem for problem in verify(packed))
 
@@ -189,7 +189,7 @@ class TestPacked:
         del body["hash"]
         body["shards"][1] |= {"bytes": len(raw), "xxh3_128": xxhash.xxh3_128_hexdigest(raw)}
         (packed / "packed.json").write_text(json.dumps(body | {"hash": hash_json(body)}))
-        message = refusal(lambda: ShardSet.open(packed).shard_tokens(1))
+        message = refusal(lambda: shard_tokens(ShardSet.open(packed), 1))
         assert "00001.arrow.zst is damaged: its checksum is not the one in manifest.json" in message
         assert not list(copies.copies_folder().rglob("00001.arrow*"))
 
