@@ -33,6 +33,7 @@ NAMES = (
     "peers",
     "loss",
     "decoder",
+    "encoders",
     "compiled",
     "chunks",
     "moe",
@@ -51,6 +52,8 @@ NAMES = (
 SEPARATE = {
     "endurance": "one run of 50,000 steps, forty minutes; fewer do not tell growth from caches that fill",
     "plan_memory": "eleven runs by the launcher, up to four ranks, some twenty minutes",
+    "translation": "learning beside transformers, three seeds; needs LibreOffice's help pages; an hour",
+    "pretraining": "learning of encoders beside transformers; needs LibreOffice's help pages; an hour",
     "tuning": "needs TRL in an environment of its own ($LONGCTX_TRL_PYTHON); ten minutes",
     "plan_seconds": "ten runs beside their plans, up to half an hour; needs a machine without other programs",
 }

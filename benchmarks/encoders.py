@@ -31,9 +31,19 @@ from benchmarks.generation import convert, cpu_seconds
 from benchmarks.ranks import with_resident_rise
 from longctx.batch import IGNORED_TARGET, Batch, PackedDocuments, Stream, with_targets
 
-# Tokens of (source, target) of 64 sentences, and of 32 pages, drawn at even ranks of the corpora above.
-PAIR_LENGTHS: tuple[tuple[int, int], ...] = ()
-PAGE_LENGTHS: tuple[int, ...] = ()
+# Tokens of (source, target) of 64 sentences and of 32 pages: those at even ranks of the corpora above, sorted.
+PAIR_LENGTHS = (
+    (7, 8), (8, 8), (8, 9), (9, 8), (9, 8), (9, 16), (10, 12), (10, 14), (11, 15), (11, 12), (11, 11), (12, 14),
+    (12, 13), (12, 14), (13, 24), (13, 13), (13, 12), (14, 20), (14, 12), (14, 19), (15, 13), (15, 17), (15, 9),
+    (16, 22), (16, 18), (17, 16), (17, 23), (18, 18), (18, 20), (18, 20), (19, 24), (19, 19), (20, 26), (20, 19),
+    (21, 21), (22, 24), (22, 24), (23, 23), (23, 26), (24, 30), (25, 28), (25, 27), (26, 21), (27, 31), (28, 27),
+    (29, 30), (30, 31), (31, 33), (32, 27), (33, 42), (34, 34), (35, 37), (37, 45), (38, 40), (40, 44), (42, 35),
+    (44, 41), (46, 43), (49, 46), (51, 52), (55, 63), (59, 57), (64, 68), (72, 69),
+)  # fmt: skip
+PAGE_LENGTHS = (
+    19, 26, 33, 39, 46, 54, 62, 69, 77, 87, 96, 104, 113, 126, 139, 152, 165, 181, 198, 214, 230, 248, 274, 297,
+    331, 370, 411, 461, 512, 512, 512, 512,
+)  # fmt: skip
 VOCABULARY = 8_000
 SOURCE_TOKENS, NEW_TOKENS, PROMPTS = 24, 48, 8
 CASES = ("marian", "bert", "writing")
@@ -104,7 +114,7 @@ def pair_batches() -> tuple[dict[str, Tensor], Batch]:
 
 
 def page_batches() -> tuple[dict[str, Tensor], Batch]:
-    """The pages as transformers takes them, and as one row; every seventh token is to be told."""
+    """The pages as transformers takes them, and as one row; every seventh token is to be predicted."""
     pages = documents(PAGE_LENGTHS, 2)
     labels = [page.masked_fill(torch.arange(len(page)) % 7 != 0, IGNORED_TARGET) for page in pages]
     read = [page.masked_fill(torch.arange(len(page)) % 7 == 0, 4) for page in pages]

@@ -32,6 +32,7 @@ SOURCE = "source_tokens"
 """The column of the other side of pairs."""
 COUNTED, PARAGRAPHS = "counted", "paragraphs"
 """Columns of lists of int64: which tokens count in a loss, and which begin a paragraph."""
+_SAID = {COUNTED: "counted tokens", PARAGRAPHS: "paragraphs"}
 _MAGIC, _CONTINUES = b"ARROW1", -1
 
 
@@ -108,22 +109,22 @@ class MappedShard:
         """Return the runs of a document's tokens that count, as ``EncodedDocument.counted`` has them; None for all."""
         if COUNTED not in self._lists:
             return None
-        bounds = self._ascending(COUNTED, row)
-        if len(bounds) % 2:
+        bounds = self._lists[COUNTED].of(row)
+        if len(bounds) % 2 or not self._ascends(bounds, row):
             raise DataError(f"{self.path} is damaged: its counted tokens are no runs of its documents. {ADVICE}")
         return bounds
 
     def paragraphs(self, row: int) -> np.ndarray:
         """Return the first tokens of a document's paragraphs but the first one, of a folder that keeps them."""
-        return self._ascending(PARAGRAPHS, row)
-
-    def _ascending(self, name: str, row: int) -> np.ndarray:
-        """Return a document's list of a column of places among its tokens, which ascend."""
-        places = self._lists[name].of(row)
-        length = int(self.target.offsets[row + 1] - self.target.offsets[row])
-        if (np.diff(places, prepend=-1) <= 0).any() or (len(places) and places[-1] > length):
-            raise DataError(f"{self.path} is damaged: its {name} do not lie in its documents. {ADVICE}")
+        places = self._lists[PARAGRAPHS].of(row)
+        if not self._ascends(places, row):
+            raise DataError(f"{self.path} is damaged: its paragraphs do not lie in its documents. {ADVICE}")
         return places
+
+    def _ascends(self, places: np.ndarray, row: int) -> bool:
+        """Whether places among a document's tokens follow each other, none behind its end."""
+        length = int(self.target.offsets[row + 1] - self.target.offsets[row])
+        return bool((np.diff(places, prepend=-1) > 0).all()) and (not len(places) or places[-1] <= length)
 
     def strange_sources(self, sources: int) -> int | None:
         """A number in the column ``source`` which is not below ``sources``; None without one, or without sources."""
@@ -225,7 +226,8 @@ def _check_columns(batch: pa.RecordBatch, path: Path) -> None:
         raise DataError(f"{path} is no shard: its sources' tokens are {batch.column(SOURCE).type}. {ADVICE}")
     for name in (COUNTED, PARAGRAPHS):
         if name in batch.schema.names and batch.column(name).type != pa.large_list(pa.int64()):
-            raise DataError(f"{path} is no shard: its {name} are {batch.column(name).type}. {ADVICE}")
+            said = f"{_SAID[name]} are {batch.column(name).type}"
+            raise DataError(f"{path} is no shard: its {said}. {ADVICE}")
     # Whether each buffer is as long as its column says: numpy would read on behind a shorter one.
     batch.validate()
 

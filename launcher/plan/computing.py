@@ -14,6 +14,7 @@ from functools import cache
 from torch import nn
 
 from launcher.config.resolved import ResolvedConfig
+from launcher.plan.encoder import num_source_tokens
 from launcher.plan.hardware import Hardware
 from launcher.plan.parameters import build_shapes, num_layer_parameters
 from launcher.plan.rates import Rate
@@ -35,6 +36,8 @@ class Weight:
     """Of how many experts on this rank it is one's; 0 where every token meets it."""
     is_last: bool = False
     """Whether it is the last product of its part of a layer, whose result no backward reads."""
+    of_source: bool = False
+    """Whether a source's tokens meet it and not the batch's: keys and values of cross attention."""
 
 
 @cache
@@ -48,15 +51,15 @@ def weights_in(layers: nn.Module) -> Counter[Weight]:
                 outer, inner = p.shape[1:]
                 found[Weight(outer, inner, p.shape[0], is_last)] += p.shape[0]
         elif p.ndim == 2 and name.endswith(".weight"):
-            found[Weight(p.shape[0], p.shape[1], is_last=is_last)] += 1
+            of_source = "cross_attn.k_" in name or "cross_attn.v_" in name
+            found[Weight(p.shape[0], p.shape[1], is_last=is_last, of_source=of_source)] += 1
     return found
 
 
 def product_seconds(config: ResolvedConfig, tokens: int, hardware: Hardware, *, has_head: bool = True) -> float:
     """Forward, backward and what is computed again of it, for a rank's ``tokens`` of a micro-batch.
 
-    Of an encoder beside a decoder without a head (``has_head``). Cross attention's keys and values count as if the
-    decoder's own tokens had them.
+    Of an encoder beside a decoder without a head (``has_head``).
     """
     chunk = min(config.train.chunk_tokens or tokens, tokens)
     total, chosen = 0.0, config.model.experts_per_token
@@ -70,6 +73,9 @@ def product_seconds(config: ResolvedConfig, tokens: int, hardware: Hardware, *, 
             # Every expert is chosen equally often: by the tokens of this rank, and of those that share its experts.
             rows = tokens * chosen / weight.num_experts
             at_once = min(rows * chunk / tokens, most_of_expert)
+        if weight.of_source:
+            # Whole, whatever the chunks of the batch's own tokens.
+            rows = at_once = float(num_source_tokens(config))
         forwards = 1 + _again(config, weight)
         total += uses * count * _seconds(config, hardware, weight, rows, at_once, forwards)
     if not has_head:

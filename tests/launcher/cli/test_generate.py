@@ -72,7 +72,9 @@ def test_it_ends_with_the_document(capsys, run, monkeypatch):
     from launcher.generation import run as generation
 
     asked = []
-    monkeypatch.setattr(generation, "stream", lambda model, ids, request: asked.append(request) or iter([300, 2]))
+    monkeypatch.setattr(
+        generation, "stream", lambda model, ids, request, source: asked.append(request) or iter([300, 2])
+    )
     code, _, err = call(capsys, *words(run))
     assert code == 0
     assert asked[0].stop_ids == {2}

@@ -73,6 +73,7 @@ class TestHelp:
             "crew": Workers(),
             "chats": Chats(),
             "exact": True,
+            "paragraphs": False,
             "overwrite": True,
             "without": [],
             "json": True,

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from launcher.config.load import load_run_config
-from launcher.metrics.throughput import matmul_parameters
+from launcher.metrics.throughput import matmul_parameters, source_parameters
 from launcher.plan.attention import Part, attention_of_rank
 from launcher.plan.computing import narrow_products, weights_in
 from launcher.plan.estimate import RunEstimate, estimate_run
@@ -104,12 +104,21 @@ def test_weights_are_all_that_tokens_are_multiplied_by(preset):
     blocks = build_shapes(config).model.layers
     counted = model.vocab_size * model.embedding_dim
     counted += sum(weight.outer * weight.inner for weight in narrow_products(model, 1.0))
+    of_source = 0
     for weight, count in weights_in(blocks).items():
         share = 1.0
         if weight.num_experts:
             share = model.experts_per_token / weight.num_experts
-        counted += model.num_layers // len(blocks) * count * share * weight.outer * weight.inner
+        products = model.num_layers // len(blocks) * count * share * weight.outer * weight.inner
+        if weight.of_source:
+            of_source += products
+        else:
+            counted += products
     assert counted == pytest.approx(matmul_parameters(model), rel=1e-6)
+    if model.encoder_layers:
+        encoder = load_run_config(["--config", "quickstart", "--model.preset", preset, "--model.encoder_layers", "0"])
+        assert of_source == 2 * model.num_layers * model.hidden_size * model.num_kv_heads * model.head_dim
+        assert of_source < source_parameters(model) <= of_source + matmul_parameters(encoder.model.config())
 
 
 def test_short_documents_take_their_own_rate():

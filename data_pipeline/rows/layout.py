@@ -1,0 +1,96 @@
+"""``Layout``: where the pieces of several rows lie, laid end to end, with the padding between them."""
+
+from __future__ import annotations
+
+import bisect
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from data_pipeline.rows.pack import Piece, Row
+from longctx.batch import PackedDocuments
+
+Held = tuple[int, int, int]
+"""The number of a document, its first token that lies in a run, and the one behind the last."""
+
+
+@dataclass(slots=True)
+class Layout:
+    """Pieces of all rows one after the other, with those of padding at rows' ends."""
+
+    documents: PackedDocuments
+    """Where each piece begins, among the tokens of all rows."""
+    rows: Sequence[Row]
+    firsts: list[int]
+    """The number of each row's first piece, and behind them how many the rows have together."""
+
+    @property
+    def padding(self) -> tuple[int, ...]:
+        """The numbers of the pieces that are padding."""
+        return self.documents.padding or ()
+
+    @classmethod
+    def of(cls, rows: Sequence[Row], seq_len: int, *, of_pairs: bool = False) -> Layout:
+        """That of these rows. Rows of pairs have as many documents on both sides: padding is one, if only empty."""
+        lengths: list[int] = []
+        firsts, padding = [0], []
+        for row in rows:
+            lengths += row.lengths
+            missing = seq_len - sum(row.lengths)
+            if missing or of_pairs:
+                padding.append(len(lengths))
+                lengths.append(missing)
+            firsts.append(len(lengths))
+        return cls(PackedDocuments.of_lengths(lengths, tuple(padding)), rows, firsts)
+
+    def padded(self, documents: PackedDocuments) -> Layout:
+        """The same with padding behind the rows, ``documents`` of its own."""
+        if documents.padding is None:
+            behind = range(self.firsts[-1], documents.num_documents)
+            documents = PackedDocuments(documents.bounds, (*self.padding, *behind))
+        return Layout(documents, self.rows, self.firsts)
+
+    def wanted(self, runs: Iterable[list[Held]]) -> list[Piece]:
+        """What has to be read, run by run: the pieces of documents, and one token behind each."""
+        bounds, wanted = self.documents.bounds, []
+        for run in runs:
+            # The row that the pieces are of, and the number of the first piece behind it.
+            row, begin, behind = Row(), 0, 0
+            for number, first, last in run:
+                if number >= behind:
+                    row, begin, behind = self._row_of(number)
+                place = number - begin
+                # Behind the row's pieces, it is padding.
+                if place < len(row.lengths):
+                    offset = row.starts[place] - bounds[number]
+                    wanted.append((row.documents[place], first + offset, last + offset + 1))
+        return wanted
+
+    def piece(self, number: int) -> tuple[int, int, int] | None:
+        """Return the document of a piece, its first token there and the one behind the last; None for padding."""
+        row, begin, _ = self._row_of(number)
+        place = number - begin
+        if place >= len(row.lengths):
+            return None
+        start = row.starts[place]
+        return row.documents[place], start, start + row.lengths[place]
+
+    def epoch(self, number: int) -> int:
+        """Return the epoch that a piece is read in."""
+        row, begin, _ = self._row_of(number)
+        # A plan of one epoch names none.
+        if not row.epochs:
+            return 0
+        return row.epochs[number - begin]
+
+    def _row_of(self, number: int) -> tuple[Row, int, int]:
+        """The row of a piece, the number of its first one, and that of the next row's first one."""
+        # What is padding behind the rows counts as the last one's.
+        row = min(bisect.bisect_right(self.firsts, number), len(self.rows)) - 1
+        behind = self.firsts[row + 1] if row + 1 < len(self.rows) else self.documents.num_documents
+        return self.rows[row], self.firsts[row], behind
+
+    def padding_id(self, number: int, padding: int) -> int:
+        """What fills a piece of padding: what fills rows, and 0 behind them."""
+        if number < self.firsts[-1]:
+            return padding
+        return 0
