@@ -52,7 +52,8 @@ class ZeroEngine:
         check_zero(stage, dtype)
         quiet_deepspeed()
         import_muon()
-        for layer in model.network.model.layers:
+        stacks = [stack for stack in (model.network.model, model.network.encoder) if stack is not None]
+        for layer in (layer for stack in stacks for layer in stack.layers):
             layer.register_forward_pre_hook(_before_layer, with_kwargs=True)
         self.stage, self.dtype = stage, dtype
         self.tensors = ModelTensors.of(model.network, mark_experts(model))

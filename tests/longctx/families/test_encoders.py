@@ -7,6 +7,7 @@ import json
 from pathlib import Path
 
 import pytest
+import tokenizers
 import torch
 from safetensors.torch import load_file, save_file
 
@@ -106,6 +107,29 @@ def test_folders_come_back_bit_for_bit(name, tmp_path):
         config, lambda: load_hf(tmp_path / "back")[1].items(), tmp_path / "back", num_parameters=1, dtype=torch.float32
     )
     assert check.passed, check
+
+
+@pytest.mark.parametrize("name", ENCODERS)
+def test_what_is_exported_fills_in_the_same_five_tokens(name, tmp_path):
+    build(ENCODERS[name]).save_pretrained(tmp_path / "hf")
+    config, tensors = load_hf(tmp_path / "hf")
+    save_hf(config, tensors, tmp_path / "out")
+    model = Decoder(config, seed=None).eval()
+    model.load_state_dict(tensors)
+    tokens = torch.randint(5, 96, (1, 30), generator=torch.Generator().manual_seed(4))
+    # To RoBERTa a token of this id has no position.
+    tokens[tokens == json.loads((tmp_path / "out" / "config.json").read_text())["pad_token_id"]] = 5
+    masked = torch.tensor([0, 11, 29])
+    tokens[0, masked] = 96
+    words = {f"<{n}>": n for n in range(97)}
+    backend = tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token="<3>"))
+    backend.pre_tokenizer = tokenizers.pre_tokenizers.WhitespaceSplit()
+    theirs = transformers.PreTrainedTokenizerFast(tokenizer_object=backend, mask_token="<96>", unk_token="<3>")
+    fill = transformers.pipeline("fill-mask", model=str(tmp_path / "out"), tokenizer=theirs, top_k=5)
+    found = fill(" ".join(f"<{n}>" for n in tokens[0].tolist()))
+    with torch.no_grad():
+        logits = model.logits(model(tokens, torch.arange(30)[None]))[0, masked]
+    assert [[guess["token"] for guess in of_one] for of_one in found] == logits.topk(5).indices.tolist()
 
 
 def test_weights_may_have_their_old_names_and_copies(tmp_path):

@@ -18,6 +18,7 @@ from longctx.config import PRESETS, ModelConfig
 from longctx.conversion import export_checkpoint, import_hf, load_hf, save_hf
 from longctx.conversion.tensors import tensor_specs
 from longctx.errors import CheckpointError, ConfigError
+from longctx.generation import Beams, Greedy, generate, generate_batch
 from longctx.model.decoder import Decoder
 from longctx.model.rotary import sinusoidal_embedding
 from longctx.tokenizer import load_tokenizer
@@ -138,6 +139,43 @@ def test_folders_come_back_bit_for_bit(name, tmp_path):
     for key in ("bos_token_id", "eos_token_id", "pad_token_id", "decoder_start_token_id", "forced_eos_token_id"):
         meant = getattr(theirs.config, key, None)
         assert getattr(again.config, key, None) == getattr(again.generation_config, key) == meant, key
+
+
+@pytest.mark.parametrize("name", ["bart", "marian", "t5", "t5, version 1.1"])
+def test_transformers_writes_the_same_of_what_is_exported(name, tmp_path):
+    """Greedy and with four beams, each source by itself and all of them at once."""
+    build(TWO_STACKS[name]).save_pretrained(tmp_path / "hf")
+    config, tensors = load_hf(tmp_path / "hf")
+    model = Decoder(config, seed=None).eval()
+    model.load_state_dict(tensors)
+    # Sharper than it was made: else all that is written is one token again and again.
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(
+                0.1 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(parameter.numel()))
+            )
+    save_hf(config, model.state_dict(), tmp_path / "out", token_ids={"pad_token_id": 0})
+    theirs = transformers.AutoModelForSeq2SeqLM.from_pretrained(tmp_path / "out").eval()
+    theirs.generation_config.forced_eos_token_id = theirs.generation_config.eos_token_id = None
+    sources = [torch.randint(5, 90, (n,), generator=torch.Generator().manual_seed(n)) for n in (7, 1, 12, 4)]
+    start = [theirs.generation_config.decoder_start_token_id]
+    written: set[tuple[int, ...]] = set()
+    for beams in (1, 4):
+        strategy = Beams(num_beams=beams, length_penalty=0.6) if beams > 1 else Greedy()
+        options = {"num_beams": beams, "do_sample": False, "max_new_tokens": 12, "length_penalty": 0.6}
+        for stops in ([], [11, 30]):
+            wanted = []
+            for source in sources:
+                found = theirs.generate(source[None], eos_token_id=stops or None, **options)[0, 1:].tolist()
+                end = next((n + 1 for n, token in enumerate(found) if token in stops), len(found))
+                wanted.append(found[:end])
+            each = [generate(model, start, 12, strategy, source_ids=s.tolist(), stop_ids=stops) for s in sources]
+            assert each == wanted
+            asked = {"sources": [s.tolist() for s in sources], "stop_ids": stops}
+            together = dict(generate_batch(model, [start] * len(sources), 12, strategy, **asked))
+            assert [together[n] for n in range(len(sources))] == wanted
+            written |= set(map(tuple, wanted))
+    assert len(written) > len(sources), "sources and settings must matter"
 
 
 def test_bart_without_a_head_and_files_without_a_bias_are_read(tmp_path):
