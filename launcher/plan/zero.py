@@ -153,10 +153,10 @@ def _gathered(config: ResolvedConfig, parameters: dict[str, torch.Size], experts
     arriving = min(sum(sizes), max(config.zero.prefetch_bucket_size, *sizes))
     if config.train.chunk_tokens:
         # By chunks the weights of a block are gathered together.
-        of_layers: Counter[int] = Counter()
+        of_layers: Counter[str] = Counter()
         for name, shape in parameters.items():
             layer = _layer_of(name)
-            if layer is not None:
+            if layer:
                 of_layers[layer] += shape.numel()
         largest = max(of_layers.values())
         live, arriving = max(live, largest), max(arriving, largest)
@@ -214,13 +214,16 @@ def _message(values: int, width: int) -> int:
 
 def _kept_share(sizes: Mapping[str, int], bucket: int) -> float:
     """The share of layers that are before backward, or in it, when gradients first are more than a ``bucket`` takes."""
-    places = [(_layer_of(name), size) for name, size in sizes.items()]
-    num_layers = 1 + max((place for place, _ in places if place is not None), default=0)
+    # In the order of forward: the encoder's layers come before the decoder's, behind the table that both look up.
+    names = sorted(sizes, key=lambda name: (not name.startswith("model.embed"), not name.startswith("encoder.")))
+    numbers = {layer: number for number, layer in enumerate(dict.fromkeys(filter(None, map(_layer_of, names))))}
+    num_layers = max(1, len(numbers))
     filled, share = 0, 1.0
-    for place, size in reversed(places):
-        filled += size
-        if place is not None:
-            share = (place + 1) / num_layers
+    for name in reversed(names):
+        layer = _layer_of(name)
+        filled += sizes[name]
+        if layer:
+            share = (numbers[layer] + 1) / num_layers
         elif share < 1:
             share = 0.0  # embeddings, behind the first layer
         if filled > bucket:
@@ -228,8 +231,9 @@ def _kept_share(sizes: Mapping[str, int], bucket: int) -> float:
     return 0.0
 
 
-def _layer_of(name: str) -> int | None:
-    _, layers, behind = name.partition(".layers.")
+def _layer_of(name: str) -> str:
+    """The layer that a tensor is of, with its stack's name; empty for what is of none."""
+    stack, layers, behind = name.partition(".layers.")
     if not layers:
-        return None
-    return int(behind.partition(".")[0])
+        return ""
+    return f"{stack}.{behind.partition('.')[0]}"
