@@ -68,7 +68,8 @@ class HfReader:
         self.model_type: str = hf_config["model_type"]
         self.passed_over = passed_over(hf_config)
         """Keys of config.json that other tools left there, and that no network reads."""
-        self.token_ids = {key: _token_id(key, hf_config.get(key)) for key in _token_id_keys(self.config)}
+        named = {**FAMILIES[self.model_type].absent_ids, **hf_config}
+        self.token_ids = {key: _token_id(key, named.get(key)) for key in _token_id_keys(self.config)}
         self._disk = WeightsFolder(self.folder)
         # Names and shapes come from the headers: a folder that does not fit is refused before a value is read.
         on_disk = self._names_on_disk(hf_config)

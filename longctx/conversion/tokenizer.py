@@ -109,7 +109,13 @@ def config_ids(tokenizer: Tokenizer) -> dict[str, Any]:
         before = tokenizer.ends_with
     if start is None and len(before):
         start = int(before[-1])
-    return {"bos_token_id": special.bos, "eos_token_id": end, "pad_token_id": special.padding, START_KEY: start}
+    forced = {"forced_bos_token_id": special.forced_begin, "forced_eos_token_id": special.forced_end}
+    return {
+        "bos_token_id": special.bos,
+        "eos_token_id": end,
+        "pad_token_id": special.padding,
+        START_KEY: start,
+    } | forced
 
 
 def check_tokenizer(tokenizer: Tokenizer | str | Path, folder: str | Path, texts: Iterable[str]) -> None:

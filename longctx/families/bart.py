@@ -187,6 +187,7 @@ BART = Family(
     rules=_COMMON + _OF_BART,
     tensors=_tensors(),
     ignored_keys=_IGNORED,
+    absent_ids={"decoder_start_token_id": 2, "forced_eos_token_id": 2},
     ignored_tensors=(r"(model\.)?(encoder|decoder)\.version",),
     copies=_COPIES,
     auto_class="AutoModelForSeq2SeqLM",
@@ -197,6 +198,7 @@ MARIAN = Family(
     rules=_COMMON + _OF_MARIAN,
     tensors=_tensors(),
     ignored_keys=_IGNORED | {"save_step"},
+    absent_ids={"decoder_start_token_id": 58100, "forced_eos_token_id": 0},
     # The sinusoids.
     ignored_tensors=(r"model\.(encoder|decoder)\.embed_positions\.weight",),
     copies=_COPIES,

@@ -85,6 +85,8 @@ class Family:
     """Parameters without a rule have the decoder's names on disk."""
     ignored_keys: frozenset[str] = frozenset()
     """Keys of config.json without a meaning in a decoder, beside ``IGNORED_KEYS``."""
+    absent_ids: Mapping[str, int] = field(default_factory=dict)
+    """Token ids that transformers' class takes for keys that are absent, where no token of the model says them."""
     ignored_tensors: tuple[str, ...] = (
         r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq",
         r"model\.rotary_emb\.inv_freq",

@@ -69,7 +69,15 @@ def generate_batch(
     if isinstance(request.strategy, Beams):
         both = enumerate(zip(prompts, of_each, strict=True))
         return ((index, list(stream(model, prompt, request, source))) for index, (prompt, source) in both)
-    return _continued(model, prompts, of_each, request, max_sequences)
+    return _forgetting(model, _continued(model, prompts, of_each, request, max_sequences))
+
+
+def _forgetting(model: Decoder, found: Iterator[tuple[int, list[int]]]) -> Iterator[tuple[int, list[int]]]:
+    """Yield what is found; the keys of the sources that the last sequences read go with the last of them."""
+    try:
+        yield from found
+    finally:
+        model.joined_sources = None
 
 
 @dataclass(frozen=True, eq=False)

@@ -69,14 +69,13 @@ class Request:
                 f"there is {has} source, and model.encoder_layers={model.config.encoder_layers}: an encoder reads one, "
                 "and a decoder alone none."
             )
+        if source_ids is not None:
+            _check_source(model, source_ids)
         if len(prompt_ids) == 0:
             raise ConfigError("the prompt is empty: a model continues at least one token. Start with the begin id.")
         if self.max_new_tokens < 0:
             raise ConfigError(f"max_new_tokens={self.max_new_tokens} must not be negative.")
-        vocab_size = model.config.vocab_size
-        outside = [i for ids in (prompt_ids, source_ids or ()) for i in ids if not 0 <= i < vocab_size]
-        if outside:
-            raise ConfigError(f"prompt id {outside[0]} is not in the model's vocabulary, 0 to {vocab_size - 1}.")
+        _check_ids(model, prompt_ids, "prompt")
 
     def ends(self, prompt_ids: Sequence[int]) -> Callable[[int], bool]:
         """A function from each token of a continuation to whether it is the last one."""
@@ -91,6 +90,26 @@ class Request:
             return has_stop_string is not None and has_stop_string(token)
 
         return is_last
+
+
+def _check_source(model: Decoder, source_ids: Sequence[int]) -> None:
+    """ConfigError for a source that the encoder does not read."""
+    if len(source_ids) == 0:
+        raise ConfigError("the source is empty: an encoder reads at least one token.")
+    most = model.config.max_positions
+    if model.config.position == "learned" and len(source_ids) > most:
+        raise ConfigError(
+            f"a source of {len(source_ids)} tokens is longer than the model's table of positions (model.max_positions="
+            f"{most}). Shorten it to {most}."
+        )
+    _check_ids(model, source_ids, "source")
+
+
+def _check_ids(model: Decoder, ids: Sequence[int], side: str) -> None:
+    vocab_size = model.config.vocab_size
+    outside = [token for token in ids if not 0 <= token < vocab_size]
+    if outside:
+        raise ConfigError(f"{side} id {outside[0]} is not in the model's vocabulary, 0 to {vocab_size - 1}.")
 
 
 class Continuation:

@@ -169,6 +169,7 @@ class Decoder(nn.Module):
             row_tokens=source.row_tokens,
             placement=source.placement,
             training_pass=(training_pass or EVALUATION).of_source(),
+            segments=source.segments,
         )
         return EncodedSource(hidden_BsM, source.documents, source.placement, keys={} if keeps_keys else None)
 
@@ -217,6 +218,7 @@ def _source_of(decoder: Decoder, cache: PassCache | None, given: EncodedSource |
 
     ConfigError for a source without an encoder, and for an encoder without a source.
     """
+    assert cache is None or given is None, "a cache has its own source (read_source)"
     source = given if cache is None else _cached_source(decoder, cache)
     if (source is None) == (decoder.encoder is None):
         return source

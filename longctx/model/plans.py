@@ -88,9 +88,23 @@ def cross_call(
         softcap=softcap,
         rules=scores.rules,
     )
+    _check_padding(documents, source.documents)
     own, theirs = _equally_many(documents, source.documents)
     mask = AttentionMask(own, causal=False, key_documents=theirs)
     return CrossCall(core, core.plan(mask, shapes, placement, source.placement), scores, source)
+
+
+def _check_padding(own: PackedDocuments, theirs: PackedDocuments) -> None:
+    """ConfigError if a document of one side would read padding of the other's: they have other numbers then."""
+    if own.padding is None or theirs.padding is None:
+        return
+    for number in set(own.padding) ^ set(theirs.padding):
+        lengths = [side.lengths[number] for side in (own, theirs) if number < side.num_documents]
+        if len(lengths) == 2 and all(lengths):
+            raise ConfigError(
+                f"document {number} is padding on one side and has {max(lengths)} tokens on the other: document n "
+                "reads the source's document n. Give both sides as many documents, empty ones among them."
+            )
 
 
 def _equally_many(*sides: PackedDocuments) -> list[PackedDocuments]:

@@ -33,9 +33,10 @@ def joined(sources: Sequence[EncodedSource]) -> EncodedSource:
     if len(sources) == 1:
         return sources[0]
     keys: dict[int, tuple[Tensor, Tensor]] = {}
-    for layer in sources[0].keys or {}:
-        # What one source has kept all have: they went through the same layers.
-        of_layer = [source.keys[layer] for source in sources if source.keys is not None]
+    # Of sequences that entered together none has keys of its own: for these layers they are made again.
+    kept = [source.keys or {} for source in sources]
+    for layer in set(kept[0]).intersection(*kept):
+        of_layer = [keys_of[layer] for keys_of in kept]
         keys[layer] = torch.cat([k for k, _ in of_layer], dim=1), torch.cat([v for _, v in of_layer], dim=1)
     lengths = [n for source in sources for n in source.documents.lengths]
     hidden_BsM = torch.cat([source.hidden_BsM for source in sources], dim=1)

@@ -15,6 +15,7 @@ from torch.nn import functional
 
 from longctx.batch import IGNORED_TARGET, Batch
 from longctx.config import ModelConfig
+from longctx.errors import ConfigError
 from longctx.kernels.dtypes import accumulate_dtype
 from longctx.model.chunks.stream import ResidualStream, new_stream
 from longctx.model.decoder import Decoder
@@ -58,6 +59,8 @@ class TokenPrediction(Task):
         micro-batch is balanced as one. Called once a micro-batch of an expert model (never where the global batch is
         balanced), on every rank, also on one that holds no token of it. The other two are ``LossOptions``'."""
         super().__init__(decoder)
+        if decoder.config.pair_head != "none" and decoder.execution.chunk_tokens:
+            raise ConfigError("a pair head reads hidden states that layers by chunks never have whole: chunk_tokens=0.")
         self.terms = prediction_terms(decoder.config)
         self.reduce_counts = reduce_counts
         self.z_loss, self.label_smoothing = z_loss, label_smoothing

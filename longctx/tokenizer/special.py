@@ -102,6 +102,10 @@ class SpecialIds:
     """Stand for spans that are taken out of a text, in the order in which they are used."""
     start: int | None = None
     """What a model with an encoder begins to write from, if its files say so (``decoder_start_token_id``)."""
+    forced_begin: int | None = None
+    """What transformers' generation of such a model puts first in any case (``forced_bos_token_id``); for exports."""
+    forced_end: int | None = None
+    """What it puts last where a text has no end (``forced_eos_token_id``)."""
 
 
 def special_ids(
@@ -144,7 +148,9 @@ def special_ids(
         fim=_fim_ids(id_of),
         mask=_mask_id(files, id_of, path),
         sentinels=_sentinel_ids(id_of),
-        start=next(iter(_listed_ids("decoder_start", files, path)), None),
+        start=_first_id("decoder_start", files, path),
+        forced_begin=_first_id("forced_bos", files, path),
+        forced_end=_first_id("forced_eos", files, path),
     )
 
 
@@ -200,7 +206,8 @@ def with_generation_config(files: Mapping[str, bytes], path: Path) -> dict[str, 
     carried = {name: content for name, content in files.items() if name != MODEL_CONFIG}
     if MODEL_CONFIG in files and GENERATION_CONFIG not in files:
         config = read_object(files, MODEL_CONFIG, path)
-        keys = ("bos_token_id", "eos_token_id", "pad_token_id", "decoder_start_token_id")
+        names = ("bos", "eos", "pad", "decoder_start", "forced_bos", "forced_eos")
+        keys = [f"{name}_token_id" for name in names]
         ids = {key: config[key] for key in keys if config.get(key) is not None}
         if ids:
             carried[GENERATION_CONFIG] = (json.dumps(ids, indent=2) + "\n").encode()
@@ -238,6 +245,10 @@ def _named_id(role: str, files: Mapping[str, bytes], id_of: IdOf, path: Path) ->
     if listed:
         return listed[0]
     return None
+
+
+def _first_id(role: str, files: Mapping[str, bytes], path: Path) -> int | None:
+    return next(iter(_listed_ids(role, files, path)), None)
 
 
 def _listed_ids(role: str, files: Mapping[str, bytes], path: Path) -> list[int]:

@@ -23,7 +23,7 @@ def initial_value(name: str, shape: tuple[int, ...], config: ModelConfig, seed: 
     """The initial value of the parameter ``name``, float32 on the CPU.
 
     Norms multiply by 1, biases and sinks are 0; all else is normal with ``config.init_std``. Projections that write to
-    the residual stream are smaller by sqrt(2 · layers), which keeps its variance independent of depth (GPT-2).
+    the residual stream are smaller by the root of their number, which keeps its variance independent of depth (GPT-2).
     """
     numel = torch.Size(shape).numel()
     return InitialTensor(name, numel, config, seed).read(0, numel).view(shape)
@@ -37,7 +37,7 @@ class InitialTensor:
         self._name, self._numel, self._seed = name, numel, seed
         self._constant, self._std = _constant(name, config), config.init_std
         if "o_proj" in name or "down_proj" in name:
-            self._std /= (2 * config.num_layers) ** 0.5
+            self._std /= _sums(name, config) ** 0.5
         self._drawn, self._block = -1, torch.empty(0)
 
     def read(self, start: int, count: int) -> Tensor:
@@ -79,6 +79,15 @@ class InitialTensor:
         digest = hashlib.sha256(f"{self._seed}:{self._name}:{number}".encode()).digest()
         generator = np.random.Generator(np.random.Philox(key=int.from_bytes(digest[:16], "big")))
         generator.standard_normal(dtype=np.float32, out=out.numpy())
+
+
+def _sums(name: str, config: ModelConfig) -> int:
+    """Projections that are added to the residual stream of a tensor's stack."""
+    if name.startswith("encoder."):
+        return 2 * config.encoder_layers
+    if config.encoder_layers:
+        return 3 * config.num_layers  # cross attention's too
+    return 2 * config.num_layers
 
 
 def _constant(name: str, config: ModelConfig) -> float | None:

@@ -92,7 +92,8 @@ def test_ambiguous_merges_follow_sentencepiece(tmp_path):
 
 def test_special_tokens(exported):
     _, folder, ids, slow, fast = exported
-    assert ids == {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 3, "decoder_start_token_id": 1}
+    named = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 3, "decoder_start_token_id": 1}
+    assert ids == named | {"forced_bos_token_id": None, "forced_eos_token_id": None}
     assert (fast.bos_token_id, fast.eos_token_id, fast.pad_token_id) == (1, 2, 3)
     assert fast.model_max_length == 64
     text = "a<|document_end|>b"

@@ -193,6 +193,25 @@ def test_bart_without_a_head_and_files_without_a_bias_are_read(tmp_path):
     assert load_file(tmp_path / "back" / "model.safetensors")["final_logits_bias"].dtype == torch.float16
 
 
+@pytest.mark.parametrize("own", [False, True], ids=["as it is", "with --tokenizer"])
+def test_ids_of_targets_travel_also_where_a_file_leaves_them_out(own, tmp_path):
+    case = dataclasses.replace(TWO_STACKS["bart"], values=TWO_STACKS["bart"].values | {"vocab_size": 300})
+    build(case).save_pretrained(tmp_path / "hf")
+    (tmp_path / "hf" / "generation_config.json").unlink(missing_ok=True)
+    described = json.loads((tmp_path / "hf" / "config.json").read_text()) | {"forced_bos_token_id": 3}
+    del described["decoder_start_token_id"], described["forced_eos_token_id"]
+    (tmp_path / "hf" / "config.json").write_text(json.dumps(described))
+    write_tokenizer(tmp_path / "hf", tokenizer_json())
+    import_hf(tmp_path / "hf", tmp_path / "ours")
+    export_checkpoint(tmp_path / "ours", tmp_path / "back", **({"tokenizer": tmp_path / "hf"} if own else {}))
+    written = json.loads((tmp_path / "back" / "config.json").read_text())
+    generation = json.loads((tmp_path / "back" / "generation_config.json").read_text())
+    assert written["forced_bos_token_id"] == generation["forced_bos_token_id"] == 3
+    if not own:
+        # What transformers' class means by their absence.
+        assert (written["decoder_start_token_id"], written["forced_eos_token_id"]) == (2, 2)
+
+
 @pytest.mark.parametrize("name", ["bart", "marian", "t5"])
 def test_files_may_have_a_table_several_times_and_the_same_everywhere(name, tmp_path):
     theirs = build(TWO_STACKS[name])

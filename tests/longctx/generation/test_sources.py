@@ -59,6 +59,21 @@ def test_one_and_many_write_the_same(name):
         assert [found[n] for n in range(len(SOURCES))] == [ids[:end] for ids, end in zip(wanted, ends, strict=True)]
 
 
+def test_sequences_that_enter_alone_and_together_share_a_pass():
+    """Of each some layers' keys are kept and some are not, whoever stands first."""
+    model = model_of("rope")
+    sources = [*SOURCES, SOURCES[0][::-1], [9, 9]]
+    prompts = [[1], [2], [3], [4], [5], [6]]
+    wanted = [generate(model, prompt, 8, source_ids=s) for prompt, s in zip(prompts, sources, strict=True)]
+    for stop in sorted({token for ids in wanted for token in ids}):
+        ends = [next((n + 1 for n, token in enumerate(ids) if token == stop), 8) for ids in wanted]
+        for most in (2, 3):
+            options = {"sources": sources, "stop_ids": [stop], "max_sequences": most}
+            found = dict(generate_batch(model, prompts, 8, **options))
+            assert [found[n] for n in range(6)] == [ids[:end] for ids, end in zip(wanted, ends, strict=True)]
+    assert model.joined_sources is None
+
+
 def test_beams_and_draws_of_many_are_those_of_one():
     model = model_of("rope")
     for strategy in (Beams(num_beams=3, length_penalty=0.6), Sample(temperature=2.0, seed=5)):
@@ -99,7 +114,15 @@ def test_what_is_refused():
         generate(Decoder(dense_config()), START, NEW, source_ids=[3])
     with pytest.raises(ConfigError, match="the source is empty"):
         generate(model, START, NEW, source_ids=[])
-    with pytest.raises(ConfigError, match="id 97 is not in the model's vocabulary"):
+    with pytest.raises(ConfigError, match="source id 97 is not in the model's vocabulary"):
         generate(model, START, NEW, source_ids=[97])
+    # At the call, before another one's continuation is lost.
+    with pytest.raises(ConfigError, match=r"prompt 1 of 2: the source is empty"):
+        generate_batch(model, [START, START], NEW, sources=[[3], []])
+    learned = Decoder(dense_config(**BOTH, position="learned", max_positions=16))
+    with pytest.raises(ConfigError, match=r"prompt 1 of 2: a source of 17 tokens .* Shorten it to 16"):
+        generate_batch(learned, [START, START], NEW, sources=[[3], [3] * 17])
+    array = torch.tensor(SOURCES[0]).numpy()
+    assert generate(model, START, NEW, source_ids=array) == generate(model, START, NEW, source_ids=SOURCES[0])
     with pytest.raises(ConfigError, match="2 prompts and 1 sources"):
         generate_batch(model, [START, START], NEW, sources=[[3]])

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from longctx.architecture.size import count_parameters
+from longctx.batch import PackedDocuments
 from longctx.config import ModelConfig
 from longctx.errors import ConfigError
 from longctx.model.decoder import Decoder
@@ -214,3 +215,25 @@ def test_a_source_comes_with_an_encoder():
         CausalLM(Decoder(dense_config()))(batch)
     with pytest.raises(ConfigError, match="none was given"):
         CausalLM(Decoder(CONFIGS["rope"]))(replace(batch, source=None))
+
+
+def test_sides_whose_documents_have_other_numbers_are_refused():
+    batch = pair_batch(((4, 3), (5, 6), (2, 2)), vocab=97)
+    short = pair_batch(((4, 3), (5, 6)), vocab=97, padding=(0, 4)).source
+    assert short is not None
+    own = PackedDocuments(batch.documents.bounds, ())
+    source = replace(short, documents=PackedDocuments(short.documents.bounds, (2,)))
+    task = CausalLM(Decoder(CONFIGS["rope"]))
+    with pytest.raises(ConfigError, match="document 2 is padding on one side and has 4 tokens on the other"):
+        task(replace(batch, documents=own, source=source))
+    # Behind all documents padding may be on one side alone.
+    source = replace(short, documents=PackedDocuments((0, 3, 9, 9, 13), (3,)))
+    task(replace(batch, documents=own, source=source))
+
+
+def test_what_is_added_to_a_stream_is_as_small_as_the_stack_is_deep():
+    decoder = Decoder(dense_config(num_layers=1, encoder_layers=24, init_std=0.1, hidden_size=64, num_heads=8))
+    assert decoder.encoder is not None
+    for block, sums in ((decoder.encoder.layers[0], 48), (decoder.model.layers[0], 3)):
+        for projection in (block.self_attn.o_proj, block.mlp.down_proj):
+            assert float(projection.weight.detach().std()) == pytest.approx(0.1 / sums**0.5, rel=0.1)
