@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 
 from launcher.config.resolved import ResolvedConfig
@@ -18,20 +20,33 @@ def documents_of(config: ResolvedConfig, document_tokens: int = 0) -> PackedDocu
 
 
 def synthetic_batch(config: ResolvedConfig, document_tokens: int = 0) -> Stream:
-    """``train.micro_batch_rows`` full rows of documents of this length (0: a row each). Token ids are 0."""
-    documents, shape = documents_of(config, document_tokens), (config.train.micro_batch_rows, config.data.seq_len)
-    lengths = torch.tensor(documents.lengths)
-    ids = torch.arange(len(lengths)).repeat_interleave(lengths)
-    positions = torch.arange(documents.num_tokens) - torch.tensor(documents.bounds[:-1]).repeat_interleave(lengths)
-    zeros = torch.zeros(shape, dtype=torch.int64)
-    masked = None
+    """``train.micro_batch_rows`` full rows of documents of this length (0: a row each). Token ids are 0.
+
+    Of a model with an encoder full rows of sources lie beside them, shared evenly by a row's documents.
+    """
+    documents, rows = documents_of(config, document_tokens), config.train.micro_batch_rows
+    stream = _stream(documents, rows)
     if config.mask is not None:
         # As evenly as they can lie.
         steps = (torch.arange(documents.num_tokens + 1) * config.mask.rate).floor().diff()
-        masked = zeros.masked_fill((steps == 0).view(shape), IGNORED_TARGET)
+        not_masked = (steps == 0).view_as(stream.tokens)
+        stream = replace(stream, masked=torch.zeros_like(stream.tokens).masked_fill(not_masked, IGNORED_TARGET))
+    if not config.model.encoder_layers:
+        return stream
+    count, tokens = documents.num_documents // rows, config.data.source_seq_len
+    bounds = [row * tokens + number * tokens // count for row in range(rows) for number in range(count)]
+    source = _stream(PackedDocuments((*bounds, rows * tokens)), rows)
+    return replace(stream, source=replace(source, following=None))
+
+
+def _stream(documents: PackedDocuments, rows: int) -> Stream:
+    """Rows of these documents."""
+    lengths, shape = torch.tensor(documents.lengths), (rows, documents.num_tokens // rows)
+    ids = torch.arange(len(lengths)).repeat_interleave(lengths)
+    positions = torch.arange(documents.num_tokens) - torch.tensor(documents.bounds[:-1]).repeat_interleave(lengths)
+    zeros = torch.zeros(shape, dtype=torch.int64)
     return Stream(
         tokens=zeros,
-        masked=masked,
         following=zeros,
         positions=positions.view(shape),
         document_ids=ids.view(shape),
