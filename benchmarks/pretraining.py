@@ -25,7 +25,6 @@ import torch
 from torch import Tensor, nn
 
 from benchmarks.bounds import Bound, conclude, parse
-from benchmarks.decoder import THREADS
 from benchmarks.generation import convert
 from benchmarks.translation import learn
 from longctx.batch import IGNORED_TARGET, Batch
@@ -203,7 +202,7 @@ def main() -> int:
     )
     parser.add_argument("--only", nargs="+", choices=CASES, default=CASES, help="cases to run")
     options = parse(parser, quick="20 steps")
-    torch.set_num_threads(THREADS)
+    torch.set_num_threads(1)  # matrices so small
     rows: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory() as folder:
         corpus = prepare(Path(folder), options.help_pages)

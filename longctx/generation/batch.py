@@ -17,7 +17,7 @@ from longctx.generation.beams import Beams
 from longctx.generation.continuation import Continuation, Request
 from longctx.generation.loop import stream
 from longctx.generation.penalties import Penalties
-from longctx.generation.reading import CHUNK_TOKENS, read_each, read_source, starts_over
+from longctx.generation.reading import CHUNK_TOKENS, read_each, read_sources, starts_over
 from longctx.generation.sampling import Greedy, Sample
 from longctx.generation.stop_strings import StopStrings
 from longctx.model.attention.cache import KVCache
@@ -106,10 +106,10 @@ def _continued(
         while waiting and len(under_way) + len(entering) < max_sequences:
             index, cache = waiting.pop(), new_cache()
             cache.expect(request.expected_tokens)
-            source = sources[index]
-            if source is not None:
-                read_source(model, source, cache)
             entering.append(_Sequence(index, Continuation(request, prompts[index]), cache))
+        of_entering = [source for s in entering if (source := sources[s.index]) is not None]
+        if of_entering:
+            read_sources(model, of_entering, [s.cache for s in entering], request.chunk_tokens)
         _enter(model, request, entering, prompts)
         under_way += entering
         ended = _ended(under_way)

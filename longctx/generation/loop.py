@@ -9,7 +9,7 @@ import torch
 from longctx.generation.beams import Beams
 from longctx.generation.continuation import Continuation, Request
 from longctx.generation.penalties import Penalties
-from longctx.generation.reading import CHUNK_TOKENS, last_logits, read, read_source, starts_over
+from longctx.generation.reading import CHUNK_TOKENS, last_logits, read, read_sources, starts_over
 from longctx.generation.sampling import Greedy, Sample
 from longctx.generation.search import search
 from longctx.generation.stop_strings import StopStrings
@@ -61,7 +61,7 @@ def stream(
     # Else the first new token would copy the whole prompt's keys.
     cache.expect(request.expected_tokens)
     if source_ids is not None:
-        read_source(model, source_ids, cache)
+        read_sources(model, [source_ids], [cache])
     if isinstance(request.strategy, Beams):
         return search(model, list(prompt_ids), request, request.strategy, cache)
     return _tokens(model, list(prompt_ids), request, cache)

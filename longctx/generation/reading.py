@@ -9,7 +9,8 @@ sequences, V vocabulary.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -56,19 +57,34 @@ def can_share(model: Decoder) -> bool:
 
 
 @torch.no_grad()
-def read_source(model: Decoder, ids: Sequence[int], cache: KVCache) -> None:
-    """Have a model with an encoder read a source, for the sequence of this cache. ConfigError if it is empty."""
-    if not len(ids):
-        raise ConfigError("the source is empty: an encoder reads at least one token.")
-    count = len(ids)
-    source = Stream(
-        tokens=torch.tensor(ids)[None],
-        positions=torch.arange(count)[None],
-        document_ids=torch.zeros(1, count, dtype=torch.int64),
-        documents=PackedDocuments.of_lengths([count]),
+def read_sources(
+    model: Decoder, sources: Sequence[Sequence[int]], caches: Sequence[KVCache], chunk_tokens: int = CHUNK_TOKENS
+) -> None:
+    """Have a model with an encoder read a source for each cache's sequence, as many together as a chunk has tokens."""
+    first, tokens = 0, 0
+    for number, ids in enumerate(sources):
+        if number > first and tokens + len(ids) > chunk_tokens:
+            _read_together(model, sources[first:number], caches[first:number])
+            first, tokens = number, 0
+        tokens += len(ids)
+    if first < len(sources):
+        _read_together(model, sources[first:], caches[first:])
+
+
+def _read_together(model: Decoder, sources: Sequence[Sequence[int]], caches: Sequence[KVCache]) -> None:
+    """Encode sources in one row, of which each cache gets its own."""
+    documents = PackedDocuments.of_lengths([len(ids) for ids in sources])
+    row = Stream(
+        tokens=torch.cat([torch.as_tensor(ids) for ids in sources])[None],
+        positions=torch.cat([torch.arange(count) for count in documents.lengths])[None],
+        document_ids=torch.arange(len(sources)).repeat_interleave(torch.tensor(documents.lengths))[None],
+        documents=documents,
     )
     device = _device_of(model)
-    cache.source = cache.encoded(source, lambda shard: model.encode(shard.to(device), keeps_keys=True))
+    whole = caches[0].encoded(row, lambda shard: model.encode(shard.to(device), keeps_keys=True))
+    for cache, (start, stop) in zip(caches, pairwise(documents.bounds), strict=True):
+        own = PackedDocuments.of_lengths([stop - start])
+        cache.source = replace(whole, hidden_BsM=whole.hidden_BsM[:, start:stop], documents=own, keys={})
 
 
 @torch.no_grad()

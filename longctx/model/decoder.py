@@ -218,7 +218,7 @@ def _source_of(decoder: Decoder, cache: PassCache | None, given: EncodedSource |
 
     ConfigError for a source without an encoder, and for an encoder without a source.
     """
-    assert cache is None or given is None, "a cache has its own source (read_source)"
+    assert cache is None or given is None, "a cache has its own source"
     source = given if cache is None else _cached_source(decoder, cache)
     if (source is None) == (decoder.encoder is None):
         return source
