@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks import audit_tables, endurance, faults, option_tables, plan_tables, run_tables
+from benchmarks import audit_tables, encoder_tables, endurance, faults, option_tables, plan_tables, run_tables
 from benchmarks.delivering import tables as delivery
 from benchmarks.first_gpu import figures as first_gpu
 from benchmarks.machine import KINDS, RESULTS
@@ -422,6 +422,9 @@ TABLES: dict[str, tuple[str, Callable[[Result], str]]] = {
     "data-start": ("data_plan", lambda result: markdown(*run_tables.of_corpora(result))),
     "data-blocks": ("data_plan", lambda result: markdown(*run_tables.of_blocks(result))),
     "tuning": ("tuning", lambda result: markdown(*run_tables.of_tuning(result))),
+    "encoders": ("encoders", lambda result: markdown(*encoder_tables.of_steps(result))),
+    "translation": ("translation", lambda result: markdown(*encoder_tables.of_translation(result))),
+    "pretraining": ("pretraining", lambda result: markdown(*encoder_tables.of_pretraining(result))),
     "faults": ("faults", lambda result: markdown(*faults.table(result))),
 }
 """By name: the benchmark whose result it is made from, and how."""

@@ -1,0 +1,55 @@
+"""The tables of encoders and of two sequences beside transformers: steps, texts written, and what is learned."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from benchmarks.run_tables import Table
+
+_CASES = {
+    "marian": "Marian, 6 + 6 layers, 64 pairs",
+    "bert": "BERT, 8 layers, 32 pages",
+    "writing": "Marian, 64 texts written, 8 at a time",
+}
+
+
+def of_steps(result: dict[str, Any]) -> Table:
+    """CPU seconds and memory of a step, and CPU seconds of writing."""
+    head = ["", "CPU s, transformers → ours", "ratio", "padding there", "activation MiB, theirs → ours", "ratio"]
+    return head, [_step_row(row) for row in result["rows"]]
+
+
+def _step_row(row: dict[str, Any]) -> list[str]:
+    seconds = row["cpu_seconds"]
+    ratio = seconds["longctx"] / seconds["transformers"]
+    line = [_CASES[row["case"]], f"{seconds['transformers']:.2f} → {seconds['longctx']:.2f}", f"{ratio:.2f} ×"]
+    if "activation_mib" not in row:
+        return [*line, "–", "–", "–"]
+    mib = row["activation_mib"]
+    memory = f"{mib['transformers']:,} → {mib['longctx']:,}"
+    return [*line, f"{100 * row['padding_share']:.0f} %", memory, f"{row['memory_ratio']:.2f} ×"]
+
+
+def of_translation(result: dict[str, Any]) -> Table:
+    """BLEU by seed, of both after the same steps, of ours by beams, and CPU seconds of training."""
+    head = ["seed", "BLEU, transformers", "BLEU, ours", "ours, 4 beams", "CPU s, transformers", "CPU s, ours"]
+    lines = []
+    for row in result["rows"]:
+        theirs, ours = row["transformers"][-1], row["longctx"][-1]
+        bleu = [f"{figure:.2f}" for figure in (theirs["bleu"], ours["bleu"], row["beams"])]
+        lines.append([str(row["seed"]), *bleu, f"{theirs['cpu_seconds']:,.0f}", f"{ours['cpu_seconds']:,.0f}"])
+    return head, lines
+
+
+def of_pretraining(result: dict[str, Any]) -> Table:
+    """Accuracy of masked tokens and of pairs, on held-out rows."""
+    head = ["", "masked tokens right", "pairs right", "of them by common words", "CPU s"]
+    names = {"nsp": "BERT, next sentence", "sop": "ALBERT, sentence order", "masks": "masks of ten epochs"}
+    lines = []
+    for row in result["rows"]:
+        for who in [name for name in row if name != "case"]:
+            last = row[who][-1]
+            pairs = [f"{100 * last[key]:.1f} %" if key in last else "–" for key in ("pair_accuracy", "word_overlap")]
+            name = f"{names[row['case']]}, {who}"
+            lines.append([name, f"{100 * last['masked_accuracy']:.1f} %", *pairs, f"{last['cpu_seconds']:,.0f}"])
+    return head, lines
