@@ -109,7 +109,7 @@ def both_sides(options: Options) -> tuple[list[dict], list[Bound]]:
     print(f"{case}: {_times(row)}", flush=True)
     why = "a rank does half of the work, and sending costs next to nothing"
     again = ("--only", "both-sides")
-    return [row], [Bound(_OVER_SHARE, row["ratio_to_share"], BOTH_SIDES_BOUND, case, why, again=again)]
+    return [row | {"case": case}], [Bound(_OVER_SHARE, row["ratio_to_share"], BOTH_SIDES_BOUND, case, why, again=again)]
 
 
 def time_bounds(case: str, row: dict, imbalance: float = 1.0, packed: float | None = None) -> Iterator[Bound]:

@@ -250,9 +250,9 @@ def ring(result: Result) -> str:
             _seconds(row["one_process_cpu_seconds"]),
             _seconds(row["cpu_seconds_per_rank"]),
             f"**{row['ratio_to_share']:.3f}**",
-            f"+{row['resident_rise_mib']} MiB",
+            f"+{row['resident_rise_mib']} MiB" if "resident_rise_mib" in row else "–",
         ]
-        for row in result["ring"]
+        for row in result["ring"] + result.get("both-sides", [])
     ]
     return markdown(head, rows)
 

@@ -59,6 +59,7 @@ class TokenPrediction(Task):
         micro-batch is balanced as one. Called once a micro-batch of an expert model (never where the global batch is
         balanced), on every rank, also on one that holds no token of it. The other two are ``LossOptions``'."""
         super().__init__(decoder)
+        # A run's config is refused before; this is for who builds a model by hand.
         if decoder.config.pair_head != "none" and decoder.execution.chunk_tokens:
             raise ConfigError("a pair head reads hidden states that layers by chunks never have whole: chunk_tokens=0.")
         self.terms = prediction_terms(decoder.config)
