@@ -17,6 +17,7 @@ from data_pipeline.mixture.file import Mixture, Stage, is_mixture
 from data_pipeline.prepare.duplicates.outcome import DUPLICATES_FILE
 from data_pipeline.prepare.left_out import LEFT_OUT_FILE
 from data_pipeline.rows.blocks import BlockPlanner, PackReport
+from data_pipeline.rows.checks import check_no_pairs
 from data_pipeline.rows.filled import Documents
 from data_pipeline.rows.pack import BEST_FIT, Packing, Piece
 from data_pipeline.rows.sides import documents_in
@@ -137,6 +138,7 @@ def describe_mixture(path: str | Path) -> MixtureView:
     mixture = Mixture.load(path)
     folders = mixture.folders(Path(path).parent)
     manifests = [Manifest.load(folder) for folder in folders]
+    check_no_pairs(path, zip((source.name for source in mixture.sources), manifests, strict=True))
     sources = [
         SourceView(
             name=source.name,
@@ -157,6 +159,11 @@ def describe(folder: str | Path, *, seq_len: int | None = None, source_seq_len: 
 
     Of pairs packing needs a ``source_seq_len`` too. All offsets are read, 8 bytes a document, for the longest one.
     """
+    if source_seq_len and seq_len is None:
+        raise ConfigError(
+            f"source_seq_len={source_seq_len} bounds the sources of rows, and there are none without a seq_len.\n"
+            f"Try --seq-len {source_seq_len} --source-seq-len {source_seq_len}."
+        )
     shards = ShardSet.open(folder)
     manifest = shards.manifest
     packing = None
@@ -358,6 +365,8 @@ def _find_row(planner: BlockPlanner, epoch: int, row: int, seq_len: int) -> tupl
         if first <= row < first + num_rows:
             return block, row - first
         first += num_rows
+    if not first:
+        raise planner.no_row()
     raise ConfigError(f"row={row} is not in this epoch, which has rows 0 to {first - 1} at seq_len={seq_len}.")
 
 

@@ -21,6 +21,7 @@ from data_pipeline.mixture.file import Mixture, is_mixture
 from data_pipeline.mixture.order import Forecast, MixedOrder
 from data_pipeline.rows.batches import Place
 from data_pipeline.rows.blocks import FirstRows, PackReport
+from data_pipeline.rows.checks import check_no_pairs, check_one_folder
 from data_pipeline.rows.mask import Masking, MaskRule
 from data_pipeline.rows.micro_batches import MicroBatches, balanced
 from data_pipeline.rows.order import FolderOrder, Order
@@ -108,22 +109,8 @@ def open_order(
     if isinstance(data, ShardSet) or not is_mixture(data):
         shards = _opened(data, open_folder)
         return (shards,), FolderOrder(shards, seq_len, source_seq_len=source_seq_len, **order)
-    _check_one_folder(data, packing, source_seq_len)
+    check_one_folder(data, packing.examples, source_seq_len)
     return _open_mixture(Mixture.load(data), Path(data), seq_len, open_folder, **order)
-
-
-def _check_one_folder(mixture: str | Path, packing: Packing, source_seq_len: int) -> None:
-    """ConfigError for a mixture of pairs, and of texts that examples are made of."""
-    if packing.examples is not None:
-        raise ConfigError(
-            f"{packing.examples} are made of the texts of one folder, and {mixture} is a mixture.\nBuild one folder of "
-            "all: longctx data build --source A --source B …"
-        )
-    if source_seq_len:
-        raise ConfigError(
-            f"data.source_seq_len={source_seq_len} is for pairs, and {mixture} is a mixture, whose sources are texts "
-            "and conversations.\nBuild one folder of all pairs: longctx data build --source A --source B …"
-        )
 
 
 def held_out_of(path: str | Path) -> Mixture:
@@ -135,6 +122,8 @@ def _open_mixture(
     mixture: Mixture, path: Path, seq_len: int, open_folder: Open, **options: Any
 ) -> tuple[tuple[ShardSet, ...], MixedOrder]:
     folders = tuple(_opened(folder, open_folder) for folder in mixture.folders(path.parent))
+    names = (source.name for source in mixture.sources)
+    check_no_pairs(path, zip(names, (shards.manifest for shards in folders), strict=True))
     return folders, MixedOrder(mixture, Corpus(folders), seq_len, path=path, **options)
 
 
@@ -171,7 +160,7 @@ def build_validation_loader(
         folders = (_opened(folder, open_folder),)
         rows: Rows = FirstRows(folders[0], seq_len, max_rows=max_rows, source_seq_len=source_seq_len, packing=packing)
     else:
-        _check_one_folder(folder, packing, source_seq_len)
+        check_one_folder(folder, packing.examples, source_seq_len)
         mixture = Mixture.load(folder).to_validate()
         if held_out:
             mixture = held_out_of(folder)
@@ -405,9 +394,10 @@ class ValidationLoader:
         """Mean bytes of text that a token of these rows stands for, as the folders' own means are; None if unknown.
 
         Of conversations it is: the mean is of all tokens, and a loss of those that count. Of masked tokens too, which
-        are predicted from both sides.
+        are predicted from both sides, and of examples that are made of texts, whose targets are half sentinels.
         """
-        if self._sides.masking is not None or any(shards.is_masked for shards in self.folders):
+        sides = self._sides
+        if sides.masking is not None or sides.recipe is not None or any(shards.is_masked for shards in self.folders):
             return None
         means = [shards.manifest.bytes_per_token for shards in self.folders]
         if len(means) == 1:

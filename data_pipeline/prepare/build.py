@@ -52,6 +52,8 @@ class SplitReport:
     tokens: int
     text_bytes: int
     shards: int
+    source_tokens: int = 0
+    """Tokens of the sources of pairs, beside ``tokens``; 0 in another folder."""
 
     @property
     def bytes_per_token(self) -> float:
@@ -483,4 +485,5 @@ def _split_report(folder: Location, manifest: Manifest) -> SplitReport:
         tokens=manifest.tokens,
         text_bytes=manifest.text_bytes,
         shards=len(manifest.shards),
+        source_tokens=manifest.source_tokens,
     )

@@ -78,12 +78,18 @@ def encode_documents(
     yield from _finished(open_documents, tokenizer, paragraphs=paragraphs)
 
 
-_BLANK_LINE, _LINE_END = re.compile(r"\n[ \t]*\n\s*"), re.compile(r"\n+")
+_BLANK_LINE, _LINE_END = re.compile(r"\r?\n[ \t]*\r?\n\s*"), re.compile(r"(?:\r?\n)+")
 
 
 def paragraphs_of(text: str) -> list[str]:
-    """The text cut behind each blank line, or if it has none behind each line; together the parts are the text."""
-    ends = [found.end() for found in _BLANK_LINE.finditer(text)] or [f.end() for f in _LINE_END.finditer(text)]
+    """The text cut behind each blank line, or if it has none behind each line; together the parts are the text.
+
+    No part is blank: white space that the text begins with is its first paragraph's.
+    """
+    blank = len(text) - len(text.lstrip())
+    ends: list[int] = []
+    for pattern in (_BLANK_LINE, _LINE_END):
+        ends = ends or [found.end() for found in pattern.finditer(text) if found.end() > blank]
     return [text[start:stop] for start, stop in pairwise((0, *ends, len(text))) if start < stop]
 
 

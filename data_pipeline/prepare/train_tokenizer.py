@@ -239,7 +239,7 @@ def _learn_wordpiece(sample: Sample, vocab_size: int, *, cased: bool) -> bytes:
             f"within one.\nTry {error.least} or more."
         ) from error
     except (RuntimeError, OSError) as error:
-        raise DataError(f"SentencePiece could not train a vocabulary of {vocab_size}: {error}") from error
+        raise DataError(_explain_training(str(error), vocab_size)) from error
 
 
 def _learn(sample: Sample, vocab_size: int, kind: str, marks: tuple[str, ...]) -> bytes:
@@ -275,6 +275,8 @@ def _explain_training(message: str, vocab_size: int) -> str:
             f"vocab_size={vocab_size} is less than the bytes, control ids and characters of this corpus need.\n"
             f"Try {int(found[1]) + 1} or more."
         )
+    if "sentences_.empty()" in message:
+        return "the corpus has no text to learn from: white space, marks that stand for nothing. Name another one."
     return f"SentencePiece could not train a tokenizer of vocab_size={vocab_size}: {message}"
 
 

@@ -95,7 +95,8 @@ def _pieces(lines: Iterator[str], vocab_size: int) -> tuple[list[str], list[str]
         )
     except RuntimeError as error:
         if found := re.search(r"smaller than required_chars\. \d+ vs (\d+)", str(error)):
-            raise VocabularySizeError(least=len(SPECIAL_TOKENS) + 2 * int(found[1])) from error
+            # The library counts its mark of a space and its unknown piece too.
+            raise VocabularySizeError(least=len(SPECIAL_TOKENS) + 2 * (int(found[1]) - 2) + 1) from error
         raise
     learned = spm.SentencePieceProcessor(model_proto=model.getvalue())
     letters, pieces = set[str](), []

@@ -15,17 +15,19 @@ from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
+from fractions import Fraction
 from itertools import accumulate
 from typing import Any
 
 import numpy as np
 
+from data_pipeline.rows.checks import check_sides, no_row
 from data_pipeline.rows.examples import tokens_around
 from data_pipeline.rows.fim import Fim
 from data_pipeline.rows.pack import BEST_FIT, Packing, Parts, Row, RowPlan, Upsampling, copies_of, plan_parts
 from data_pipeline.shards.reader import ShardSet
 from data_pipeline.shuffle import Permutation
-from longctx.errors import ConfigError
+from longctx.errors import ConfigError, DataError
 
 PLAN_VERSION = 2
 """Changes with the order of rows: a loader state refers to rows of one version. A single block is as in version 1."""
@@ -61,27 +63,34 @@ class PackReport:
     """Documents that were planned to count this."""
     exact: bool
     """Whether these are all. Else the rest is taken to be like them, and rows, padding and cuts are estimates."""
+    pairs_left_out: int | None = None
+    """Pairs that no row can hold, as they are longer than a row on either side; None of other documents. They count
+    among the documents that are cut."""
 
     @classmethod
     def of(cls, plans: Iterable[RowPlan], seq_len: int) -> PackReport:
         """The sums of these plans."""
         rows = packed = kept = tokens = cut = documents = 0
+        pairs = None
         for plan in plans:
             rows += plan.num_rows
             packed += plan.taken
             kept += int(plan.pieces.lengths.sum())
             cut += plan.num_cut
+            if plan.pieces.source_lengths is not None:
+                pairs = cut
             tokens += plan.document_tokens
             documents += plan.num_documents
         padding = rows * seq_len - packed
         share = 0.0
         if rows:
             share = padding / (rows * seq_len)
-        return cls(rows, packed, padding, share, cut, tokens - kept, documents, exact=True)
+        return cls(rows, packed, padding, share, cut, tokens - kept, documents, exact=True, pairs_left_out=pairs)
 
     @classmethod
     def together(cls, reports: Sequence[PackReport], seq_len: int) -> PackReport:
-        """One of several corpora."""
+        """One of several corpora, or of several blocks."""
+        pairs = [report.pairs_left_out for report in reports if report.pairs_left_out is not None]
         rows = sum(report.rows for report in reports)
         padding = sum(report.padding_tokens for report in reports)
         return cls(
@@ -93,22 +102,27 @@ class PackReport:
             truncated_tokens=sum(report.truncated_tokens for report in reports),
             planned_documents=sum(report.planned_documents for report in reports),
             exact=all(report.exact for report in reports),
+            pairs_left_out=sum(pairs) if pairs else None,
         )
 
-    def scaled(self, documents: int, tokens: int, seq_len: int) -> PackReport:
-        """An estimate for so many documents with so many tokens, of which these are a sample."""
-        planned = max(self.planned_documents, 1)
-        lost = round(self.truncated_tokens * documents / planned)
-        tokens -= lost
-        rows = math.ceil(tokens / (seq_len * (1 - self.padding_share)))
+    def scaled(self, documents: Fraction, tokens: Fraction, seq_len: int) -> PackReport:
+        """An estimate for so many times the documents, with so many times the tokens, of which these are a sample.
+
+        Rows grow as the tokens that are packed into them do.
+        """
+        rows, packed = math.ceil(self.rows * tokens), round(self.tokens * tokens)
+        pairs = self.pairs_left_out
+        if pairs is not None:
+            pairs = round(pairs * documents)
         return replace(
             self,
             rows=rows,
-            tokens=tokens,
-            padding_tokens=rows * seq_len - tokens,
-            documents_cut=round(self.documents_cut * documents / planned),
-            truncated_tokens=lost,
+            tokens=packed,
+            padding_tokens=rows * seq_len - packed,
+            documents_cut=round(self.documents_cut * documents),
+            truncated_tokens=round(self.truncated_tokens * documents),
             exact=False,
+            pairs_left_out=pairs,
         )
 
 
@@ -232,16 +246,29 @@ class BlockPlanner:
         return documents[documents < count]
 
     def report(self, epoch: int = 0, *, documents: int = 1) -> PackReport:
-        """What packing an epoch costs: counted over the first blocks with at least so many documents, then scaled."""
-        blocks = min(self.num_blocks, -(-documents * self.num_blocks // max(self._shards.num_documents, 1)))
-        report = PackReport.of((self.plan(epoch, block) for block in range(blocks)), self._seq_len)
+        """What packing an epoch costs: counted over the first blocks with at least so many documents, then scaled.
+
+        Blocks are counted until there is a row: an epoch without one has been counted to its end.
+        """
+        least = -(-documents * self.num_blocks // max(self._shards.num_documents, 1))
+        report, blocks, planned = PackReport.of([], self._seq_len), 0, 0
+        while blocks < self.num_blocks and (blocks < least or not report.rows):
+            plan = self.plan(epoch, blocks)
+            report = PackReport.together([report, PackReport.of([plan], self._seq_len)], self._seq_len)
+            blocks, planned = blocks + 1, planned + plan.document_tokens
         if blocks == self.num_blocks:
             return report
-        documents, tokens = self._shards.num_documents, self._shards.num_tokens
-        if self._upsample:
-            # What an epoch has of each document is known once it is drawn: blocks are taken to be alike.
-            documents, tokens = (round(n * self.num_blocks / blocks) for n in (report.planned_documents, report.tokens))
-        return report.scaled(documents, tokens, self._seq_len)
+        tokens = self._shards.num_tokens - self._tokens_around * self._shards.num_documents
+        if self._upsample or report.pairs_left_out is not None:
+            # What upsampling has of each document is not known before it is drawn; of pairs, how many there are says
+            # more than their tokens do, for those of the longest are in no row. Blocks have as many documents.
+            tokens, planned = self.num_blocks, blocks
+        return report.scaled(Fraction(self.num_blocks, blocks), Fraction(tokens, planned), self._seq_len)
+
+    def no_row(self, instead: str = "") -> ConfigError | DataError:
+        """Return the error for epochs without a row, with what else would do."""
+        blocks = (self.documents(0, block) for block in range(self.num_blocks))
+        return no_row(self._shards, self._packing.examples, (self._seq_len, self._source_seq_len), blocks, instead)
 
     def _claim(self, key: _Key) -> tuple[Future[RowPlan], bool]:
         """The block's place among those that are held, and whether the caller has to plan it."""
@@ -274,39 +301,26 @@ class BlockPlanner:
         """
         epoch, block, row_tokens, before = key
         order: dict[str, Any] = {"seed": self._seed, "epoch": epoch, "block": block, "shuffle": self._shuffle}
-        documents = self.documents(epoch, block)
-        of_sources = None
-        if self._source_seq_len:
-            order["source_seq_len"] = self._source_seq_len
-        if self._source_seq_len and self._packing.examples is None:
-            of_sources = self._shards.lengths_of(documents, "source")
-        lengths = self._shards.lengths_of(documents)
-        if self._packing.examples is not None:
-            # Those of the text alone; what has none makes no example.
-            documents, lengths = documents[lengths > self._tokens_around], lengths[lengths > self._tokens_around]
-            lengths = lengths - self._tokens_around
-        left = Parts.whole(documents, lengths, of_sources)
+        order |= {"packing": self._packing, "source_seq_len": self._source_seq_len}
+        left = _parts_of(self._shards, self.documents(epoch, block), self._tokens_around)
         if self._upsample:
             left = copies_of(left, self._upsample, seed=self._seed, epoch=epoch)
         if self.fim is not None:
             left = replace(left, stops=self.fim.lengths(left.documents, left.stops))
         for stretch in before:
-            left = plan_parts(left, stretch.row_tokens, packing=self._packing, **order).parts_from(stretch.rows)
-        return plan_parts(left, row_tokens, packing=self._packing, **order)
+            left = plan_parts(left, stretch.row_tokens, **order).parts_from(stretch.rows)
+        return plan_parts(left, row_tokens, **order)
 
 
-def check_sides(shards: ShardSet, source_seq_len: int) -> None:
-    """ConfigError unless pairs come with a length of sources, and other documents without one."""
-    if shards.manifest.has_sources and not source_seq_len:
-        raise ConfigError(
-            f"{shards.folder} holds pairs: an encoder reads the source of each. Set data.source_seq_len, the most "
-            "tokens of sources in a row, and model.encoder_layers."
-        )
-    if source_seq_len and not shards.manifest.has_sources:
-        raise ConfigError(
-            f"data.source_seq_len={source_seq_len} is for pairs, and {shards.folder} holds none. Build some: longctx "
-            "data build --source-field NAME --text-field NAME …, or set data.source_seq_len=0."
-        )
+def _parts_of(shards: ShardSet, documents: np.ndarray, tokens_around: int) -> Parts:
+    """Return what is planned of these documents: all of each but ``tokens_around``, and none that has no more."""
+    lengths = shards.lengths_of(documents)
+    if shards.manifest.has_sources:
+        return Parts.whole(documents, lengths, shards.lengths_of(documents, "source"))
+    if tokens_around:
+        # What has no text makes no example.
+        documents, lengths = documents[lengths > tokens_around], lengths[lengths > tokens_around] - tokens_around
+    return Parts.whole(documents, lengths)
 
 
 class FirstRows:
@@ -335,6 +349,8 @@ class FirstRows:
         self._num_rows = self._first_rows[-1]
         if max_rows is not None:
             self._num_rows = min(max_rows, self._num_rows)
+        if not self._num_rows:
+            raise self._planner.no_row(", or validation.rows=0 for a run without validation")
 
     def __len__(self) -> int:
         """Rows."""

@@ -237,5 +237,11 @@ class FolderOrder:
         return at
 
     def report(self, at: Position, *, documents: int = 1) -> PackReport:
-        """Rows, padding, cuts and truncation of the epoch under way: an estimate where it has several blocks."""
-        return self.planner.report(at.epoch, documents=documents)
+        """Return rows, padding, cuts and truncation of the epoch under way: an estimate if it has several blocks.
+
+        ConfigError if it has no row.
+        """
+        report = self.planner.report(at.epoch, documents=documents)
+        if not report.rows:
+            raise self.planner.no_row()
+        return report

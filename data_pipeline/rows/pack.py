@@ -208,8 +208,8 @@ class RowPlan:
     """Their tokens, all of which stand in rows unless rests are left out."""
     num_cut: int
     """Documents of which no row has all."""
-    taken: int
-    """Tokens of the rows that are not padding."""
+    examples: ExampleRule | None = None
+    """What examples are made of the pieces; they, and not the pieces, fill the rows then."""
 
     @property
     def num_rows(self) -> int:
@@ -219,15 +219,26 @@ class RowPlan:
     @property
     def row_tokens(self) -> np.ndarray:
         """Tokens of each row, without padding."""
-        ends = np.concatenate([np.zeros(1, np.int64), np.cumsum(self.pieces.lengths)])
+        ends = np.concatenate([np.zeros(1, np.int64), np.cumsum(self._tokens_of(self.pieces.lengths))])
         return np.diff(ends[self.row_offsets])
+
+    @cached_property
+    def taken(self) -> int:
+        """Tokens of all rows, without padding."""
+        return int(self._tokens_of(self.pieces.lengths).sum())
+
+    def _tokens_of(self, lengths: np.ndarray) -> np.ndarray:
+        """Tokens that pieces of these lengths are in a row."""
+        if self.examples is None:
+            return lengths
+        return self.examples.lengths(lengths)
 
     def row(self, index: int) -> Row:
         """One row."""
         return self.rows(index, index + 1)[0][0]
 
     def rows(self, first: int, stop: int) -> tuple[list[Row], int]:
-        """Rows ``first`` to before ``stop``, and their tokens."""
+        """Rows ``first`` to before ``stop``, and their tokens without padding."""
         ends = self.row_offsets[first : stop + 1].tolist()
         begin = ends[0]
         documents, starts, lengths = self._columns
@@ -241,7 +252,7 @@ class RowPlan:
         if of_sources is not None:
             for row, (start, end) in zip(rows, pairwise(ends), strict=True):
                 row.source_lengths = of_sources[start:end].tolist()
-        return rows, sum(sizes)
+        return rows, int(self._tokens_of(np.asarray(lengths[begin : ends[-1]])).sum())
 
     @cached_property
     def _columns(self) -> tuple[memoryview, memoryview, memoryview]:
@@ -299,7 +310,7 @@ def plan_parts(
         num_documents=len(parts.documents),
         document_tokens=int(parts.lengths.sum()),
         num_cut=_num_cut(parts, owners, stops - starts),
-        taken=int((stops - starts if packing.examples is None else packing.examples.lengths(stops - starts)).sum()),
+        examples=packing.examples,
     )
 
 

@@ -10,7 +10,6 @@ from dataclasses import dataclass, replace
 
 from data_pipeline.rows.blocks import BlockPlanner, Stretch
 from data_pipeline.rows.pack import Row
-from longctx.errors import DataError
 
 
 @dataclass(frozen=True)
@@ -73,7 +72,7 @@ class Stream:
     ) -> tuple[list[Row], int, StreamPosition]:
         """The next ``count`` rows of at most ``row_tokens`` tokens, the tokens in them, and the position behind them.
 
-        Fewer where so many ``epochs`` end before. DataError where an epoch has no row at all.
+        Fewer where so many ``epochs`` end before. ConfigError or DataError if an epoch has no row at all.
         """
         rows: list[Row] = []
         tokens = empty = 0
@@ -81,12 +80,12 @@ class Stream:
         at = at.at_length(row_tokens)
         while len(rows) < count and (epochs is None or at.epoch < epochs):
             plan = self.planner.plan(at.epoch, at.block, row_tokens=row_tokens, before=at.before)
-            # If upsampling leaves documents out, a block may have none.
+            # If upsampling leaves documents out, or pairs are too long, a block may have none.
             empty += 1
             if plan.num_rows:
                 empty = 0
             if empty > self.planner.num_blocks:
-                raise DataError(f"an epoch of {self.planner.folder} has no documents left: upsample leaves out all.")
+                raise self.planner.no_row()
             stop = min(plan.num_rows, at.block_row + count - len(rows))
             found, found_tokens = plan.rows(at.block_row, stop)
             for row in found:

@@ -7,10 +7,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from data_pipeline.rows.batches import lengths_of
 from data_pipeline.rows.blocks import PackReport
 from data_pipeline.rows.micro_batches import MicroBatches, balanced
 from data_pipeline.rows.order import Order
+from data_pipeline.rows.sides import Sides
 
 STEPS = 64
 """Steps whose work is looked at."""
@@ -42,19 +42,19 @@ class Survey:
 
 def survey(
     order: Order,
-    seq_len: int,
+    sides: Sides,
     micro_batches: MicroBatches,
     cost: Callable[..., int],
     *,
     documents: int,
     steps: int = STEPS,
     lockstep: bool = False,
-    source_seq_len: int = 0,
 ) -> Survey:
     """Plan the first rows of a run, reading no tokens: blocks with at least so many ``documents`` for the packing.
 
-    ``cost`` is the work of a row of documents of these lengths. Of a short epoch there are fewer ``steps``, at least
-    one where a step has rows enough. With ``lockstep`` ranks wait for one another in each micro-batch.
+    ``sides`` say what is read of the rows, and ``cost`` is the work of a row whose documents, and their sources, have
+    these lengths. Of a short epoch there are fewer ``steps``, at least one where a step has rows enough. With
+    ``lockstep`` ranks wait for one another in each micro-batch.
     """
     packing = order.report(order.start(), documents=documents)
     rows_per_step = sum(micro_batches.sizes) * micro_batches.data_degree
@@ -66,7 +66,7 @@ def survey(
             key = f"2^{(stop - start).bit_length() - 1}"
             tokens[key] = tokens.get(key, 0) + stop - start
     work = StepWork(in_order=[], balanced=[])
-    costs = [cost(*lengths) for lengths in lengths_of(rows, seq_len, source_seq_len)]
+    costs = [cost(*lengths) for lengths in sides.lengths(rows)]
     for first in range(0, len(rows) - rows_per_step + 1, rows_per_step):
         of_step = costs[first : first + rows_per_step]
         places = balanced(of_step, micro_batches, lockstep=lockstep)

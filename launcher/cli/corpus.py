@@ -30,7 +30,8 @@ class Corpus:
 
     source: Annotated[str, arg(metavar="PATH", help_behavior_hint="(required)")] = ""
     """Folder or file, or its URL (s3://, gs://): text, .json, .jsonl, .ndjson, .csv, .tsv, .parquet, .arrow, also .gz,
-    .bz2, .xz, .zst; or "stdlib", the Python source of the standard library."""
+    .bz2, .xz, .zst; for pairs also .po, or two texts named by their fields, as a.en and a.de; or "stdlib", the Python
+    source of the standard library."""
     include: Annotated[Several, arg(metavar="GLOB [GLOB ...]")] = field(default_factory=list)
     """Read only relative paths that match, e.g. '*.jsonl.gz' (quote it for the shell)."""
     exclude: Annotated[Several, arg(metavar="GLOB [GLOB ...]")] = field(default_factory=list)

@@ -24,6 +24,7 @@ from launcher.cli.console import (
     table,
 )
 from launcher.cli.corpus import Corpus, Duplicates, Workers, duplicate_lines, read_so_far, say_left_out
+from launcher.cli.data_rows import left_out
 from launcher.cli.options import Several, flat
 from launcher.cluster.command import one_machine
 from launcher.cluster.exit import DONE, FAILED
@@ -123,7 +124,7 @@ def build(
                     passed + source.bytes_read, note=read_so_far(documents, text_bytes), counted=text_bytes
                 ),
             )
-    _say_build(report, json=json)
+    _say_build(report, loaded.vocab_size, json=json)
 
 
 def _hashed(corpus: Corpus) -> Source:
@@ -319,7 +320,7 @@ def _build_json(report: BuildReport) -> dict[str, Any]:
     return dataclasses.asdict(report) | {"training": split(report.training), "validation": split(report.validation)}
 
 
-def _say_build(report: BuildReport, *, json: bool) -> None:
+def _say_build(report: BuildReport, vocab_size: int, *, json: bool) -> None:
     if json:
         say_json(_build_json(report))
         return
@@ -341,8 +342,17 @@ def _say_build(report: BuildReport, *, json: bool) -> None:
         say(f"{report.output} is up to date: built from the same source, tokenizer and options, so nothing was done.")
     else:
         say(f"{report.output} was made in {report.seconds:.1f} s.")
-    say(f"Next: {one_machine('--data.train', report.output)}")
-    say(f"Look at it: {command('data', 'inspect', report.output, '--seq-len', 4096)}")
+    train, look = ["--data.train", report.output], ["--seq-len", 4096]
+    if report.training.source_tokens:
+        # Any recipe with an encoder; this one trains anywhere.
+        train = ["--config", "translate-small", *train, "--model.vocab_size", vocab_size]
+        if report.validation is None:
+            train += ["--validation.rows", 0]
+        else:
+            train += ["--data.validation", report.validation.folder]
+        look = ["--seq-len", 512, "--source-seq-len", 512]
+    say(f"Next: {one_machine(*train)}")
+    say(f"Look at it: {command('data', 'inspect', report.output, *look)}")
 
 
 def _description_table(found: list[Description]) -> str:
@@ -386,8 +396,7 @@ def _description_column(found: Description, exponents: list[int]) -> dict[str, s
             about, sample = "about ", f", judging by {found.packing.planned_documents:,} documents"
         column["rows of an epoch"] = f"{about}{found.packing.rows:,}{sample}"
         column["padding"] = f"{about}{100 * found.packing.padding_share:.2f}%"
-        column["documents longer than a row"] = f"{about}{found.packing.documents_cut:,}"
-        column["truncated tokens"] = f"{found.packing.truncated_tokens:,}"
+        column |= left_out(found.packing)
     for k in exponents:
         count = found.length_histogram.get(f"2^{k}", 0)
         column[f"documents of {2**k:,} to {2 ** (k + 1) - 1:,} tokens"] = str(count)

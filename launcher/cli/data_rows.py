@@ -19,6 +19,7 @@ Kind = Literal["best_fit", "concatenate", "one_document"]
 
 if TYPE_CHECKING:
     from data_pipeline.mixture.order import Forecast
+    from data_pipeline.rows.blocks import PackReport
     from data_pipeline.rows.survey import Survey
     from launcher.config.resolve import Machine
     from launcher.config.sections import RunConfig
@@ -47,6 +48,7 @@ def plan(
     from data_pipeline.inspect import PLANNED_DOCUMENTS
     from data_pipeline.loader import open_order
     from data_pipeline.mixture.order import MixedOrder
+    from data_pipeline.rows.sides import Sides, documents_in, sides_of
     from data_pipeline.rows.survey import survey
     from data_pipeline.shards.reader import ShardSet
     from launcher.config.check import check_run
@@ -65,19 +67,21 @@ def plan(
     run_config = settle(run_config, _machine(run_config, world.ranks))
     data, micro_batches = run_config.data, run_config.micro_batches(world.ranks)
     open_folder = partial(ShardSet.open, verify=False, cache=data.cache)
-    order_of = {"seed": run_config.run.seed, "packing": run_config.packing, "source_seq_len": data.source_seq_len}
-    _, order = open_order(data.train, data.seq_len, open_folder=open_folder, **order_of)
+    seed, packing, source_seq_len = run_config.run.seed, run_config.packing, data.source_seq_len
+    order_of = {"seed": seed, "packing": packing, "source_seq_len": source_seq_len}
+    folders, order = open_order(data.train, data.seq_len, open_folder=open_folder, **order_of)
+    of_sides = sides_of(folders, packing, data.seq_len, source_seq_len, seed=seed)
+    sides = Sides(documents_in(folders, order.fims), data.seq_len, source_seq_len=source_seq_len, **of_sides)
     cost = partial(training_flops, run_config.model.config())
     lockstep = run_config.in_lockstep
     with progress(f"planning {data.train}"):
         found = survey(
             order,
-            data.seq_len,
+            sides,
             micro_batches,
             cost,
             documents=PLANNED_DOCUMENTS,
             lockstep=lockstep,
-            source_seq_len=data.source_seq_len,
         )
     if json:
         say_json(dataclasses.asdict(found))
@@ -169,9 +173,8 @@ def _lines(found: Survey, steps: int, *, lockstep: bool) -> list[list[str]]:
         ["steps of an epoch", f"{about}{found.steps_of_epoch:,.1f}"],
         ["passes of the run", f"{about}{steps / max(found.steps_of_epoch, 1e-9):,.2f}"],
         ["padding", f"{about}{packing.padding_share:.2%}"],
-        ["documents longer than a row", f"{about}{packing.documents_cut:,}"],
-        ["truncated tokens", f"{packing.truncated_tokens:,}"],
     ]
+    lines.extend([name, count] for name, count in left_out(packing).items())
     busiest = "busiest rank"
     if lockstep:
         # With these settings ranks wait for one another in each.
@@ -181,6 +184,19 @@ def _lines(found: Survey, steps: int, *, lockstep: bool) -> list[list[str]]:
             mean, most = statistics.fmean(factors), max(factors)
             lines.append([f"{busiest}, rows {name}", f"{mean:.3f} times the mean ({most:.3f} at most)"])
     return lines
+
+
+def left_out(packing: PackReport) -> dict[str, str]:
+    """Return what rows cut or do not hold, by the names of a table's rows."""
+    about = ""
+    if not packing.exact:
+        about = "about "
+    if packing.pairs_left_out is not None:
+        return {"pairs left out, longer than a row on either side": f"{about}{packing.pairs_left_out:,}"}
+    return {
+        "documents longer than a row": f"{about}{packing.documents_cut:,}",
+        "truncated tokens": f"{about}{packing.truncated_tokens:,}",
+    }
 
 
 def _sources(found: Forecast) -> list[list[str]]:

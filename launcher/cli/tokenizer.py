@@ -48,7 +48,7 @@ def train(
     command.
 
     Args:
-        vocab_size: Number of token ids, 261 or more.
+        vocab_size: Number of token ids, 261 or more (wordpiece: 8 or more).
         output: File to write.
         fim: Three ids for prefix, suffix and middle, which data.fim_rate needs.
         mask: An id that stands for a masked token, which train.objective=masked needs.

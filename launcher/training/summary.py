@@ -196,7 +196,9 @@ def _data(start: Start) -> str:
     if not packing.exact:
         about, sample = "about ", f", judging by its first {plural(packing.planned_documents, 'document')}"
     left_out = ""
-    if packing.truncated_tokens:
+    if packing.pairs_left_out is not None:
+        left_out = f", pairs left out, longer than a row on either side: {about}{packing.pairs_left_out:,}"
+    elif packing.truncated_tokens:
         left_out = f", {about}{_short(packing.truncated_tokens)} tokens of rests left out"
     return (
         f"Data: {_short(rows * start.config.data.seq_len)} tokens in all, {about}{rows / packing.rows:.2f} passes over "

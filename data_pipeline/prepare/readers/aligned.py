@@ -7,6 +7,9 @@ a ``.po`` file have the fields ``msgid`` and ``msgstr``.
 
 from __future__ import annotations
 
+import codecs
+import re
+import tempfile
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import zip_longest
@@ -80,7 +83,7 @@ def read_lines_of_two(source: OpenFile, fields: Fields) -> Iterator[Item]:
 
 def _lines(stream: BinaryIO) -> Iterator[bytes]:
     """Yield lines without their ends, none longer than a record may be."""
-    rest = b""
+    rest = stream.read(len(codecs.BOM_UTF8)).removeprefix(codecs.BOM_UTF8)
     while block := stream.read(_READ_BYTES):
         *whole_lines, rest = (rest + block).split(b"\n")
         yield from (line.removesuffix(b"\r") for line in whole_lines)
@@ -100,9 +103,17 @@ def read_catalogue(source: OpenFile, fields: Fields) -> Iterator[Item]:
         yield no_field(source.name, missing, _FIELDS, _FIELDS)
         return
     try:
-        entries = polib.pofile(read_bounded(source.stream).decode())
+        # From a file of our own: a text that is the name of a file would be read as that file.
+        with tempfile.NamedTemporaryFile(suffix=".po") as copy:
+            copy.write(read_bounded(source.stream))
+            copy.flush()
+            entries = polib.pofile(copy.name, encoding="utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise DamageError(f"it is no catalogue of gettext in UTF-8: {error}") from error
     except (OSError, ValueError) as error:
-        raise DamageError(f"it is no catalogue of gettext: {error}") from error
+        # The library names the line, and our copy.
+        said = re.sub(r" in po file \S+", "", str(error))
+        raise DamageError(f"it is no catalogue of gettext: {said}") from error
     # Entries have no line of their own in the file: a name counts them.
     for number, entry in enumerate(entries, start=1):
         name = f"{source.name}:{number}"

@@ -97,3 +97,22 @@ def test_a_catalogue_that_is_none_or_other_fields_are_said(tmp_path: Path):
     # As a text it stays one.
     (document,) = open_source(tmp_path)
     assert document.text == CATALOGUE
+
+
+def test_a_catalogue_that_spells_a_file_s_name_is_no_way_to_it(tmp_path: Path):
+    pytest.importorskip("polib")
+    (tmp_path / "elsewhere.txt").write_text(CATALOGUE)
+    folder = tmp_path / "corpus"
+    folder.mkdir()
+    for content in (str(tmp_path / "elsewhere.txt"), f"{tmp_path / 'elsewhere.txt'}\n"):
+        (folder / "de.po").write_text(content)
+        with pytest.raises(DataError, match="no catalogue of gettext") as refused:
+            list(open_source(folder, source_field="msgid", text_field="msgstr"))
+        assert "/tmp" not in str(refused.value).replace(str(folder), "")
+
+
+def test_a_byte_order_mark_is_no_part_of_a_side(tmp_path: Path):
+    for name, line in (("f.en", "the cat"), ("f.de", "die Katze")):
+        (tmp_path / name).write_text(f"{line}\n", encoding="utf-8-sig")
+    (document,) = open_source(tmp_path, source_field="en", text_field="de")
+    assert document.pair == ("the cat", "die Katze")

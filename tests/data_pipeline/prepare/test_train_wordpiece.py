@@ -56,6 +56,14 @@ def test_a_size_that_does_not_fit_names_one_that_does(tmp_path: Path):
             train_tokenizer(documents(), tmp_path / "t.json", vocab_size=nearest, kind="wordpiece").vocab_size
             == nearest
         )
+    advised = set()
+    for size in (8, 20, 30):
+        with pytest.raises(DataError) as caught:
+            train_tokenizer(documents(), tmp_path / "t.json", vocab_size=size, kind="wordpiece")
+        advised.add(str(caught.value).split("Try ")[1])
+    assert len(advised) == 1, "the least size, wherever one starts"
+    with pytest.raises(DataError, match="no text to learn from"):
+        train_tokenizer([Document("a", "\u200b\n")], tmp_path / "t.json", vocab_size=90, kind="wordpiece")
     with pytest.raises(DataError, match="leaves no room beside 5 control ids"):
         train_tokenizer(documents(), tmp_path / "t.json", vocab_size=6, kind="wordpiece")
 

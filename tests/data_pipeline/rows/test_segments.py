@@ -121,6 +121,10 @@ def test_paragraphs_are_parted_by_blank_lines_or_by_lines():
     assert paragraphs_of("a\nb\n\n\n") == ["a\nb\n\n\n"]
     assert paragraphs_of("a\nb") == ["a\n", "b"]
     assert paragraphs_of("a") == ["a"]
+    assert paragraphs_of("a\r\nb\r\n\r\nc\r\n") == ["a\r\nb\r\n\r\n", "c\r\n"]
+    assert paragraphs_of("a\r\nb") == ["a\r\n", "b"]
+    assert paragraphs_of("\n\na\n\nb") == ["\n\na\n\n", "b"]
+    assert paragraphs_of("\n\na\nb") == ["\n\na\n", "b"]
 
 
 def test_a_folder_says_where_its_paragraphs_begin(tmp_path, wordpiece):

@@ -8,6 +8,7 @@ import pytest
 from data_pipeline.loader import build_loader
 from data_pipeline.rows.micro_batches import MicroBatches
 from data_pipeline.rows.order import FolderOrder
+from data_pipeline.rows.sides import Sides
 from data_pipeline.rows.survey import survey
 from data_pipeline.shards.reader import ShardSet
 from tests.data_pipeline.lengths import write_lengths
@@ -29,7 +30,9 @@ def shards(tokenizer, tmp_path_factory: pytest.TempPathFactory) -> ShardSet:
 @pytest.mark.parametrize("options", [{}, {"cost": cost}])
 def test_the_work_is_that_of_the_loaders_ranks(shards: ShardSet, options, lockstep):
     dealt = MicroBatches.deal(ROWS, most_rows=2, data_degree=RANKS)
-    found = survey(FolderOrder(shards, SEQ_LEN), SEQ_LEN, dealt, cost, documents=1 << 20, lockstep=lockstep)
+    found = survey(
+        FolderOrder(shards, SEQ_LEN), Sides(shards, SEQ_LEN), dealt, cost, documents=1 << 20, lockstep=lockstep
+    )
     factors = found.work.balanced if options else found.work.in_order
     assert len(factors) == found.packing.rows // ROWS
     loaders = [
@@ -57,7 +60,12 @@ def test_the_work_is_that_of_the_loaders_ranks(shards: ShardSet, options, lockst
 
 def test_tokens_by_length_are_all_tokens_of_the_rows(shards: ShardSet):
     found = survey(
-        FolderOrder(shards, SEQ_LEN), SEQ_LEN, MicroBatches.deal(1, most_rows=1), cost, documents=1 << 20, steps=10**6
+        FolderOrder(shards, SEQ_LEN),
+        Sides(shards, SEQ_LEN),
+        MicroBatches.deal(1, most_rows=1),
+        cost,
+        documents=1 << 20,
+        steps=10**6,
     )
     assert sum(found.piece_tokens.values()) == shards.num_tokens
     exponents = [int(key.removeprefix("2^")) for key in found.piece_tokens]
@@ -71,7 +79,11 @@ def test_tokens_by_length_are_all_tokens_of_the_rows(shards: ShardSet):
 
 def test_an_epoch_shorter_than_a_step_has_no_work_to_compare(shards: ShardSet):
     found = survey(
-        FolderOrder(shards, SEQ_LEN), SEQ_LEN, MicroBatches.deal(10**5, most_rows=1, data_degree=2), cost, documents=1
+        FolderOrder(shards, SEQ_LEN),
+        Sides(shards, SEQ_LEN),
+        MicroBatches.deal(10**5, most_rows=1, data_degree=2),
+        cost,
+        documents=1,
     )
     assert found.work.in_order == found.work.balanced == []
     assert 0 < found.steps_of_epoch < 1
