@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 from tyro.conf import arg
 
@@ -19,7 +20,7 @@ def attention(
     layer: Annotated[int | None, arg(help_behavior_hint="(required)")] = None,
     head: Annotated[int | None, arg(help_behavior_hint="(required)")] = None,
     length: int | None = None,
-    blocks: int = 96,
+    blocks: Annotated[int | None, arg(help_behavior_hint="(default: 96)")] = None,
     cross: bool = False,
     target: Annotated[Path | None, arg(metavar="F")] = None,
     positions: bool = False,
@@ -37,7 +38,8 @@ def attention(
         layer: Counted from 0.
         head: Query head, counted from 0.
         output: Folder for the files.
-        length: Tokens of the row; the whole file unless given. With --positions so many; 512 unless given.
+        length: Tokens of the row; the whole file unless given. With --positions so many; 512 unless given. Not with
+            --cross.
         blocks: Blocks on a side of the picture, at most.
         cross: Draw cross attention of a model with an encoder, which reads the text: target against source.
         target: With --cross the text that is written of it; what the model writes unless given.
@@ -45,15 +47,15 @@ def attention(
         tokenizer: For a folder that has none of its own: SentencePiece model, tokenizer.json, or a folder with one.
     """
     if positions:
-        others = (text, layer, head, target)
-        _draw_positions(checkpoint, output, length, reads=cross or any(value is not None for value in others))
+        asked = {"--text": text, "--layer": layer, "--head": head, "--cross": cross or None, "--target": target}
+        _refuse("--positions draws no attention", asked | {"--blocks": blocks, "--tokenizer": tokenizer})
+        _draw_positions(checkpoint, output, length)
         return
     if text is None or layer is None or head is None:
         raise ConfigError("attention needs --text F --layer N --head N, or --positions.")
     if cross:
-        from launcher.evaluation.cross_attention import CrossOptions, draw_cross_attention
-
-        asked = CrossOptions(
+        _refuse("--cross draws every token of both sides", {"--length": length, "--blocks": blocks})
+        _draw_cross(
             checkpoint=checkpoint,
             text=text,
             target=target,
@@ -62,15 +64,13 @@ def attention(
             output=output,
             tokenizer=tokenizer,
         )
-        with progress(f"reading {text}"):
-            paths = draw_cross_attention(asked)
-        for path in paths:
-            say(str(path))
         return
     if target is not None:
         raise ConfigError("--target is what is written of a source: it needs --cross.")
     from launcher.evaluation.attention import AttentionOptions, draw_attention
 
+    if blocks is None:
+        blocks = AttentionOptions.blocks
     options = AttentionOptions(
         checkpoint=checkpoint,
         text=text,
@@ -87,11 +87,27 @@ def attention(
         say(str(path))
 
 
-def _draw_positions(checkpoint: Path, output: Path, length: int | None, *, reads: bool) -> None:
-    """Draw what is added for positions; ``reads`` says whether a text is asked for."""
+def _draw_cross(*, text: Path, **options: Any) -> None:
+    """Draw cross attention; the options are those of ``CrossOptions``."""
+    from launcher.evaluation.cross_attention import CrossOptions, draw_cross_attention
+
+    asked = CrossOptions(text=text, **options)
+    with progress(f"reading {text}"):
+        paths = draw_cross_attention(asked)
+    for path in paths:
+        say(str(path))
+
+
+def _refuse(why: str, options: Mapping[str, object]) -> None:
+    """Raise ConfigError if any of the options is given, which is None otherwise."""
+    given = [name for name, value in options.items() if value is not None]
+    if given:
+        raise ConfigError(f"{why}: leave out {' and '.join(given)}.")
+
+
+def _draw_positions(checkpoint: Path, output: Path, length: int | None) -> None:
+    """Draw what is added for positions."""
     from launcher.evaluation.position_figures import PositionOptions, draw_positions
 
-    if reads:
-        raise ConfigError("--positions draws no attention: leave out --text, --layer, --head, --cross and --target.")
     for path in draw_positions(PositionOptions(checkpoint=checkpoint, output=output, length=length)):
         say(str(path))

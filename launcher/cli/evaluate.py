@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -17,6 +18,11 @@ if TYPE_CHECKING:
     from launcher.evaluation.options import Options
 
 
+def _unless_given(default: str) -> Any:
+    """Show a default in the help of an option that is None unless it is given."""
+    return arg(help_behavior_hint=f"(default: {default})")
+
+
 @dataclass(frozen=True, kw_only=True)
 class Flags:
     """The options of ``evaluate``."""
@@ -26,25 +32,27 @@ class Flags:
     tasks: Annotated[str, arg(metavar="A,B")] = ""
     """Tasks, groups of tasks, ppl and longppl; --list names them."""
     lengths: Annotated[str, arg(metavar="N,M")] = ""
-    """Tokens of prompt and answer together."""
+    """Tokens of prompt and answer together, or of a text; of masked and pairs the tokens of a row, as in the run unless
+    given."""
     output: Annotated[Path | None, arg(metavar="DIR")] = None
     """Folder for rows, tables and pictures; in a run folder it becomes a part of the run's report.html."""
     list: bool = False
     """Print a line for each task, and end."""
-    samples: int = 22
-    """Samples of each task and length; texts of ppl and longppl."""
+    samples: Annotated[int | None, _unless_given("22")] = None
+    """Samples of each task and length; texts of ppl and longppl. Of translation the first pairs, all unless given; of
+    masked and pairs the first rows, 64 unless given."""
     haystack: Annotated[str | None, arg(metavar="FOLDER")] = None
-    """Text that needles are hidden in: a folder of text or shards, or its URL (s3://BUCKET/FOLDER); by default the
-    run's validation folder."""
+    """Text that needles are hidden in, and that ppl, longppl, masked and pairs read: a folder of text or shards, or its
+    URL (s3://BUCKET/FOLDER); by default the run's validation folder. masked and pairs need shards."""
     tokenizer: Annotated[Path | None, arg(metavar="TOKENIZER")] = None
     """For a folder that has none of its own: SentencePiece model, tokenizer.json, or a folder with one."""
-    seed: int = 42
+    seed: Annotated[int | None, _unless_given("42")] = None
     """Seed of the prompts."""
-    depths: Annotated[str, arg(metavar="D,E")] = "0,0.1,0.2,0.3,0.4,0.5,0.6,0.7,0.8,0.9,1"
+    depths: Annotated[str | None, arg(metavar="D,E"), _unless_given("0,0.1,0.2,0.3,0.4,0.5,0.6,0.7,0.8,0.9,1")] = None
     """Where answers stand, from 0 (the beginning) to 1; samples take them in turn."""
     answer_tokens: int | None = None
-    """Tokens that are left for each answer, instead of the task's own number."""
-    teacher_forced_from: int = 262_144
+    """Tokens that are left for each answer, instead of the task's own number; of translation at most so many."""
+    teacher_forced_from: Annotated[int | None, _unless_given("262144")] = None
     """From this length on the right answer is read, not generated, where that measures the same."""
     chat: bool = False
     """Ask as a user, by the model's chat template; the reply begins as a task's answer does ("Answer:")."""
@@ -59,17 +67,43 @@ class Flags:
     pairs: Annotated[str | None, arg(metavar="FOLDER")] = None
     """For translation: shards of pairs, or their URL; by default what the run held out. Every pair is read, or the
     first --samples of them."""
-    beams: int = 1
+    beams: Annotated[int | None, _unless_given("1")] = None
     """For translation: search with so many beams; 1 is greedy."""
-    length_penalty: float = 1.0
-    """For translation: beams are compared by log-likelihood over length to this power."""
-    longppl_truncation: int = 4096
+    length_penalty: Annotated[float | None, _unless_given("1.0")] = None
+    """For translation, with --beams: these are compared by log-likelihood over length to this power."""
+    longppl_truncation: Annotated[int | None, _unless_given("4096")] = None
     """Tokens of near context that LongPPL compares with."""
-    longppl_window: int = 1024
+    longppl_window: Annotated[int | None, _unless_given("1024")] = None
     """Tokens that it reads with one near context."""
     ranks: OmitArgPrefixes[RankFlags] = field(default_factory=RankFlags)
     json: bool = False
     """Print JSON instead of tables."""
+
+
+_TRANSLATION, _MASKED, _OTHERS = "translation", "masked", "others"
+"""Kinds of tasks: translation; masked and pairs; all others."""
+_ROWS, _PROMPTS = ("masked", "pairs"), "tasks with prompts (niah, passkey, ruler, …)"
+_OF_TEXTS = ("masked", "pairs", "ppl", "longppl", _PROMPTS)
+_READERS: dict[str, tuple[str, ...]] = {
+    "lengths": _OF_TEXTS,
+    "haystack": _OF_TEXTS,
+    "tokenizer": ("ppl", "longppl", _PROMPTS),
+    "seed": (_PROMPTS,),
+    "depths": (_PROMPTS,),
+    "answer_tokens": ("translation", _PROMPTS),
+    "teacher_forced_from": (_PROMPTS,),
+    "chat": (_PROMPTS,),
+    "beyond_positions": _OF_TEXTS,
+    "squad": ("ruler_qa_1",),
+    "hotpotqa": ("ruler_qa_2",),
+    "english_words": ("ruler_cwe",),
+    "pairs": ("translation",),
+    "beams": ("translation",),
+    "length_penalty": ("translation",),
+    "longppl_truncation": ("longppl",),
+    "longppl_window": ("longppl",),
+}
+"""The tasks that read an option. Those that are not here are read by all."""
 
 
 def evaluate(flags: Annotated[Flags, arg(name="")]) -> None:
@@ -78,20 +112,65 @@ def evaluate(flags: Annotated[Flags, arg(name="")]) -> None:
     Every row is on the disk before the next samples begin: the same command goes on where it stopped.
     Over ranks: deepspeed --hostfile hostfile launcher/evaluate.py with the same options.
     """
-    from launcher.evaluation.options import lines_of_tasks
+    from launcher.evaluation.options import lines_of_tasks, split_names
 
     if flags.list:
         for line in lines_of_tasks():
             say(line)
         return
-    if flags.tasks.strip() == "translation":
+    asked = split_names(flags.tasks)
+    kind = _kind_of(asked)
+    _refuse_unread(flags, kind)
+    if kind == _TRANSLATION:
         _translate(flags)
-        return
-    asked = {name.strip() for name in flags.tasks.split(",")}
-    if asked & {"masked", "pairs"}:
+    elif kind == _MASKED:
         _ask_encoder(flags, asked)
-        return
-    _evaluate(_options(flags), as_json=flags.json)
+    else:
+        _evaluate(_options(flags), as_json=flags.json)
+
+
+def _kind_of(asked: Sequence[str]) -> str:
+    """Return the kind of the tasks; ConfigError for tasks of two kinds."""
+    tasks = ",".join(asked)
+    if "translation" in asked:
+        if len(asked) > 1:
+            raise ConfigError(f"--tasks {tasks}: translation goes by itself. Ask for the others in another call.")
+        return _TRANSLATION
+    others = [name for name in asked if name not in _ROWS]
+    if len(others) == len(asked):
+        return _OTHERS
+    if others:
+        raise ConfigError(f"--tasks {tasks}: masked and pairs ask an encoder, {', '.join(others)} do not.")
+    return _MASKED
+
+
+def _refuse_unread(flags: Flags, kind: str) -> None:
+    """Raise ConfigError if an option is given that no task of this kind reads."""
+    unread: dict[str, list[str]] = {}
+    for name, readers in _READERS.items():
+        value = getattr(flags, name)
+        is_read = kind in readers
+        if kind == _OTHERS:
+            is_read = readers != ("translation",)
+        if value not in (None, "") and value is not False and not is_read:
+            unread.setdefault(_listed(readers), []).append(f"--{name.replace('_', '-')}")
+    if kind == _MASKED and flags.ranks.chunk_tokens != RankFlags().chunk_tokens:
+        unread[f"all tasks but {_listed(_ROWS)}"] = ["--chunk-tokens"]
+    if unread:
+        whose = "\n".join(f"  {_listed(options)}: for {readers}" for readers, options in unread.items())
+        raise ConfigError(f"--tasks {flags.tasks} does not read these options. Leave them out:\n{whose}")
+
+
+def _listed(names: Sequence[str]) -> str:
+    *others, last = names
+    if not others:
+        return last
+    return f"{', '.join(others)} and {last}"
+
+
+def _given(**options: Any) -> dict[str, Any]:
+    """Return the options that are given: the others keep the default of what they are for."""
+    return {name: value for name, value in options.items() if value is not None}
 
 
 def _translate(flags: Flags) -> None:
@@ -101,14 +180,18 @@ def _translate(flags: Flags) -> None:
 
     if flags.checkpoint is None or flags.output is None:
         raise ConfigError("evaluate --tasks translation needs --checkpoint DIR --output DIR.")
+    # --beams 1 says that nothing is to be searched for: a loop over numbers of beams may name a penalty for all.
+    if flags.length_penalty is not None and flags.beams is None:
+        raise ConfigError(
+            f"--length-penalty {flags.length_penalty:g} compares beams, and without --beams nothing is searched for. "
+            "Add --beams 4, or leave it out."
+        )
     asked = Translation(
         output=flags.output,
         pairs=flags.pairs,
-        # The number of the other tasks is none of this one's.
-        samples=flags.samples if flags.samples != Flags().samples else 0,
-        beams=flags.beams,
-        length_penalty=flags.length_penalty,
+        samples=flags.samples,
         answer_tokens=flags.answer_tokens,
+        **_given(beams=flags.beams, length_penalty=flags.length_penalty),
     )
     scores = translate(asked, flags.ranks.values(), flags.checkpoint, token_progress)
     if environment_rank()[0] != 0:
@@ -118,33 +201,34 @@ def _translate(flags: Flags) -> None:
         return
     rows = [[name, f"{scores[name]['score']:.2f}", scores[name]["signature"]] for name in ("bleu", "chrf")]
     say(table(["score", scores["model"], "signature"], rows) + "\n")
+    if scores["left_out"]:
+        count = scores["left_out"] + scores["pairs"]
+        say(f"left out: {scores['left_out']:,} of {count:,} pairs, whose sources are beyond the model's positions")
     say(str(flags.output / ROWS))
 
 
-def _ask_encoder(flags: Flags, asked: set[str]) -> None:
+def _ask_encoder(flags: Flags, asked: Sequence[str]) -> None:
     """Have an encoder predict masked tokens and pairs; rank 0 prints the scores."""
     from launcher.evaluation.masked import SCORES, Options, measure
     from launcher.evaluation.options import split_lengths
     from parallel.runtime.launched import environment_rank
 
-    if others := asked - {"masked", "pairs"}:
-        raise ConfigError(
-            f"--tasks {flags.tasks}: masked and pairs ask an encoder, {', '.join(sorted(others))} do not."
-        )
     if flags.checkpoint is None or flags.output is None:
         raise ConfigError(f"evaluate --tasks {flags.tasks} needs --checkpoint DIR --output DIR.")
-    lengths = split_lengths(flags.lengths) if flags.lengths else (None,)
-    if len(lengths) > 1:
+    lengths: Sequence[int | None] = (None,)
+    if flags.lengths:
+        lengths = split_lengths(flags.lengths)
+    if len(lengths) != 1:
         raise ConfigError(f"--lengths {flags.lengths}: --tasks {flags.tasks} reads rows of one length.")
-    rows = flags.samples if flags.samples != Flags().samples else Options.rows
     scores = measure(
         Options(
             checkpoint=flags.checkpoint,
             output=flags.output,
             tasks=tuple(sorted(asked)),
             text=flags.haystack,
-            rows=rows,
-            seq_len=next(iter(lengths)),
+            seq_len=lengths[0],
+            beyond_positions=flags.beyond_positions,
+            **_given(rows=flags.samples),
             **flags.ranks.values(),
         ),
         token_progress,
@@ -168,22 +252,22 @@ def _options(flags: Flags) -> Options:
         raise ConfigError(
             "evaluate needs --checkpoint DIR --tasks A,B --lengths N,M --output DIR. `--list` names the tasks."
         )
+    depths = None
+    if flags.depths is not None:
+        depths = split_depths(flags.depths)
     return Options(
         checkpoint=flags.checkpoint,
         output=flags.output,
         tasks=split_names(flags.tasks),
         lengths=split_lengths(flags.lengths),
-        samples=flags.samples,
         haystack=flags.haystack,
         tokenizer=flags.tokenizer,
-        seed=flags.seed,
-        depths=split_depths(flags.depths),
         answer_tokens=flags.answer_tokens,
-        teacher_forced_from=flags.teacher_forced_from,
         chat=flags.chat,
         beyond_positions=flags.beyond_positions,
         ruler=RulerFiles(squad=flags.squad, hotpotqa=flags.hotpotqa, english_words=flags.english_words),
-        longppl=LongPPL(truncation=flags.longppl_truncation, window=flags.longppl_window),
+        longppl=LongPPL(**_given(truncation=flags.longppl_truncation, window=flags.longppl_window)),
+        **_given(samples=flags.samples, seed=flags.seed, depths=depths, teacher_forced_from=flags.teacher_forced_from),
         **flags.ranks.values(),
     )
 

@@ -54,10 +54,8 @@ def draw_cross_attention(options: CrossOptions) -> list[Path]:
     _check(model, options, folder)
     tokenizer = tokenizer_of(folder, options.tokenizer).for_model(model.vocab_size)
     source = source_ids(tokenizer, _read(options.text, "--text"))
-    target = _target(options, folder, tokenizer, source)
-    for name, ids in (("--text", source), ("the target", target)):
-        if len(ids) > MOST_TOKENS:
-            raise ConfigError(f"{name} has {len(ids)} tokens, and a picture has room for {MOST_TOKENS}. Shorten it.")
+    _check_side(model, source, f"--text {options.text}")
+    target = _target(options, folder, model, tokenizer, source)
     weights_TS = observe(folder, source, target, layer=options.layer, head=options.head)
     caption = (
         f"{checkpoint_name(folder)} · cross attention of layer {options.layer}, head {options.head} · "
@@ -83,6 +81,17 @@ def _check(model: ModelConfig, options: CrossOptions, folder: Path) -> None:
             raise ConfigError(f"--{name} {value}: the model has {name}s 0 to {count - 1}.")
 
 
+def _check_side(model: ModelConfig, ids: list[int], name: str) -> None:
+    """Raise ConfigError if a side has more tokens than the picture has room for, or the model positions."""
+    if len(ids) > MOST_TOKENS:
+        room = min(MOST_TOKENS, model.max_positions)
+        raise ConfigError(
+            f"{name}: {len(ids)} tokens, and a picture has room for {MOST_TOKENS}. Shorten it to {room} tokens."
+        )
+    advice = f"Shorten it to {model.max_positions} tokens"
+    check_positions(model, len(ids), asked=f"{name}: {len(ids)} tokens", advice=advice, beyond=False, option=None)
+
+
 def _read(path: Path, option: str) -> str:
     try:
         return path.read_text(encoding="utf-8").removesuffix("\n")
@@ -90,21 +99,18 @@ def _read(path: Path, option: str) -> str:
         raise DataError(f"{option} {path} cannot be read as UTF-8 text ({error}).") from error
 
 
-def _target(options: CrossOptions, folder: Path, tokenizer: Tokenizer, source: list[int]) -> list[int]:
+def _target(
+    options: CrossOptions, folder: Path, model: ModelConfig, tokenizer: Tokenizer, source: list[int]
+) -> list[int]:
     """The target as the decoder reads it: its start, and what is written."""
     start = [start_of_targets(tokenizer)]
-    model = load_model(folder)
-    check_positions(
-        model.config,
-        len(source),
-        asked=f"--text {options.text}: {len(source)} tokens",
-        advice="Give a shorter text",
-        beyond=False,
-    )
     if options.target is not None:
-        return start + tokenizer.encode(_read(options.target, "--target")).tolist()
-    most = min(MOST_TOKENS, model.config.max_positions) - 1
-    written = generate(model, start, most, source_ids=source, stop_ids=tokenizer.special.stops)
+        target = start + tokenizer.encode(_read(options.target, "--target")).tolist()
+        _check_side(model, target, f"--target {options.target}, with its start")
+        return target
+    decoder = load_model(folder)
+    most = min(MOST_TOKENS, model.max_positions) - 1
+    written = generate(decoder, start, most, source_ids=source, stop_ids=tokenizer.special.stops)
     return start + written
 
 

@@ -46,6 +46,8 @@ SCORES = "masked.json"
 _PLACES = 4096
 """Masked tokens whose logits there are at once."""
 _ROWS, _ROW_TOKENS = 64, 512
+_LEAST_ROW, _LEAST_SEGMENTS = 2, 5
+"""Tokens of the shortest row, and of the shortest one with two segments."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,6 +62,17 @@ class Options(Computation):
     rows: int = _ROWS
     seq_len: int | None = None
     """Tokens of a row; None is as the checkpoint's run has them."""
+    beyond_positions: bool = False
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.rows < 1:
+            raise ConfigError(
+                f"--samples {self.rows}: there is no score without a row. Take 1 or more; without the option the first "
+                f"{_ROWS} rows are read."
+            )
+        if self.seq_len is not None:
+            _check_row(self.seq_len, _LEAST_ROW, "one that is masked and one that is read")
 
 
 def measure(options: Options, progress: Progress) -> dict[str, Any]:
@@ -156,9 +169,11 @@ def _loader(options: Options, opened: OpenedModel, mesh: Mesh) -> ValidationLoad
     seq_len = options.seq_len or data.get("seq_len") or min(_ROW_TOKENS, opened.model.max_positions)
     limit = opened.model.max_positions
     advice = f"Ask for --lengths {limit} or less"
-    check_positions(opened.model, seq_len, asked=f"rows of {seq_len}", advice=advice, beyond=False)
+    beyond = options.beyond_positions
+    check_positions(opened.model, seq_len, asked=f"rows of {seq_len}", advice=advice, beyond=beyond)
     examples = None
     if opened.model.pair_head != "none":
+        _check_row(seq_len, _LEAST_SEGMENTS, "two segments and the three tokens around them")
         examples = SegmentRule(opened.model.pair_head)
     return build_validation_loader(
         shards,
@@ -169,6 +184,15 @@ def _loader(options: Options, opened: OpenedModel, mesh: Mesh) -> ValidationLoad
         mask=MaskRule(data.get("mask_rate", MaskRule.rate), data.get("mask_whole_words", False)),
         packing=Packing(examples=examples),
     )
+
+
+def _check_row(seq_len: int, least: int, what: str) -> None:
+    """Raise ConfigError if a row is too short for what it holds."""
+    if seq_len < least:
+        raise ConfigError(
+            f"--lengths {seq_len}: a row has at least {least} tokens, {what}. Take {least} or more; without the option "
+            "rows are as long as in the run."
+        )
 
 
 def _text(options: Options, opened: OpenedModel, run: Path | None) -> ShardSet:

@@ -82,6 +82,22 @@ def open_reader(folder: Path) -> tuple[Reader, ModelConfig, str]:
     return hf, hf.config, digest.hexdigest()
 
 
+def check_reads_text(opened: OpenedModel, asked: str) -> None:
+    """Raise ConfigError if the model cannot read a text by itself, from left to right. ``asked`` names what would."""
+    model = opened.model
+    if model.encoder_layers:
+        raise ConfigError(
+            f"{asked} reads a text by itself, and the decoder of {opened.folder} reads a source beside it "
+            f"(model.encoder_layers={model.encoder_layers}).\nTake `longctx evaluate --tasks translation` for scores "
+            "of held-out pairs, or `longctx generate` for what the model writes of a source."
+        )
+    if not model.causal:
+        raise ConfigError(
+            f"{asked} asks for each token given those before it, and {opened.folder} sees both sides of a token "
+            "(model.causal=false).\nTake `longctx evaluate --tasks masked` for the loss of masked tokens."
+        )
+
+
 def check_positions(
     model: ModelConfig,
     num_tokens: int,
@@ -89,11 +105,12 @@ def check_positions(
     asked: str,
     advice: str,
     beyond: bool,
-    option: str = "pass --beyond-positions",
+    option: str | None = "pass --beyond-positions",
 ) -> None:
     """ConfigError for more tokens than the model has positions for, unless ``beyond`` allows what there is.
 
-    ``asked`` says what takes so many tokens, ``advice`` what fits, ``option`` how to go beyond.
+    ``asked`` says what takes so many tokens, ``advice`` what fits, ``option`` how to go beyond, None if that is not
+    possible.
     """
     if num_tokens <= model.max_positions:
         return
@@ -101,9 +118,10 @@ def check_positions(
     if model.position == "learned":
         raise ConfigError(f"{asked}: the model has {model.max_positions} learned positions. {advice}.")
     if not beyond:
+        if option is not None:
+            advice = f"{advice}, or {option} to see what it does there all the same"
         raise ConfigError(
-            f"{asked}: the model is meant for {model.max_positions} positions (model.max_positions).\n"
-            f"{advice}, or {option} to see what it does there all the same."
+            f"{asked}: the model is meant for {model.max_positions} positions (model.max_positions).\n{advice}."
         )
 
 

@@ -23,7 +23,7 @@ from data_pipeline.shards.verify import deal, open_verified
 from launcher.checkpoint.tokenizers import check_named_tokenizer, check_same_tokenizer
 from launcher.evaluation.computation import Computation
 from launcher.evaluation.model import build_decoder, check_finite
-from launcher.evaluation.opened import OpenedModel, check_positions, open_model
+from launcher.evaluation.opened import OpenedModel, check_positions, check_reads_text, open_model
 from launcher.evaluation.ranks import build_mesh, joined_ranks
 from launcher.evaluation.run import Progress, Update, no_progress
 from launcher.evaluation.store import locked
@@ -147,6 +147,7 @@ class _Scorer:
 def _open(options: ScoreOptions) -> tuple[OpenedModel, ShardSet]:
     """Open model and shards; an error of one screen unless they fit each other."""
     opened = open_model(options.checkpoint, options.tokenizer)
+    check_reads_text(opened, "score")
     if options.experts and not opened.model.num_experts:
         raise ConfigError(f"--experts: {opened.folder} has no experts. Leave the option out.")
     shards = open_verified(options.data)

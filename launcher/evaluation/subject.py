@@ -16,7 +16,7 @@ from data_pipeline.shards.verify import open_verified
 from data_pipeline.stores.urls import Location, below, locate
 from data_pipeline.texts import read_texts
 from launcher.checkpoint.tokenizers import check_named_tokenizer, check_same_tokenizer
-from launcher.evaluation.opened import OpenedModel, check_positions, open_model, run_of
+from launcher.evaluation.opened import OpenedModel, check_positions, check_reads_text, open_model, run_of
 from launcher.evaluation.options import Options
 from launcher.run_folder import CONFIG_FILE
 from longctx.chat.questions import asking
@@ -40,6 +40,7 @@ class Subject(OpenedModel):
 def open_subject(options: Options) -> Subject:
     """Open what the options name; an error of one screen where one is missing or they do not fit one another."""
     opened = open_model(options.checkpoint, options.tokenizer)
+    check_reads_text(opened, f"--tasks {','.join(options.tasks)}")
     tasks, measures, _ = options.chosen()
     if options.chat:
         opened = replace(opened, tokenizer=asking(opened.tokenizer, [task.cue for task in tasks]))

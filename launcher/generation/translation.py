@@ -20,7 +20,7 @@ from data_pipeline.shards.reader import ShardSet, SourceSide
 from data_pipeline.shards.verify import open_verified
 from data_pipeline.stores.urls import locate
 from launcher.checkpoint.tokenizers import check_same_tokenizer
-from launcher.evaluation.opened import OpenedModel, check_positions, open_model, run_of
+from launcher.evaluation.opened import OpenedModel, open_model, run_of
 from launcher.evaluation.ranks import build_mesh, joined_ranks
 from launcher.evaluation.run import no_progress
 from launcher.evaluation.subject import validation_folder
@@ -28,6 +28,7 @@ from launcher.generation.options import Options as GenerateOptions
 from launcher.generation.options import Prompt, PromptSource
 from launcher.generation.run import Session
 from launcher.run_folder import CONFIG_FILE
+from longctx.config import ModelConfig
 from longctx.errors import ConfigError
 from longctx.files import write_synced
 from longctx.generation.beams import Beams
@@ -47,12 +48,26 @@ class Translation:
     output: Path
     pairs: str | None = None
     """A folder of pairs, or its URL; None for what the checkpoint's run held out."""
-    samples: int = 0
-    """Pairs that are read, the first ones; 0 for all."""
+    samples: int | None = None
+    """Pairs that are read, the first ones; None for all."""
     beams: int = 1
     length_penalty: float = 1.0
     answer_tokens: int | None = None
     """Most tokens of an answer."""
+
+    def __post_init__(self) -> None:
+        if self.samples is not None and self.samples < 1:
+            raise ConfigError(
+                f"--samples {self.samples}: there is no score without a pair. Take 1 or more; without the option all "
+                "pairs are read."
+            )
+        if self.beams < 1:
+            raise ConfigError(f"--beams {self.beams} must be at least 1, which is greedy. Take --beams 4 for a search.")
+        if self.answer_tokens is not None and self.answer_tokens < 1:
+            raise ConfigError(
+                f"--answer-tokens {self.answer_tokens} leaves nothing for an answer. Take 1 or more; without the "
+                f"option it is {_LONGER} times the longest source and {_MORE_TOKENS}."
+            )
 
 
 Update = Callable[..., None]
@@ -98,6 +113,8 @@ class _Texts:
     opened: OpenedModel
     sources: list[array[int]]
     references: list[str]
+    left_out: int
+    """Pairs that were read and have a source beyond the model's positions."""
 
     def decode(self, ids: Sequence[int]) -> str:
         """The text of ids that the tokenizer knows."""
@@ -105,13 +122,12 @@ class _Texts:
         return tokenizer.decode([token for token in ids if token < tokenizer.vocab_size])
 
     def longest(self, options: Translation) -> int:
-        """Most tokens of an answer; ConfigError for sources that the model has no positions for."""
-        model, source = self.opened.model, max(map(len, self.sources))
-        advice = f"Take pairs with sources of at most {model.max_positions} tokens"
-        check_positions(model, source, asked=f"a source of {source} tokens", advice=advice, beyond=False)
-        # By the sources alone: how long the right answers are would be a hint.
-        wanted = options.answer_tokens or _LONGER * source + _MORE_TOKENS
-        return min(wanted, model.max_positions - 1)
+        """Most tokens of an answer."""
+        wanted = options.answer_tokens
+        if wanted is None:
+            # By the sources alone: how long the right answers are would be a hint.
+            wanted = _LONGER * max(map(len, self.sources)) + _MORE_TOKENS
+        return min(wanted, self.opened.model.max_positions - 1)
 
 
 def _open(checkpoint: Path) -> OpenedModel:
@@ -127,22 +143,41 @@ def _open(checkpoint: Path) -> OpenedModel:
 
 
 def _read(options: Translation, opened: OpenedModel, found: list[_Texts]) -> tuple[list[array[int]], int]:
-    """Add the texts to ``found``; return the ids of the sources, and most tokens of an answer."""
+    """Add the texts to ``found``; return the ids of the sources, and most tokens of an answer.
+
+    Pairs with a source beyond the model's positions are left out, as in training; ConfigError if no other is read.
+    """
     shards = _pairs(options, opened)
     if not shards.manifest.has_sources:
         raise ConfigError(f"{shards.folder} holds no pairs. Name a folder that was built with --source-field: --pairs.")
     check_same_tokenizer(opened.folder, shards)
+    if not shards.num_documents:
+        raise ConfigError(f"{shards.folder} holds no documents. Name another folder of pairs: --pairs FOLDER.")
     count = min(options.samples or shards.num_documents, shards.num_documents)
-    if not count:
-        raise ConfigError(f"{shards.folder} holds no documents.")
-    pieces = [(number, 0, np.iinfo(np.int32).max) for number in range(count)]
-    sources = [array("i", ids.tolist()) for ids in SourceSide(shards).slices(pieces)]
+    side = SourceSide(shards)
+    fitting = _fitting(side.lengths_of(np.arange(count)), opened.model, shards)
+    pieces = [(number, 0, np.iinfo(np.int32).max) for number in fitting]
+    sources = [array("i", ids.tolist()) for ids in side.slices(pieces)]
     targets = shards.slices(pieces)
     references = [opened.tokenizer.decode(ids) for ids in targets]
-    texts = _Texts(opened, sources, references)
+    texts = _Texts(opened, sources, references, left_out=count - len(fitting))
     found.append(texts)
     options.output.mkdir(parents=True, exist_ok=True)
     return sources, texts.longest(options)
+
+
+def _fitting(lengths: np.ndarray, model: ModelConfig, shards: ShardSet) -> list[int]:
+    """Return the numbers of the sources that the model has positions for; ConfigError if there is none."""
+    fitting = np.flatnonzero(lengths <= model.max_positions).tolist()
+    if fitting:
+        return fitting
+    advice = "Name pairs with shorter ones: --pairs FOLDER"
+    if len(lengths) < shards.num_documents:
+        advice = f"Read more of its {shards.num_documents:,} pairs (--samples N), or name others: --pairs FOLDER"
+    raise ConfigError(
+        f"no source of the {len(lengths):,} pairs that are read of {shards.folder} fits the model's "
+        f"{model.max_positions:,} positions (model.max_positions): the shortest has {lengths.min():,} tokens.\n{advice}"
+    )
 
 
 def _pairs(options: Translation, opened: OpenedModel) -> ShardSet:
@@ -183,7 +218,12 @@ def _score(options: Translation, texts: _Texts, ids: list[list[int]]) -> dict[st
     ]
     content = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
     write_synced(options.output / ROWS, content.encode())
-    scores: dict[str, Any] = {"model": texts.opened.name, "pairs": len(rows), "beams": options.beams}
+    scores: dict[str, Any] = {
+        "model": texts.opened.name,
+        "pairs": len(rows),
+        "left_out": texts.left_out,
+        "beams": options.beams,
+    }
     metrics = _scorers()
     for name, metric in (("bleu", metrics.BLEU()), ("chrf", metrics.CHRF())):
         score = metric.corpus_score(written, [texts.references])

@@ -16,7 +16,7 @@ from launcher.evaluation.harness.batches import by_context, deal_by_cost, packs
 from launcher.evaluation.harness.requests import Generation
 from launcher.evaluation.harness.settings import Settings
 from launcher.evaluation.model import build_decoder, fitting_together
-from launcher.evaluation.opened import OpenedModel, open_model
+from launcher.evaluation.opened import OpenedModel, check_reads_text, open_model
 from launcher.evaluation.ranks import build_mesh
 from longctx.errors import LongCtxError
 from longctx.generation import Beams, Greedy, Sample, StopStrings, generate, generate_batch
@@ -213,6 +213,7 @@ class Ranks:
 
 def _opened(settings: Settings) -> OpenedModel:
     opened = open_model(settings.checkpoint, settings.tokenizer)
+    check_reads_text(opened, "lm_eval")
     settings.limit(opened.model)
     return opened
 
