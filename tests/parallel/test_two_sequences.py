@@ -168,4 +168,4 @@ def test_every_stage_trains_like_one_process(context, stages):
             losses.append(float(sum_over_ranks(total)) / counts["targets"])
         for got, want in ((losses, wanted_losses), (norms, wanted_norms)):
             error = max(abs(a - b) / b for a, b in zip(got, want, strict=True))
-            assert error <= 1e-6, f"ZeRO {stage}, context {context}, {keep}: {got} instead of {want}"
+            assert error <= 3e-7, f"ZeRO {stage}, context {context}, {keep}: {got} instead of {want}"
