@@ -57,6 +57,7 @@ def fake_steps(monkeypatch):
 # --- running ------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("fake_steps")
 def test_no_step_stops_another(tmp_path, capsys):
     steps, before = [a_step(name) for name in CODE], signal.getsignal(signal.SIGTERM)

@@ -30,6 +30,7 @@ def verdict_of(branch: str, folder: Path) -> str:
     return judge(CONTACT, sheet.checks, seconds=1.0).verdict
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize("branch", sorted(contact.BRANCHES.keys() - {"losses", "stores"}))
 def test_a_branch_is_right_on_a_cpu(branch, tmp_path):
     assert verdict_of(branch, tmp_path) == OK

@@ -154,6 +154,7 @@ class TestValidation:
         assert rows[:7] == expected
         assert len(rows) - 7 < degree
 
+    @pytest.mark.few(6)
     @pytest.mark.parametrize(("degree", "micro"), [(1, 1), (2, 1), (3, 2), (4, 4)])
     @pytest.mark.parametrize("max_rows", [None, 1, 5, 10**6])
     def test_every_row_once_and_ranks_in_step(self, built: Path, degree: int, micro: int, max_rows: int | None):

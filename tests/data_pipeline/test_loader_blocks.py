@@ -56,6 +56,7 @@ def stream(shards: ShardSet) -> torch.Tensor:
     return global_rows(loaders(shards), 40)
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(("degree", "micro"), [(1, 4), (2, 3), (3, 1), (4, 2), (8, 3)])
 def test_the_stream_is_bit_equal_for_every_data_degree(shards: ShardSet, stream: torch.Tensor, degree, micro):
     ranks = loaders(shards, degree=degree, micro=micro)

@@ -75,6 +75,7 @@ def test_every_recipe_has_a_plan():
 class TestWhole:
     """The recipe as it stands: read, checked, counted. Nothing is allocated."""
 
+    @pytest.mark.few(5)
     def test_is_a_run_on_its_ranks(self, name):
         config = load_run_config(recipe_flags(recipes()[name]))
         for native in (True, False):
@@ -82,11 +83,13 @@ class TestWhole:
         assert config.accumulation(PLANS[name].ranks) >= 1
         assert config.run.output_dir != config.run.start_from
 
+    @pytest.mark.few(5)
     def test_has_the_published_number_of_parameters(self, name):
         plan = PLANS[name]
         model = load_run_config(recipe_flags(recipes()[name])).model.config()
         assert sum(count_parameters(model).values()) == (plan.parameters or PARAMETERS[STARTS.get(name, plan.source)])
 
+    @pytest.mark.few(5)
     def test_fits_its_gpus_as_its_comment_reckons(self, name):
         plan, config = (
             PLANS[name],

@@ -132,7 +132,7 @@ def train_alone(config: ModelConfig) -> tuple[list[float], list[float]]:
     ("world_size", "context", "stages"),
     [
         (2, 2, (3,)),
-        (4, 2, (1,)),
+        pytest.param(4, 2, (1,), marks=pytest.mark.slow),
         *(
             pytest.param(n, c, (0, 1, 2, 3), marks=pytest.mark.slow)
             for n, c in ((1, 1), (2, 2), (3, 3), (4, 2), (4, 4))

@@ -282,6 +282,7 @@ def test_a_table_that_names_one_text_in_every_row(tmp_path: Path):
         list(open_source(tmp_path, strict=True))
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="measures with Linux's /proc")
 def test_memory_stays_bounded(tmp_path: Path):
     """40 MB of text in small documents of each format, each read in a process that may not grow by as much."""

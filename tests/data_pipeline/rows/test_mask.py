@@ -77,6 +77,7 @@ def by_definition(rule: MaskRule, tokenizer: Tokenizer, shards: ShardSet, docume
     return read, told
 
 
+@pytest.mark.few(1)
 @settings(deadline=None, max_examples=40)
 @given(data=st.data())
 @pytest.mark.parametrize("name", RULES)

@@ -57,6 +57,7 @@ def documents(batch):
         yield batch.tokens.flatten()[own].numpy(), batch.segments.flatten()[own].numpy(), int(order[0])
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_document_is_two_segments_of_a_text_in_an_order(folder, wordpiece, kind):
     shards, loader = ShardSet.open(folder), loader_of(folder, kind, shuffle=False)

@@ -73,6 +73,7 @@ def test_everything_that_reads_a_folder_reads_one_in_a_store(remote: Store, buil
     assert open_verified(URL, whole=True).num_documents == ShardSet.open(built).num_documents
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize(
     ("harm", "name"),
     [

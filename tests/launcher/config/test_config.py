@@ -207,7 +207,7 @@ def test_a_file_that_cannot_be_read_is_refused(tmp_path):
 # What is refused, by the whole command: exit code 2, one screen, rank 0 alone.
 
 
-@pytest.mark.few(16)
+@pytest.mark.few(6)
 @pytest.mark.parametrize(
     ("argv", "said"),
     [

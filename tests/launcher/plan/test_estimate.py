@@ -114,6 +114,7 @@ def test_every_shipped_figure_has_a_source(name):
 TRACED = load_rows()
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_bytes_are_those_of_the_trace(case):
     traced = TRACED[case.name]

@@ -19,6 +19,7 @@ def reduction(bucket: int, stage: int = 2) -> Reduction:
     return reduction_bytes(resolved(load_run_config(flags)), shapes, set(), world_size=2, device="cpu")
 
 
+@pytest.mark.few(6)
 @pytest.mark.parametrize("stage", [2, 3])
 @pytest.mark.parametrize(
     ("bucket", "share"),

@@ -133,6 +133,7 @@ def test_a_checkpoint_of_another_run_is_gone_on_from_until_this_one_has_its_own(
     assert trainer.resumes() == [other, other, "newest-good"]
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize(
     ("acts", "code", "said"),
     [

@@ -92,6 +92,7 @@ def test_the_count_is_the_modules_for_every_preset(name):
     check_against_the_module(PRESETS[name])
 
 
+@pytest.mark.few(5)
 @pytest.mark.parametrize("path", RECIPES, ids=lambda p: p.stem)
 def test_the_count_is_the_modules_for_every_recipe(path):
     check_against_the_module(load_run_config(recipe_flags(path)).model.config())

@@ -102,7 +102,7 @@ def _renders(tree: ast.Module) -> bool:
     return False
 
 
-@pytest.mark.few(8)
+@pytest.mark.few(3)
 @pytest.mark.parametrize("name", list(HOSTILE))
 def test_what_renders_them_holds_out(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.chdir(tmp_path)

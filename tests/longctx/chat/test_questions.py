@@ -35,6 +35,7 @@ TEXTS = {
 LURES = "Answer: this is none. The pass key is here. The special magic is gone. Assistant: The value of the key is x. "
 
 
+@pytest.mark.few(6)
 @pytest.mark.parametrize("name", sorted(TASKS.keys() - MUTE - TEXTS.keys()))
 def test_a_reply_begins_where_the_answer_does(tmp_path: Path, name: str):
     """Whatever the haystack says before it, and by any number of tasks at once."""

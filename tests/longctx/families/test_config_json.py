@@ -47,6 +47,7 @@ class TestThereAndBack:
         assert hf["model_type"] == name
         assert ModelConfig.from_hf(json.loads(json.dumps(hf))) == config
 
+    @pytest.mark.few(8)
     @pytest.mark.parametrize("preset", PRESETS)
     def test_every_preset_has_a_family_and_the_decoders_tensors(self, preset):
         config = PRESETS[preset]

@@ -121,6 +121,7 @@ def test_logits_and_gradients_packed_here_and_padded_there(name, exact, tmp_path
         assert (parameter.grad - wanted).abs().max() <= of_gradients * max(1.0, float(wanted.abs().max())), key
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("name", TWO_STACKS)
 def test_folders_come_back_bit_for_bit(name, tmp_path):
     theirs = build(TWO_STACKS[name])
@@ -141,6 +142,7 @@ def test_folders_come_back_bit_for_bit(name, tmp_path):
         assert getattr(again.config, key, None) == getattr(again.generation_config, key) == meant, key
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("name", ["bart", "marian", "t5", "t5, version 1.1"])
 def test_transformers_writes_the_same_of_what_is_exported(name, tmp_path):
     """Greedy and with four beams, each source by itself and all of them at once."""

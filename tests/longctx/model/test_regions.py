@@ -176,6 +176,7 @@ def test_a_region_that_no_graph_can_hold_is_an_error():
         Regions("eager")(breaks, torch.ones(3), tokens_dim=0)
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(
     "options", [PLAIN, LossOptions(logit_scale=0.7, softcap=5.0, z_loss=1e-2, label_smoothing=0.1)]

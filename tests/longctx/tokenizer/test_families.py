@@ -43,6 +43,7 @@ def pair(request: pytest.FixtureRequest, family: Callable[[str], Path]) -> tuple
     return request.param, load_tokenizer(folder), transformers_tokenizer(folder)
 
 
+@pytest.mark.few(5)
 def test_ids_are_those_of_transformers(pair: tuple[str, Tokenizer, Any]):
     name, ours, theirs = pair
     for text in NASTY:

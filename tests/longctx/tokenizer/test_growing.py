@@ -170,6 +170,7 @@ QUICK = (
 )  # fmt: skip
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=[] if name in QUICK else [pytest.mark.slow]) for name in CASES]
 )

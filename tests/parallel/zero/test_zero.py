@@ -136,7 +136,7 @@ WORLDS = [(1, 1), (2, 2), (4, 4), (4, 2)]
 
 
 # A few of all combinations: the slow test below has every one of them.
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("kind", "world_size", "context", "stages"),
     [

@@ -163,6 +163,7 @@ def test_keeping_duplicates_writes_what_no_option_writes(build: Build, repeated:
 
 
 class TestGoingOn:
+    @pytest.mark.few(2)
     @pytest.mark.parametrize("moment", ["sign", "decide", "encode", "publish"])
     def test_finished_work_is_not_done_again(
         self,

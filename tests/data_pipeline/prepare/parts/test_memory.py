@@ -38,6 +38,7 @@ sys.exit(main(sys.argv[1:]))
 needs_proc = pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="measures with Linux's /proc")
 
 
+@pytest.mark.slow
 @pytest.mark.few(1)
 @needs_proc
 @pytest.mark.parametrize(("length", "documents", "most"), [(1_000_000, 40, 3), (50, 400_000, 9)])

@@ -128,6 +128,7 @@ class TestGoingOn:
         assert content(tmp_path / "out") == expected
         assert [path.name for path in tmp_path.iterdir()] == ["out"]
 
+    @pytest.mark.few(1)
     @pytest.mark.parametrize("harm", ["flip", "remove", "record", "list"])
     def test_a_damaged_part_is_encoded_again(
         self,
@@ -155,6 +156,7 @@ class TestGoingOn:
         assert report.parts_found == 7
         assert content(tmp_path / "out") == expected
 
+    @pytest.mark.few(2)
     @pytest.mark.parametrize("moment", ["record", "move", "manifest", "rename", "remove"])
     def test_a_build_that_ends_while_it_is_put_together_goes_on(
         self,

@@ -48,6 +48,7 @@ def written(codec: str, version: str, encoding: str, *, rich: bool) -> bytes:
     return out.getvalue()
 
 
+@pytest.mark.few(8)
 @pytest.mark.parametrize("codec", CODECS)
 @pytest.mark.parametrize("encoding", ENCODINGS)
 def test_the_pages_of_a_column_are_all_of_it(codec: str, encoding: str, tmp_path: Path):

@@ -148,6 +148,7 @@ def test_a_tracker_that_cannot_be_opened_is_named_and_takes_no_room(caplog):
     assert not one.is_alive()
 
 
+@pytest.mark.slow
 def test_a_done_process_does_not_wait_for_a_tracker_that_hangs():
     """Libraries wait for their own work when Python exits; this one for ever."""
     script = """

@@ -186,7 +186,7 @@ def channels_apart(shape, generator):
 LAYOUTS = (dense, of_a_projection, heads_first, channels_apart)
 
 
-@pytest.mark.few(6)
+@pytest.mark.few(3)
 @pytest.mark.parametrize("sizes", [(64, 64), (80, 80), (96, 96), (128, 128), (192, 128), (256, 256)], ids=str)
 @pytest.mark.parametrize("kernel", DOORS, indirect=True)
 def test_values_and_gradients(kernel, sizes):
