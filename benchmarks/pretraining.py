@@ -30,7 +30,7 @@ from benchmarks.translation import learn
 from longctx.batch import IGNORED_TARGET, Batch
 
 CASES = ("nsp", "sop", "masks")
-STEPS, LR, ROWS, ROW_TOKENS, VOCABULARY = 4000, 1e-3, 16, 128, 4000
+STEPS, LR, ROWS, ROW_TOKENS, VOCABULARY = 2000, 1e-3, 16, 128, 4000
 HELD_OUT_ROWS, EPOCHS = 256, 10
 ACCURACY_BOUND = 0.005
 PAIR_BOUND = {"nsp": 0.7, "sop": 0.6}

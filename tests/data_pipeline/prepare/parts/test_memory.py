@@ -39,7 +39,6 @@ needs_proc = pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reas
 
 
 @pytest.mark.slow
-@pytest.mark.few(1)
 @needs_proc
 @pytest.mark.parametrize(("length", "documents", "most"), [(1_000_000, 40, 3), (50, 400_000, 9)])
 def test_a_shard_in_the_making_holds_its_tokens_once(tmp_path: Path, length: int, documents: int, most: float):
