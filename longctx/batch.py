@@ -318,7 +318,12 @@ def asked_for(stream: Stream) -> Batch:
 
 
 def with_targets(stream: Stream, targets: Tensor) -> Batch:
-    """The batch of these targets."""
+    """The batch of these targets. ConfigError unless there is one for each token."""
+    if targets.shape != stream.tokens.shape:
+        raise ConfigError(
+            f"targets of shape {list(targets.shape)} stand beside tokens of shape {list(stream.tokens.shape)}: each "
+            f"token has one. What a source's tokens say is not predicted; {IGNORED_TARGET} predicts nothing."
+        )
     values = {field.name: getattr(stream, field.name) for field in fields(Stream)}
     return Batch(**{**values, "targets": targets, "following": None, "counted": None, "masked": None})
 
