@@ -61,7 +61,7 @@ PLANS = {
     "sft-recall": Plan(ranks=2, parameters=508_736),
     "transformer-base": Plan(ranks=1, parameters=63_082_496),
     "translate-small": Plan(ranks=2, parameters=1_435_904),
-    "three-architectures": Plan(ranks=2, parameters=1_316_224),
+    "three-architectures": Plan(ranks=2, parameters=922_880),
 }
 OF_NO_FAMILY = ("transformer-base", "translate-small", "three-architectures")
 """Recipes whose models transformers has no class for, or which read pairs: their own demos and tests train them."""
