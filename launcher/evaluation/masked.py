@@ -20,23 +20,21 @@ from data_pipeline.rows.batches import Share
 from data_pipeline.rows.mask import MaskRule
 from data_pipeline.rows.pack import Packing
 from data_pipeline.rows.segments import SegmentRule
-from data_pipeline.shards.copies import fetch_folder, has_folder
 from data_pipeline.shards.reader import ShardSet
-from data_pipeline.shards.verify import open_verified
-from data_pipeline.stores.urls import locate
 from launcher.checkpoint.tokenizers import check_same_tokenizer
 from launcher.evaluation.computation import Computation
 from launcher.evaluation.model import LAYOUT, build_decoder, check_finite
 from launcher.evaluation.opened import OpenedModel, check_positions, open_model, run_of
 from launcher.evaluation.ranks import build_mesh, joined_ranks
 from launcher.evaluation.run import Progress, no_progress
-from launcher.evaluation.subject import validation_folder
+from launcher.evaluation.subject import held_out_shards
 from launcher.run_folder import CONFIG_FILE
 from longctx.batch import IGNORED_TARGET, Batch, PackedDocuments
 from longctx.errors import ConfigError
 from longctx.files import read_toml, write_synced
 from longctx.model.decoder import Decoder
 from longctx.objectives.build import Objective, build_objective
+from longctx.objectives.token_prediction import hidden_states
 from parallel.comm.world import on_every_rank, on_rank_0, own_rank, sum_over_ranks
 from parallel.layout.sequence import SequenceLayout, num_parts
 from parallel.mesh import Mesh
@@ -114,16 +112,7 @@ class Scores:
     @torch.no_grad()
     def add(self, decoder: Decoder, batch: Batch, folder: Path, dtype: str) -> None:
         """Add a row, or this rank's part of one."""
-        hidden_BtM = decoder(
-            batch.tokens,
-            batch.positions,
-            batch.documents,
-            document_ids=batch.document_ids,
-            row_tokens=batch.row_tokens,
-            placement=batch.placement,
-            segments=batch.segments,
-        )
-        hidden_NM, targets_N = hidden_BtM.flatten(0, 1), batch.targets.flatten()
+        hidden_NM, targets_N = hidden_states(decoder, batch).flatten(0, 1), batch.targets.flatten()
         for places in (targets_N != IGNORED_TARGET).nonzero().flatten().split(_PLACES):
             logits_cV = decoder.logits(hidden_NM[places][None])[0].float()
             nll_c = torch.nn.functional.cross_entropy(logits_cV, targets_N[places], reduction="none")
@@ -197,15 +186,9 @@ def _check_row(seq_len: int, least: int, what: str) -> None:
 
 def _text(options: Options, opened: OpenedModel, run: Path | None) -> ShardSet:
     """The folder of texts that was named, else what the checkpoint's run held out."""
-    if options.text is not None:
-        named = locate(options.text)
-        if not named.exists():
-            raise ConfigError(f"--haystack {options.text} does not exist. Name a shard folder of texts.")
-        return open_verified(fetch_folder(named) if has_folder(named) else named)
-    if run is not None and (run / CONFIG_FILE).is_file():
-        folder, cache = validation_folder(run / CONFIG_FILE)
-        if folder and locate(folder).is_dir():
-            return open_verified(fetch_folder(folder, cache))
+    found = held_out_shards(options.text, run, option="--haystack")
+    if found is not None:
+        return found
     raise ConfigError(
         f"--tasks {','.join(options.tasks)} needs texts that the model was not trained on, and {opened.folder} is "
         "in no run whose validation folder is here.\nName a shard folder of texts: --haystack FOLDER"

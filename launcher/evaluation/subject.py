@@ -104,6 +104,23 @@ def validation_folder(config: Path) -> tuple[str, str]:
     return folder, data.get("cache", "")
 
 
+def held_out_shards(named: str | None, run: Path | None, *, option: str) -> ShardSet | None:
+    """Open the shard folder that ``option`` named, else what the run held out; None if there is neither.
+
+    ConfigError for a folder that does not exist.
+    """
+    if named is not None:
+        place = locate(named)
+        if not place.exists():
+            raise ConfigError(f"{option} {named} does not exist. Name a shard folder.")
+        return open_verified(fetch_folder(place) if has_folder(place) else place)
+    if run is not None and (run / CONFIG_FILE).is_file():
+        folder, cache = validation_folder(run / CONFIG_FILE)
+        if folder and locate(folder).is_dir():
+            return open_verified(fetch_folder(folder, cache))
+    return None
+
+
 # Whole documents as ids, for losses: of shards the ids that they hold, of other text what the tokenizer makes.
 
 

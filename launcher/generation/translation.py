@@ -15,19 +15,15 @@ from typing import Any
 
 import numpy as np
 
-from data_pipeline.shards.copies import fetch_folder, has_folder
 from data_pipeline.shards.reader import ShardSet, SourceSide
-from data_pipeline.shards.verify import open_verified
-from data_pipeline.stores.urls import locate
 from launcher.checkpoint.tokenizers import check_same_tokenizer
 from launcher.evaluation.opened import OpenedModel, open_model, run_of
 from launcher.evaluation.ranks import build_mesh, joined_ranks
 from launcher.evaluation.run import no_progress
-from launcher.evaluation.subject import validation_folder
+from launcher.evaluation.subject import held_out_shards
 from launcher.generation.options import Options as GenerateOptions
 from launcher.generation.options import Prompt, PromptSource
 from launcher.generation.run import Session
-from launcher.run_folder import CONFIG_FILE
 from longctx.config import ModelConfig
 from longctx.errors import ConfigError
 from longctx.files import write_synced
@@ -182,16 +178,9 @@ def _fitting(lengths: np.ndarray, model: ModelConfig, shards: ShardSet) -> list[
 
 def _pairs(options: Translation, opened: OpenedModel) -> ShardSet:
     """The folder of pairs that was named, else what the checkpoint's run held out."""
-    if options.pairs is not None:
-        named = locate(options.pairs)
-        if not named.exists():
-            raise ConfigError(f"--pairs {options.pairs} does not exist. Name a shard folder of pairs.")
-        return open_verified(fetch_folder(named) if has_folder(named) else named)
-    run = run_of(opened.folder)
-    if run is not None and (run / CONFIG_FILE).is_file():
-        folder, cache = validation_folder(run / CONFIG_FILE)
-        if folder and locate(folder).is_dir():
-            return open_verified(fetch_folder(folder, cache))
+    found = held_out_shards(options.pairs, run_of(opened.folder), option="--pairs")
+    if found is not None:
+        return found
     raise ConfigError(
         f"translation needs pairs that the model was not trained on, and {opened.folder} is in no run whose validation "
         "folder is here.\nName a folder of pairs: --pairs FOLDER"

@@ -16,6 +16,7 @@ from launcher.training.run import Run
 from longctx.batch import IGNORED_TARGET, PADDING_DOCUMENT, Batch, PackedDocuments
 from longctx.compact_batch import CompactBatch
 from longctx.objectives.task import Task
+from longctx.objectives.token_prediction import hidden_states
 from longctx.tokenizer import Tokenizer
 from longctx.tokenizer.sides import source_ids, start_of_targets
 from parallel.comm.world import on_every_rank, sum_over_ranks
@@ -160,18 +161,8 @@ class Sampler:
         # All is read anew for each token, along the path of a validation: that runs on every mesh and at any ZeRO
         # stage, and a few dozen tokens cost less than the validation itself.
         shard = shard_batch(self._batch(ids), run.config, run.mesh).to(run.device)
-        decoder, source = run.engine.model.network, None
-        if shard.source is not None:
-            source = decoder.encode(shard.source)
-        hidden_BtM = decoder(
-            shard.tokens,
-            shard.positions,
-            shard.documents,
-            document_ids=shard.document_ids,
-            row_tokens=shard.row_tokens,
-            placement=shard.placement,
-            source=source,
-        )
+        decoder = run.engine.model.network
+        hidden_BtM = hidden_states(decoder, shard)
         is_last_t = ((shard.document_ids == 0) & (shard.positions == len(ids) - 1)).flatten()
         # Every rank computes logits, for under ZeRO-3 the head is gathered from all; one rank has the last token.
         at = int(is_last_t.int().argmax())

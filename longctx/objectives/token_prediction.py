@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from longctx.batch import IGNORED_TARGET, Batch
+from longctx.batch import IGNORED_TARGET, Batch, Stream
 from longctx.config import ModelConfig
 from longctx.errors import ConfigError
 from longctx.kernels.dtypes import accumulate_dtype
@@ -149,22 +149,34 @@ class TokenPrediction(Task):
         stream: ResidualStream | None = None,
     ) -> Any:
         """The decoder's hidden states, and with ``return_stats`` the routers' statistics."""
-        source = None
-        if batch.source is not None:
-            source = self.network.encode(batch.source, training_pass)
-        return self.network(
-            batch.tokens,
-            batch.positions,
-            batch.documents,
-            document_ids=batch.document_ids,
-            row_tokens=batch.row_tokens,
-            placement=batch.placement,
-            training_pass=training_pass,
-            return_stats=return_stats,
-            stream=stream,
-            source=source,
-            segments=batch.segments,
-        )
+        return hidden_states(self.network, batch, training_pass, return_stats=return_stats, stream=stream)
+
+
+def hidden_states(
+    decoder: Decoder,
+    batch: Stream,
+    training_pass: TrainingPass | None = None,
+    *,
+    return_stats: bool = False,
+    stream: ResidualStream | None = None,
+) -> Any:
+    """``Decoder.forward`` of a batch, its source encoded before: everything that a batch says of its tokens."""
+    source = None
+    if batch.source is not None:
+        source = decoder.encode(batch.source, training_pass)
+    return decoder(
+        batch.tokens,
+        batch.positions,
+        batch.documents,
+        document_ids=batch.document_ids,
+        row_tokens=batch.row_tokens,
+        placement=batch.placement,
+        training_pass=training_pass,
+        return_stats=return_stats,
+        stream=stream,
+        source=source,
+        segments=batch.segments,
+    )
 
 
 def _at(x_Bt: Tensor, places: Tensor) -> Tensor:

@@ -129,5 +129,17 @@ def _find_problem(head: bytes, opened: OpenFile, fields: Fields) -> Skip | None:
     if not opened.file.format.is_meant:
         records = find_records(head, fields.text, opened.name)
     if records is None and fields.kind != "text":
-        return Skip(opened.name, "no pairs" if fields.kind == PAIRS else NO_CONVERSATION, "plain text")
+        if fields.kind == PAIRS:
+            return Skip(opened.name, "no pairs", f"plain text{_missing_side(opened, fields)}")
+        return Skip(opened.name, NO_CONVERSATION, "plain text")
     return records
+
+
+def _missing_side(opened: OpenFile, fields: Fields) -> str:
+    """The name of the file that would make pairs of this one; empty if its name is that of no side."""
+    compression = opened.file.format.compression
+    plain = opened.name.removesuffix(compression)
+    for own, other in ((fields.source, fields.text), (fields.text, fields.source)):
+        if plain.endswith(f".{own}"):
+            return f", and {plain.removesuffix(own)}{other}{compression} is not read beside it"
+    return ""

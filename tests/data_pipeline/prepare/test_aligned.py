@@ -116,3 +116,11 @@ def test_a_byte_order_mark_is_no_part_of_a_side(tmp_path: Path):
         (tmp_path / name).write_text(f"{line}\n", encoding="utf-8-sig")
     (document,) = open_source(tmp_path, source_field="en", text_field="de")
     assert document.pair == ("the cat", "die Katze")
+
+
+def test_a_side_alone_names_the_other_one(tmp_path: Path):
+    for name in ("f.en", "f.de", "g.en", "g.de"):
+        (tmp_path / name).write_text("a line\n")
+    source = open_source(tmp_path, source_field="en", text_field="de", include=["f.*", "g.en"])
+    assert len(list(source)) == 1
+    assert "plain text, and g.de is not read beside it" in str(source.left_out.examples)
