@@ -49,22 +49,14 @@ class GatherStates:
         after: bool,
     ) -> Callable[[], Tensor]:
         """Start the gathering of what every rank sends; the result makes the sums that this rank wants."""
-        num_mine, B, K, D, W = mine_sBKDW.shape
-        # All ranks send as many states as the one with most of them: the collective has one size for all.
-        slots = max(map(len, sent))
-        padding = mine_sBKDW.new_zeros(slots - num_mine, B, K, D, W)
-        outgoing = torch.cat((mine_sBKDW, padding))
-        group = self.mesh.context_group
-        assert group is not None
-        # With the padding, which travels too.
-        (gathering,) = self.mesh.comm.start_all_gather(
-            outgoing, group=group, doing="gathering states of linear attention", kind=Kind.STATES, layer=self.layer
+        gathering = start_gather(
+            self.mesh, mine_sBKDW, sent, doing="gathering states of linear attention", layer=self.layer
         )
         own = wanted[self.mesh.context_rank]
 
         def finish() -> Tensor:
-            (by_rank,) = gathering.wait()
-            sums = by_rank.new_zeros(len(own), B, K, D, W)
+            by_rank = gathering()
+            sums = by_rank.new_zeros(len(own), *by_rank.shape[2:])
             if before:
                 _add_running(sums, own, sent, by_rank, backwards=False)
             if after:
@@ -72,6 +64,20 @@ class GatherStates:
             return sums
 
         return finish
+
+
+def start_gather(
+    mesh: Mesh, mine_s: Tensor, sent: Sequence[Sequence[Open]], *, doing: str, layer: int
+) -> Callable[[], Tensor]:
+    """Start to gather a tensor [s, …] of each rank, one entry for each of the segments that it sends: [P, s, …]."""
+    # All ranks send as many entries as the one with most of them: the collective has one size for all.
+    slots = max(map(len, sent))
+    outgoing = torch.cat((mine_s, mine_s.new_zeros(slots - len(mine_s), *mine_s.shape[1:])))
+    group = mesh.context_group
+    assert group is not None
+    # With the padding, which travels too.
+    (gathering,) = mesh.comm.start_all_gather(outgoing, group=group, doing=doing, kind=Kind.STATES, layer=layer)
+    return lambda: gathering.wait()[0]
 
 
 class _Source(NamedTuple):

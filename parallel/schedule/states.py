@@ -27,6 +27,17 @@ class Open(NamedTuple):
     """Its number among its rank's segments."""
 
 
+class Source(NamedTuple):
+    """A segment of which a rank sends something."""
+
+    start: int
+    """Its first global token."""
+    rank: int
+    slot: int
+    """Its number among those that the rank sends."""
+    num_tokens: int
+
+
 @dataclass(frozen=True)
 class StatePlan:
     """Which states travel for one layout and one set of documents. Pure; the same on every rank."""
@@ -77,6 +88,32 @@ class StatePlan:
     def num_given(self) -> int:
         """States that each rank sends in a forward pass: as many as the rank that has most of them."""
         return max(map(len, self.given))
+
+    def length(self, rank: int, segment: int) -> int:
+        """Tokens of a rank's segment."""
+        return self.ends[rank][segment + 1] - self.ends[rank][segment]
+
+    def sources(self, document: int, sent: Sequence[Sequence[Open]]) -> list[Source]:
+        """The segments of a document among those that ranks send, in the order of the sequence."""
+        sources = []
+        for rank, of_rank in enumerate(sent):
+            for slot, x in enumerate(of_rank):
+                if x.document == document:
+                    sources.append(Source(x.start, rank, slot, self.length(rank, x.segment)))
+        return sorted(sources)
+
+    def rows_before(self, x: Open, reach: int) -> list[tuple[Source, int, int]]:
+        """The segments that hold the ``reach`` tokens before one: how many of each, and how many lie between.
+
+        The nearest comes first. There are fewer tokens if the document begins later.
+        """
+        rows, between = [], 0
+        for source in reversed(self.sources(x.document, self.given)):
+            if source.start < x.start and between < reach:
+                count = min(source.num_tokens, reach - between)
+                rows.append((source, count, between))
+                between += count
+        return rows
 
     def segments(self, rank: int) -> Segments:
         """The rank's segments, as the one-device kernel takes them."""

@@ -1,0 +1,133 @@
+"""The gated delta rule inside a chunk, as products of matrices (arXiv 2412.06464 §3.3, 2510.26692 §3).
+
+Let g_i be the log decay of a chunk's tokens, c_i = g_0 + … + g_i, D(a, b)_ij = Σ_d a_id b_jd exp(g_j+1,d + … + g_id)
+for j ≤ i their decayed product, and T = (I + β_i·D(k, k)_ij for j < i)⁻¹. Then the chunk writes the values
+T·(β v) − T·(β k exp(c))·S, where S is the state that enters it. Everything that does not depend on S is computed here
+for many chunks at once; ``rule`` passes S through.
+
+No exponent is positive, and none is a difference of two sums: behind a token that forgets everything (g = -50) the
+decays of its successors keep their digits.
+
+Axes: N chunks, B batch, K key heads, G value heads of a key head, C tokens of a chunk, D key head size, V value head
+size, X = D if decays differ by channel, else 1.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from longctx.kernels.gated_delta.front import Tokens
+from longctx.kernels.gated_delta.spans import Block
+
+L2_EPS = 1e-6
+"""Added to the sum of squares of a query or key, as in the published models."""
+
+_LEAF = 8
+"""Tokens of the squares whose pairs are multiplied one by one if decays differ by channel."""
+
+
+class Chunked(NamedTuple):
+    """The factors of the states that enter chunks."""
+
+    u_NBKGCV: Tensor
+    """Values that the tokens write if the entering state is 0."""
+    w_NBKGCD: Tensor
+    """Reads the entering state to correct them."""
+    q_NBKGCD: Tensor
+    """Queries of the entering state."""
+    k_NBKGCD: Tensor
+    """Keys of the leaving state."""
+    p_NBKGCC: Tensor
+    """Weights of the chunk's own written values for its queries."""
+    total_NBKGX1: Tensor
+    """Decay of the state over the chunk."""
+
+
+def prepare(tokens: Tokens, block: Block, chunk: int) -> Chunked:
+    """Return the factors of a block's tokens, whose a and b are g and β, in chunks; differentiable."""
+    q, k = (fold(_normalized(x).unsqueeze(3), block, chunk) for x in (tokens.q_BtKD, tokens.k_BtKD))
+    q = q * q.shape[-1] ** -0.5
+    v, decay = (fold(x, block, chunk) for x in (tokens.v_BtKGV, tokens.a_BtKGX))
+    beta = fold(tokens.b_BtKG.unsqueeze(-1), block, chunk)
+    lower = torch.ones(chunk, chunk, dtype=torch.bool, device=q.device).tril()
+    if block.masks is not None:
+        lower = (lower & block.masks.same_NCC)[:, None, None, None]
+    kk, qk = _decayed_products(k, q, decay, lower)
+    identity = torch.eye(chunk, dtype=q.dtype, device=q.device)
+    system = (beta * kk).tril(-1)
+    inverse = torch.linalg.solve_triangular(system, identity.expand_as(system), upper=False, unitriangular=True)
+    entering, leaving, total = decay.cumsum(-2).exp(), _sums_after(decay).exp(), decay.sum(-2, keepdim=True).mT.exp()
+    if block.masks is not None:
+        entering = entering * block.masks.enter_NC[:, None, None, None, :, None]
+        leaving = leaving * block.masks.leave_NC[:, None, None, None, :, None]
+        total = total * block.masks.pass_N[:, None, None, None, None, None]
+    return Chunked(inverse @ (beta * v), inverse @ (beta * entering * k), q * entering, k * leaving, qk, total)
+
+
+def fold(x_BtKGX: Tensor, block: Block, chunk: int) -> Tensor:
+    """Return a block's rows in chunks, [N, B, K, G, C, X]; missing rows are 0."""
+    missing = block.num_chunks * chunk - x_BtKGX.shape[1]
+    if missing:
+        x_BtKGX = functional.pad(x_BtKGX, (0, 0) * 3 + (0, missing))
+    return x_BtKGX.unflatten(1, (block.num_chunks, chunk)).permute(1, 0, 3, 4, 2, 5)
+
+
+def unfold(x_NBKGCX: Tensor, rows: int) -> Tensor:
+    """Return chunks as their first ``rows`` tokens, [B, t, K, G, X]."""
+    return x_NBKGCX.permute(1, 0, 4, 2, 3, 5).flatten(1, 2)[:, :rows]
+
+
+def _normalized(x: Tensor) -> Tensor:
+    return x * (x.square().sum(-1, keepdim=True) + L2_EPS).rsqrt()
+
+
+def _sums_after(decay: Tensor) -> Tensor:
+    """Return the sum of the log decays of later tokens (dim -2), 0 for the last."""
+    return functional.pad(decay[..., 1:, :].flip(-2), (0, 0, 1, 0)).cumsum(-2).flip(-2)
+
+
+def _sums_between(decay: Tensor) -> Tensor:
+    """Return g_j+1 + … + g_i as entry [i, j] of dims -3 and -2 for j ≤ i, -inf for others."""
+    size = decay.shape[-2]
+    upper = torch.ones(size, size, dtype=torch.bool, device=decay.device).triu()
+    sums = decay.unsqueeze(-2).masked_fill(upper.unsqueeze(-1), 0.0).cumsum(-3)
+    return sums.masked_fill(upper.triu(1).unsqueeze(-1), -torch.inf)
+
+
+def _decayed_products(k: Tensor, q: Tensor, decay: Tensor, lower: Tensor) -> tuple[Tensor, Tensor]:
+    """Return D(k, k) and D(q, k) [N, B, K, G, C, C], 0 where ``lower`` is False."""
+    if decay.shape[-1] == 1:
+        factors = _sums_between(decay).squeeze(-1).masked_fill(~lower, -torch.inf).exp()
+        return k @ k.mT * factors, q @ k.mT * factors
+    # One stack of rows beside the same keys: first those of k, then those of q.
+    kk, qk = _by_channel(torch.stack((k, q)), k, decay).masked_fill(~lower, 0.0)
+    return kk, qk
+
+
+def _by_channel(a: Tensor, b: Tensor, decay: Tensor) -> Tensor:
+    """Return D(a, b) with a decay of each channel, by halves.
+
+    The lower left quarter of a square is one product of matrices: seen from the end of its first half, later rows
+    decay since then and earlier rows until then. The two squares on the diagonal are halved again, down to leaves,
+    whose pairs are multiplied channel by channel.
+    """
+    size = leaf = b.shape[-2]
+    while leaf > _LEAF and leaf % 2 == 0:
+        leaf //= 2
+    a_leaves, b_leaves, decay_leaves = (x.unflatten(-2, (-1, leaf)) for x in (a, b, decay))
+    factors = _sums_between(decay_leaves).exp()
+    squares = torch.einsum("s...id,...jd,...ijd->s...ij", a_leaves, b_leaves, factors)
+    while leaf < size:
+        a_halves, b_halves, decay_halves = (x.unflatten(-2, (-1, 2, leaf)) for x in (a, b, decay))
+        later = a_halves[..., 1, :, :] * decay_halves[..., 1, :, :].cumsum(-2).exp()
+        earlier = b_halves[..., 0, :, :] * _sums_after(decay_halves[..., 0, :, :]).exp()
+        corner = later @ earlier.mT
+        upper_left, lower_right = squares.unflatten(-3, (-1, 2)).unbind(-3)
+        above = torch.cat((upper_left, torch.zeros_like(corner)), -1)
+        squares = torch.cat((above, torch.cat((corner, lower_right), -1)), -2)
+        leaf *= 2
+    return squares.squeeze(-3)

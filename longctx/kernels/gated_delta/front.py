@@ -1,0 +1,72 @@
+"""What stands before the gated delta rule: a short convolution over each channel's tokens, and gates.
+
+    x ← silu(Σ_r w_r x_{t−r})        g = −exp(A)·softplus(a + δ)        β = s·sigmoid(b)
+
+for queries, keys and values x, with learned w, A and δ a head (by channel: δ a channel), and s = 2 if the step may
+have negative eigenvalues (arXiv 2411.12537), else 1. The convolution reads the tokens of its own document alone.
+
+Axes: B batch, t tokens of a block, K key heads, G value heads of a key head, D key head size, V value head size,
+C = 2·D + G·V channels of a key head, R tokens before its own that the convolution reads, X = D or 1.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple, Self
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from longctx.kernels.gated_delta.spans import Block
+
+
+class Weights(NamedTuple):
+    """Learned weights of a layer, heads first."""
+
+    conv_KCR: Tensor
+    """Factors of queries, keys and values, shape [K, C, R + 1], that of the token itself last."""
+    log_rate_KG: Tensor
+    """A."""
+    rate_bias_KGX: Tensor
+    """δ."""
+
+
+class Tokens(NamedTuple):
+    """What the layer's projections give of each token."""
+
+    q_BtKD: Tensor
+    k_BtKD: Tensor
+    v_BtKGV: Tensor
+    a_BtKGX: Tensor
+    b_BtKG: Tensor
+
+    def rows(self, rows: slice) -> Self:
+        """Return these tokens."""
+        return self._make(x[:, rows] for x in self)
+
+    def channels(self, rows: slice) -> Tensor:
+        """Return the channels of these tokens that the convolution reads, [B, t, K, C]."""
+        return torch.cat((self.q_BtKD[:, rows], self.k_BtKD[:, rows], self.v_BtKGV[:, rows].flatten(3)), -1)
+
+
+def activate(before_BRKC: Tensor, tokens: Tokens, weights: Weights, block: Block, beta_scale: float) -> Tokens:
+    """Return queries, keys, values, g and β of a block, in the dtype of ``before_BRKC``; differentiable.
+
+    ``before_BRKC`` are the channels of the tokens before the block, 0 if the document has none there.
+    """
+    dtype = before_BRKC.dtype
+    reach, D = before_BRKC.shape[1], tokens.q_BtKD.shape[-1]
+    t = tokens.q_BtKD.shape[1]
+    x = torch.cat((before_BRKC, tokens.channels(slice(None)).to(dtype)), 1)
+    conv_KCR = weights.conv_KCR.to(dtype)
+    y = x[:, reach:] * conv_KCR[..., reach]
+    for distance in range(1, reach + 1):
+        part = x[:, reach - distance : reach - distance + t] * conv_KCR[..., reach - distance]
+        if block.masks is not None:
+            part = part * block.masks.reach_tR[:, distance - 1, None, None]
+        y = y + part
+    q, k, v = functional.silu(y).split((D, D, y.shape[-1] - 2 * D), -1)
+    rates = weights.log_rate_KG.to(dtype).exp().unsqueeze(-1)
+    decay = -rates * functional.softplus(tokens.a_BtKGX.to(dtype) + weights.rate_bias_KGX.to(dtype))
+    beta = tokens.b_BtKG.to(dtype).sigmoid() * beta_scale
+    return Tokens(q, k, v.unflatten(-1, tokens.v_BtKGV.shape[3:]), decay, beta)

@@ -1,0 +1,60 @@
+"""The gated delta rule across ranks against its plain recurrence: values, every gradient, and the bytes that travel."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from longctx.kernels.gated_delta.front import Tokens, Weights
+from longctx.kernels.gated_delta.rule import Options, gated_delta
+from parallel.attention.join_segments import JoinSegments
+from parallel.layout.sequence import SequenceLayout
+from parallel.mesh import Mesh
+from parallel.schedule.states import StatePlan
+from tests.helpers import on_ranks
+from tests.longctx.kernels.delta_oracle import make, plain
+
+T = 240
+DOCUMENTS = {
+    "one": [0, T],
+    "packed": [0, 1, 3, 3, 6, 69, 133, 198, T - 7, T],  # 1, 2, 3, 63, 64, 65 tokens, an empty one
+    "short": [*range(0, T, 3), T],
+}
+
+
+def run_one(layout, bounds, mesh, X, chunk):
+    """This rank's output and gradients of tokens, all ranks' gradients of weights, and the recurrence's."""
+    tokens, weights = make(layout.num_tokens, X=X, batch=1)
+    rank = mesh.context_rank
+    want, _ = plain(tokens, weights, bounds)
+    dout = torch.randn(want.shape, generator=torch.Generator().manual_seed(1), dtype=want.dtype)
+    wanted = torch.autograd.grad(want, (*tokens, *weights), dout)
+    mine = Tokens(*(layout.split(x.detach(), rank, 1).requires_grad_() for x in tokens))
+    own = Weights(*(x.detach().requires_grad_() for x in weights))
+    states = StatePlan.build(layout, bounds)
+    exchange = JoinSegments(mesh, states) if mesh.context > 1 else None
+    options = Options(segments=states.segments(rank), exchange=exchange, chunk=chunk, block_chunks=2)
+    out, _ = gated_delta(mine, own, options)
+    got = list(torch.autograd.grad(out, (*mine, *own), layout.split(dout, rank, 1)))
+    if mesh.context > 1:
+        for x in got[5:]:
+            dist.all_reduce(x)
+    expected = [layout.split(x, rank, 1) for x in (want, *wanted[:5])]
+    return [out, *got], [*expected, *wanted[5:]]
+
+
+@pytest.mark.few(1)
+@pytest.mark.parametrize("world_size", [1, 2, 3, *(pytest.param(n, marks=pytest.mark.slow) for n in (4, 5, 8))])
+@on_ranks("world_size")
+def test_every_layout_and_packing_is_the_recurrence():
+    mesh = Mesh.build(context=dist.get_world_size())
+    for kind in ("contiguous", "zigzag", "balanced"):
+        for name, bounds in DOCUMENTS.items():
+            layout = SequenceLayout.build(kind, T, mesh.context, bounds)
+            for X in (1, 6):
+                got, want = run_one(layout, bounds, mesh, X, 16)
+                where = f"{kind}, {name}, {X} decays, rank {mesh.rank}"
+                for n, (a, b) in enumerate(zip(got, want, strict=True)):
+                    error = ((a - b).norm() / b.norm().clamp(min=1e-6)).item()
+                    assert error <= 1e-10, f"{where}, tensor {n}: {error}"
