@@ -136,15 +136,20 @@ class Block(nn.Module):
         self, x_BtM: Tensor, table: RotaryTable | None, call: Call, recompute_cache: RecomputeCache | None
     ) -> Tensor:
         """The core's result of the layer's input."""
-        sinks_H, cache, cached = None, None, call.cache is not None
+        cache, cached = None, call.cache is not None
         q, k, v = call.run(Block.before_core, self, x_BtM, table, cached)
-        if self.self_attn.sinks is not None:
-            sinks_H = self.self_attn.sinks()
         if call.cache is not None:
             cache = call.cache.layer(call.layer)
         # Called from here and from nothing deeper: a core outside of compiled graphs breaks each function around it.
         return call.core(
-            q, k, v, plan=call.plan, cache=cache, scores=call.scores, sinks_H=sinks_H, recompute_cache=recompute_cache
+            q,
+            k,
+            v,
+            plan=call.plan,
+            cache=cache,
+            scores=call.scores,
+            weights=self.self_attn.core_weights(),
+            recompute_cache=recompute_cache,
         )
 
     def finish(
@@ -177,7 +182,11 @@ class Block(nn.Module):
 
     def add_attention(self, x_BtM: Tensor, heads_BtHV: Tensor, draw: Draw | None, cached: bool) -> Tensor:
         """The residual stream with attention added, from the layer's input and the core's result."""
-        out_BtM = self.self_attn.output(heads_BtHV, cached=cached)
+        input_BtM = None
+        if self.self_attn.gates_output:
+            # The norm a second time costs less than to keep its result beside the projections.
+            input_BtM = self.before(x_BtM, "input_layernorm")
+        out_BtM = self.self_attn.output(heads_BtHV, input_BtM, cached=cached)
         if self.order == "sandwich":
             out_BtM = self.post_attention_layernorm(out_BtM)
         x_BtM = self.add(x_BtM, out_BtM, draw)

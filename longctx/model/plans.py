@@ -137,7 +137,7 @@ def _shapes(
     return AttentionShapes(
         batch=tokens_Bt.shape[0],
         tokens=tokens_Bt.shape[1],
-        num_heads=config.num_heads,
+        num_heads=heads.num_heads,
         num_kv_heads=heads.num_kv_heads,
         head_dim=heads.head_dim,
         value_dim=heads.value_dim,

@@ -10,7 +10,7 @@ from torch import Tensor
 from longctx.errors import ConfigError
 from longctx.kernels.attention.contract import Scores
 from longctx.model.attention.cache import LayerCache
-from longctx.model.attention.core import AttentionShapes, EachAlone
+from longctx.model.attention.core import AttentionShapes, EachAlone, sinks_of
 from longctx.model.attention.mask import AttentionMask
 from longctx.model.recompute import RecomputeCache
 from parallel.attention.cached import CachedPlan, attend_cached, attend_cached_each
@@ -56,14 +56,14 @@ class ContextParallelAttention(CoreOverRanks):
         plan: ContextParallelPlan | CachedPlan,
         cache: LayerCache | None = None,
         scores: Scores | None = None,
-        sinks_H: Tensor | None = None,
+        weights: Sequence[Tensor] = (),
         recompute_cache: RecomputeCache | None = None,
     ) -> Tensor:
         if isinstance(plan, CachedPlan):
             assert cache is not None, "the plan of a cached chunk came without the layer's cache"
-            return attend_cached(q_BtHD, k_BtKD, v_BtKV, plan, cache, scores=scores, sinks_H=sinks_H)
+            return attend_cached(q_BtHD, k_BtKD, v_BtKV, plan, cache, scores=scores, sinks_H=sinks_of(weights))
         return attend_planned(
-            q_BtHD, k_BtKD, v_BtKV, plan, scores=scores, sinks_H=sinks_H, recompute_cache=recompute_cache
+            q_BtHD, k_BtKD, v_BtKV, plan, scores=scores, sinks_H=sinks_of(weights), recompute_cache=recompute_cache
         )
 
     def attend_each(
@@ -75,9 +75,9 @@ class ContextParallelAttention(CoreOverRanks):
         plan: EachAlone,
         caches: Sequence[LayerCache],
         scores: Scores | None = None,
-        sinks_H: Tensor | None = None,
+        weights: Sequence[Tensor] = (),
     ) -> Tensor:
         """Output [1, t, H, V] of each sequence's tokens over the keys of its own cache, on all ranks. Collective."""
         if all(of_one.is_replicated for of_one in plan.plans):
-            return attend_cached_each(q_BtHD, k_BtKD, v_BtKV, plan, caches, scores=scores, sinks_H=sinks_H)
-        return super().attend_each(q_BtHD, k_BtKD, v_BtKV, plan=plan, caches=caches, scores=scores, sinks_H=sinks_H)
+            return attend_cached_each(q_BtHD, k_BtKD, v_BtKV, plan, caches, scores=scores, sinks_H=sinks_of(weights))
+        return super().attend_each(q_BtHD, k_BtKD, v_BtKV, plan=plan, caches=caches, scores=scores, weights=weights)

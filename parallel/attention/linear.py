@@ -10,7 +10,7 @@ W = V + 1, s states.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -136,10 +136,10 @@ class ContextParallelLinearAttention(CoreOverRanks):
         plan: ContextParallelLinearPlan | CachedLinearPlan,
         cache: LayerCache | None = None,
         scores: Scores | None = None,
-        sinks_H: Tensor | None = None,
+        weights: Sequence[Tensor] = (),
         recompute_cache: RecomputeCache | None = None,
     ) -> Tensor:
-        """Output [B, t, H, V]; ``scores`` and ``sinks_H`` belong to softmax."""
+        """Output [B, t, H, V]; ``scores`` and ``weights`` are those of softmax."""
         if isinstance(plan, CachedLinearPlan):
             assert cache is not None, "the plan of a cached chunk came without the layer's cache"
             return linear_attend_cached(q_BtHD, k_BtKD, v_BtKV, plan, cache)

@@ -117,15 +117,15 @@ class PassCore(Protocol):
         plan: Any,
         cache: Any = None,
         scores: Scores | None = None,
-        sinks_H: Tensor | None = None,
+        weights: Sequence[Tensor] = (),
         recompute_cache: RecomputeCache | None = None,
     ) -> Tensor:
         """Output [B, t, H, V] in q's dtype.
 
         ``plan`` is this core's, for these shapes; ``cache`` the layer's (``PassCache.layer``). ``scores`` default to
-        the dot product scaled by D^-½. ``sinks_H`` are learnable logits, one a query head, of a key without value that
-        every query sees (GPT-OSS). A ``recompute_cache`` keeps the result of a layer that backward will recompute, so
-        that the core's work and communication are not done again."""
+        the dot product scaled by D^-½. ``weights`` are the mixer's that its core computes with, heads first
+        (``MixerNetwork.core_weights``). A ``recompute_cache`` keeps the result of a layer that backward will recompute,
+        so that the core's work and communication are not done again."""
         ...
 
 
@@ -153,13 +153,13 @@ class AttentionCore(PassCore):
         plan: Any,
         caches: Sequence[LayerCache],
         scores: Scores | None = None,
-        sinks_H: Tensor | None = None,
+        weights: Sequence[Tensor] = (),
     ) -> Tensor:
         """Output [1, t, H, V] of the tokens of several sequences, by the plan for all and with the cache of each.
 
         Each sequence's is that of a call for it alone, but for rounding. There is no backward.
         """
-        return attend_alone(self, q_BtHD, k_BtKD, v_BtKV, plan, caches, scores, sinks_H)
+        return attend_alone(self, q_BtHD, k_BtKD, v_BtKV, plan, caches, scores, weights)
 
 
 @dataclass(frozen=True, eq=False)
@@ -220,7 +220,7 @@ def attend_alone(
     plan: EachAlone,
     caches: Sequence[LayerCache],
     scores: Scores | None = None,
-    sinks_H: Tensor | None = None,
+    weights: Sequence[Tensor] = (),
 ) -> Tensor:
     """Output [1, n, H, V] of a core that is called for one of the plan's sequences after another."""
     outs = []
@@ -232,10 +232,15 @@ def attend_alone(
             plan=of_one,
             cache=caches[sequence],
             scores=scores,
-            sinks_H=sinks_H,
+            weights=weights,
         )
         outs.append(out)
     return torch.cat(outs, dim=1)
+
+
+def sinks_of(weights: Sequence[Tensor]) -> Tensor | None:
+    """The sinks [H], the only weights that softmax attention may have: logits of a key without value (GPT-OSS)."""
+    return next(iter(weights), None)
 
 
 # ------------------------------------------------------------------------------------ new tokens and a layer's cache

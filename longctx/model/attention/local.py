@@ -34,6 +34,7 @@ from longctx.model.attention.core import (
     check_no_gradient,
     earlier_seen,
     later_stored,
+    sinks_of,
 )
 from longctx.model.attention.mask import AttentionMask
 from longctx.model.attention.slots import SlotPool
@@ -106,10 +107,11 @@ class LocalAttention(AttentionCore):
         plan: LocalPlan,
         cache: LayerCache | None = None,
         scores: Scores | None = None,
-        sinks_H: Tensor | None = None,
+        weights: Sequence[Tensor] = (),
         recompute_cache: RecomputeCache | None = None,
     ) -> Tensor:
         B, T, H, D = q_BtHD.shape
+        sinks_H = sinks_of(weights)
         plan.shapes.check_call(q_BtHD, sinks_H)
         if scores is None:
             scores = Scores(scale=D**-0.5)
@@ -156,10 +158,11 @@ class LocalAttention(AttentionCore):
         plan: SequencesPlan,
         caches: Sequence[Any],
         scores: Scores | None = None,
-        sinks_H: Tensor | None = None,
+        weights: Sequence[Tensor] = (),
     ) -> Tensor:
         """Output [1, t, H, V] of each token after those of its own cache."""
         check_no_gradient(q_BtHD)
+        sinks_H = sinks_of(weights)
         if scores is None:
             scores = Scores(scale=q_BtHD.shape[-1] ** -0.5)
         if plan.alike is not None:
@@ -168,7 +171,7 @@ class LocalAttention(AttentionCore):
         if plan.together is not None:
             outs.append(plan.together.attend(q_BtHD, k_BtKD, v_BtKV, caches, scores, sinks_H))
         if plan.alone is not None:
-            outs.append(attend_alone(self, q_BtHD, k_BtKD, v_BtKV, plan.alone, caches, scores, sinks_H))
+            outs.append(attend_alone(self, q_BtHD, k_BtKD, v_BtKV, plan.alone, caches, scores, weights))
         return plan.in_order(outs)
 
     def _attend_alike(

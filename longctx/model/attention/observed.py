@@ -5,6 +5,7 @@ Axes: T tokens of the row, G groups of keys, H query heads, K key/value heads, D
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NoReturn
 
@@ -14,7 +15,7 @@ from torch.nn import functional
 
 from longctx.kernels.attention.contract import Scores
 from longctx.model.attention.cache import LayerCache
-from longctx.model.attention.core import AttentionCore, AttentionShapes
+from longctx.model.attention.core import AttentionCore, AttentionShapes, sinks_of
 from longctx.model.attention.local import LocalAttention, LocalPlan
 from longctx.model.attention.mask import AttentionMask
 from longctx.model.recompute import RecomputeCache
@@ -67,14 +68,14 @@ class ObservedAttention(AttentionCore):
         plan: ObservedPlan,
         cache: LayerCache | None = None,
         scores: Scores | None = None,
-        sinks_H: Tensor | None = None,
+        weights: Sequence[Tensor] = (),
         recompute_cache: RecomputeCache | None = None,
     ) -> Tensor:
         # Layers call in their order, each once in a forward pass.
         if self._calls == self._call:
-            self._observe(q_BtHD, k_BtKD, plan, scores or Scores(scale=q_BtHD.shape[-1] ** -0.5), sinks_H)
+            self._observe(q_BtHD, k_BtKD, plan, scores or Scores(scale=q_BtHD.shape[-1] ** -0.5), sinks_of(weights))
         self._calls += 1
-        return self._inner(q_BtHD, k_BtKD, v_BtKV, plan=plan.inner, scores=scores, sinks_H=sinks_H)
+        return self._inner(q_BtHD, k_BtKD, v_BtKV, plan=plan.inner, scores=scores, weights=weights)
 
     def _observe(
         self, q_BtHD: Tensor, k_BtKD: Tensor, plan: ObservedPlan, scores: Scores, sinks_H: Tensor | None
@@ -101,5 +102,6 @@ class ObservedAttention(AttentionCore):
             rules=scores.rules,
         )
         again = self._observer.plan(plan.mask, shapes)
-        out_BTHG = self._observer(q, k, v_TG[None, :, None], plan=again, scores=scores, sinks_H=sinks_H)
+        weights = () if sinks_H is None else (sinks_H,)
+        out_BTHG = self._observer(q, k, v_TG[None, :, None], plan=again, scores=scores, weights=weights)
         return out_BTHG[0, :, 0]

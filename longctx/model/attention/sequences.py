@@ -84,11 +84,11 @@ class SequencesCore:
         plan: Plan,
         cache: Any = None,
         scores: Scores | None = None,
-        sinks_H: Tensor | None = None,
+        weights: Sequence[Tensor] = (),
         recompute_cache: RecomputeCache | None = None,
     ) -> Tensor:
         """Output [B, t, H, V]; ``cache`` holds a ``LayerCache`` for each sequence."""
-        return self._core.attend_each(q_BtHD, k_BtKD, v_BtKV, plan=plan, caches=cache, scores=scores, sinks_H=sinks_H)
+        return self._core.attend_each(q_BtHD, k_BtKD, v_BtKV, plan=plan, caches=cache, scores=scores, weights=weights)
 
 
 PassCache = KVCache | SequencesCache

@@ -37,16 +37,14 @@ class LayerParts:
     def attend(self, group: int, qkv: Sequence[Tensor], scores: Scores, cache: RecomputeCache | None) -> Tensor:
         """Attention of the heads of one group, for all tokens."""
         q, k, v = qkv
-        heads, sinks_H = slice(group * q.shape[2], (group + 1) * q.shape[2]), None
-        if self.block.self_attn.sinks is not None:
-            sinks_H = self.block.self_attn.sinks()[heads]
+        heads = slice(group * q.shape[2], (group + 1) * q.shape[2])
         return self.call.core(
             q,
             k,
             v,
             plan=self.call.plan,
             scores=scores.of_heads(heads.start, heads.stop),
-            sinks_H=sinks_H,
+            weights=[weight[heads] for weight in self.block.self_attn.core_weights()],
             recompute_cache=cache,
         )
 

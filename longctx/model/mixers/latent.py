@@ -27,6 +27,8 @@ class LatentAttention(nn.Module):
     the latents: queries are folded instead, so that all heads share one key, whose first channels are its value.
     """
 
+    gates_output = False
+
     def __init__(self, config: ModelConfig, spec: LayerSpec) -> None:
         super().__init__()
         M, H, D, V = config.hidden_size, config.num_heads, config.head_dim, config.value_dim
@@ -53,13 +55,23 @@ class LatentAttention(nn.Module):
         if config.sinks:
             self.sinks = Weight(H)
 
+    def core_weights(self) -> tuple[Tensor, ...]:
+        """The sinks, a logit for each head; none if it has none."""
+        return () if self.sinks is None else (self.sinks(),)
+
     @staticmethod
     def heads(config: ModelConfig, *, cached: bool) -> Heads:
         """The heads of what ``project`` gives: for a cache the latents, which all heads share."""
         if cached:
-            return Heads(1, config.kv_lora_rank + config.rope_head_dim, config.kv_lora_rank, values_in_keys=True)
+            return Heads(
+                config.num_heads,
+                1,
+                config.kv_lora_rank + config.rope_head_dim,
+                config.kv_lora_rank,
+                values_in_keys=True,
+            )
         # Each head unfolds a key and a value of its own.
-        return Heads(config.num_heads, config.head_dim, config.value_dim)
+        return Heads(config.num_heads, config.num_heads, config.head_dim, config.value_dim)
 
     def project(
         self, x_BtM: Tensor, table: RotaryTable | None, *, cached: bool, only_graph: bool = False
@@ -91,7 +103,7 @@ class LatentAttention(nn.Module):
         k = torch.cat((k_BtHN, k_Bt1R.expand_as(q_BtHR)), dim=-1)
         return q, k, v_BtHV
 
-    def output(self, heads_BtHV: Tensor, *, cached: bool) -> Tensor:
+    def output(self, heads_BtHV: Tensor, input_BtM: Tensor | None, *, cached: bool) -> Tensor:
         """The heads' outputs mixed back to the model width [B, t, M]; for a cache, outputs [B, t, H, C] are latents."""
         if cached:
             heads_BtHV = torch.einsum("bthc,hvc->bthv", heads_BtHV, self._unfolding()[:, -self.value_dim :])
@@ -119,5 +131,5 @@ class UnfoldedLatentAttention(LatentAttention):
     ) -> tuple[Tensor, Tensor, Tensor]:
         return super().project(x_BtM, table, cached=False, only_graph=only_graph)
 
-    def output(self, heads_BtHV: Tensor, *, cached: bool) -> Tensor:
-        return super().output(heads_BtHV, cached=False)
+    def output(self, heads_BtHV: Tensor, input_BtM: Tensor | None, *, cached: bool) -> Tensor:
+        return super().output(heads_BtHV, input_BtM, cached=False)

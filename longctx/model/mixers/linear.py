@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -53,10 +54,10 @@ class LocalLinearAttention(AttentionCore):
         plan: LocalLinearPlan,
         cache: LayerCache | None = None,
         scores: Scores | None = None,
-        sinks_H: Tensor | None = None,
+        weights: Sequence[Tensor] = (),
         recompute_cache: RecomputeCache | None = None,
     ) -> Tensor:
-        """Output [B, t, H, V]. ``scores`` and ``sinks_H`` belong to softmax, and recomputation forms sums again."""
+        """Output [B, t, H, V]. ``scores`` and ``weights`` are those of softmax, and recomputation forms sums again."""
         B, T, H, _ = q_BtHD.shape
         if cache is not None:
             segments, carried = plan.segments, cache.state

@@ -12,13 +12,14 @@ from torch import Tensor
 
 from longctx.architecture.layers import LayerSpec
 from longctx.config import ModelConfig
-from longctx.model.layers.linear import Weight
 from longctx.model.rotary import RotaryTable
 
 
 class Heads(NamedTuple):
     """Keys and values as the core has them."""
 
+    num_heads: int
+    """Query heads."""
     num_kv_heads: int
     head_dim: int
     """Size of a query and a key head."""
@@ -30,10 +31,14 @@ class Heads(NamedTuple):
 class MixerNetwork(Protocol):
     """A module with the weights of a layer's mixer."""
 
-    sinks: Weight | None
-    """A learned logit for each query head; None if it has none."""
+    gates_output: bool
+    """Whether ``output`` reads the layer's normed input as well."""
 
     def __init__(self, config: ModelConfig, spec: LayerSpec) -> None: ...
+
+    def core_weights(self) -> tuple[Tensor, ...]:
+        """The weights that the core computes with, heads first."""
+        ...
 
     @staticmethod
     def heads(config: ModelConfig, *, cached: bool) -> Heads:
@@ -46,6 +51,6 @@ class MixerNetwork(Protocol):
         """Queries, keys and values of the tokens. With ``only_graph`` what no backward reads is NaN."""
         ...
 
-    def output(self, heads_BtHV: Tensor, *, cached: bool) -> Tensor:
-        """The heads' outputs mixed back to the model width [B, t, M]."""
+    def output(self, heads_BtHV: Tensor, input_BtM: Tensor | None, *, cached: bool) -> Tensor:
+        """The heads' outputs mixed back to the model width [B, t, M]; ``input_BtM`` if ``gates_output``."""
         ...

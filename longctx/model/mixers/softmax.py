@@ -23,6 +23,8 @@ from longctx.model.rotary import RotaryTable, apply_rotary_to_both
 class GroupedQueryAttention(nn.Module):
     """A projection each for queries, keys and values; K = H is multi-head, K = 1 multi-query attention."""
 
+    gates_output = False
+
     def __init__(self, config: ModelConfig, spec: LayerSpec) -> None:
         super().__init__()
         M, D, H, K = config.hidden_size, config.head_dim, config.num_heads, config.num_kv_heads
@@ -47,6 +49,10 @@ class GroupedQueryAttention(nn.Module):
         if config.sinks:
             self.sinks = Weight(H)
 
+    def core_weights(self) -> tuple[Tensor, ...]:
+        """The sinks, a logit for each query head; none if it has none."""
+        return () if self.sinks is None else (self.sinks(),)
+
     @staticmethod
     def heads(config: ModelConfig, *, cached: bool) -> Heads:
         """The heads of what ``project`` gives."""
@@ -54,7 +60,7 @@ class GroupedQueryAttention(nn.Module):
         if config.position == "relative":
             # Channels of the distance stand beside those of the content.
             keys += config.hidden_size
-        return Heads(config.num_kv_heads, keys, config.value_dim)
+        return Heads(config.num_heads, config.num_kv_heads, keys, config.value_dim)
 
     def project(
         self, x_BtM: Tensor, table: RotaryTable | None, *, cached: bool, only_graph: bool = False
@@ -82,7 +88,7 @@ class GroupedQueryAttention(nn.Module):
             q, k = apply_rotary_to_both(q, k, table, interleaved=self.interleaved, only_graph=only_graph)
         return q, k, v
 
-    def output(self, heads_BtHV: Tensor, *, cached: bool) -> Tensor:
+    def output(self, heads_BtHV: Tensor, input_BtM: Tensor | None, *, cached: bool) -> Tensor:
         """The heads' outputs mixed back to the model width [B, t, M]."""
         return self.o_proj(heads_BtHV.flatten(-2))
 

@@ -8,6 +8,7 @@ import torch
 from longctx.generation.loop import generate
 from longctx.kernels.attention.contract import Scores
 from longctx.model.attention.cache import KVCache
+from longctx.model.attention.core import sinks_of
 from longctx.model.attention.mask import AttentionMask
 from longctx.model.decoder import Decoder
 from longctx.model.mixers.linear import LocalLinearAttention
@@ -39,9 +40,9 @@ class ByClosedForm(MaskIsPlan):
 
 
 class BySoftmax(MaskIsPlan):
-    def __call__(self, q_BtHD, k_BtKD, v_BtKV, *, plan, scores=None, sinks_H=None, **_):
+    def __call__(self, q_BtHD, k_BtKD, v_BtKV, *, plan, scores=None, weights=(), **_):
         scores = scores or Scores(scale=q_BtHD.shape[-1] ** -0.5)
-        return by_definition(q_BtHD, k_BtKD, v_BtKV, plan, scores, sinks_H)
+        return by_definition(q_BtHD, k_BtKD, v_BtKV, plan, scores, sinks_of(weights))
 
 
 def exact_decoder(cores=None, **given) -> Decoder:

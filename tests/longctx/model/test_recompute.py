@@ -78,7 +78,7 @@ class SinksEverywhere(LocalAttention):
             v_BtKV,
             plan=plan,
             scores=Scores(scale=0.3),
-            sinks_H=self.sinks_H,
+            weights=(self.sinks_H,),
             recompute_cache=recompute_cache,
         )
 

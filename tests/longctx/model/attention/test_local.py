@@ -17,6 +17,7 @@ from longctx.errors import ConfigError
 from longctx.kernels.attention.contract import RelativeBias, Scores
 from longctx.kernels.attention.sinks import apply_sinks, sinks_gradient
 from longctx.model.attention.cache import KVCache
+from longctx.model.attention.core import sinks_of
 from longctx.model.attention.local import LocalAttention, continuation_slices, document_slices
 from longctx.model.attention.mask import AttentionMask
 from tests.longctx.attention_cores import attend_once
@@ -97,13 +98,13 @@ def leaves(B: int, T: int, *, H=4, K=2, D=8, V=5, dtype=torch.float64) -> dict[s
 
 
 def rules(x: dict[str, torch.Tensor], *, rich: bool, bidirectional: bool = False) -> dict:
-    """``scores`` and ``sinks_H`` for a core: all there is, or nothing."""
+    """``scores`` and ``weights`` for a core: all there is, or nothing."""
     if not rich:
         return {}
     slopes = torch.tensor([0.5, 0.1, -0.2, 1.0])
     bias = RelativeBias(x["table"], FARTHEST, bidirectional)
     scores = Scores(scale=0.4, softcap=3.0, alibi_slopes_H=slopes, relative_bias=bias)
-    return {"scores": scores, "sinks_H": x["sinks"]}
+    return {"scores": scores, "weights": (x["sinks"],)}
 
 
 @pytest.mark.parametrize("rich", [False, True], ids=["plain", "rich"])
@@ -114,7 +115,7 @@ def test_values_and_gradients_are_the_definitions(changes, rich):
     asked = rules(x, rich=rich, bidirectional=not mask.causal)
     out = attend_once(LocalAttention("blockwise"), x["q"], x["k"], x["v"], mask, **asked)
     scores = asked.get("scores", Scores(scale=8**-0.5))
-    wanted = by_definition(x["q"], x["k"], x["v"], mask, scores, asked.get("sinks_H"))
+    wanted = by_definition(x["q"], x["k"], x["v"], mask, scores, sinks_of(asked.get("weights", ())))
     torch.testing.assert_close(out, wanted)
     dout, inputs = torch.randn_like(out), [t for n, t in x.items() if rich or n in "qkv"]
     grads, exact = (torch.autograd.grad(result, inputs, dout) for result in (out, wanted))
@@ -126,7 +127,7 @@ def test_values_and_gradients_are_the_definitions(changes, rich):
 @pytest.mark.parametrize(("H", "K"), [(4, 4), (4, 1)])
 def test_sinks_on_the_preferred_kernel(dtype, H, K, products):
     x, mask = leaves(1, 23, H=H, K=K, V=8, dtype=dtype), AttentionMask((0, 7, 23))
-    out = attend_once(LocalAttention(products=products), x["q"], x["k"], x["v"], mask, sinks_H=x["sinks"])
+    out = attend_once(LocalAttention(products=products), x["q"], x["k"], x["v"], mask, weights=(x["sinks"],))
     exact = {n: t.detach().double().requires_grad_() for n, t in x.items()}
     wanted = by_definition(exact["q"], exact["k"], exact["v"], mask, Scores(scale=8**-0.5), exact["sinks"])
     inputs = ("q", "k", "v", "sinks")
@@ -200,7 +201,9 @@ def test_requests_that_make_no_sense_are_refused():
             AttentionMask(boundaries)
     x = leaves(1, 4)
     with pytest.raises(ConfigError, match="each of 4 query heads"):
-        attend_once(LocalAttention("blockwise"), x["q"], x["k"], x["v"], AttentionMask((0, 4)), sinks_H=torch.zeros(2))
+        attend_once(
+            LocalAttention("blockwise"), x["q"], x["k"], x["v"], AttentionMask((0, 4)), weights=(torch.zeros(2),)
+        )
     x = leaves(2, 4)
     with pytest.raises(ValueError, match="cu_seqlens"):
         attend_once(LocalAttention("blockwise"), x["q"], x["k"], x["v"], AttentionMask((0, 4)))

@@ -33,9 +33,9 @@ MASKS = {
 def test_weights_are_the_softmax_by_definition(name: str, rules: str):
     generator = torch.Generator().manual_seed(0)
     q, k, v = (torch.randn(1, T, heads, D, generator=generator) for heads in (H, K, K))
-    mask, sinks, scores = MASKS[name], None, Scores(scale=0.7)
+    mask, weights, scores = MASKS[name], (), Scores(scale=0.7)
     if rules == "sink and cap":
-        sinks, scores = torch.randn(H, generator=generator), Scores(scale=0.7, softcap=1.5)
+        weights, scores = (torch.randn(H, generator=generator),), Scores(scale=0.7, softcap=1.5)
     if rules == "alibi":
         scores = Scores(scale=0.7, alibi_slopes_H=alibi_slopes(H))
     groups = torch.arange(T) // 5
@@ -43,9 +43,9 @@ def test_weights_are_the_softmax_by_definition(name: str, rules: str):
     plan = core.plan(mask, AttentionShapes.of(q, k, v, scores))
     for _ in range(2):
         assert core.weights_TG is None
-        out = core(q, k, v, plan=plan, scores=scores, sinks_H=sinks)
+        out = core(q, k, v, plan=plan, scores=scores, weights=weights)
     local = LocalAttention()
-    plain = local(q, k, v, plan=local.plan(mask, AttentionShapes.of(q, k, v, scores)), scores=scores, sinks_H=sinks)
+    plain = local(q, k, v, plan=local.plan(mask, AttentionShapes.of(q, k, v, scores)), scores=scores, weights=weights)
     assert torch.equal(out, plain)
 
     products = 0.7 * q[0, :, HEAD].double() @ k[0, :, HEAD // (H // K)].double().T
@@ -56,8 +56,8 @@ def test_weights_are_the_softmax_by_definition(name: str, rules: str):
         products = products - scores.alibi_slopes_H[HEAD].double() * apart
     seen = torch.tensor([[visible(mask, i, j) for j in range(T)] for i in range(T)])
     products = products.masked_fill(~seen, -torch.inf)
-    if sinks is not None:
-        products = torch.cat((products, sinks[HEAD].double().expand(T, 1)), dim=1)
+    if weights:
+        products = torch.cat((products, weights[0][HEAD].double().expand(T, 1)), dim=1)
     weights = products.softmax(-1)[:, :T]
     wanted = torch.zeros(T, 5, dtype=torch.float64).index_add(1, groups, weights)
     assert core.weights_TG is not None

@@ -15,6 +15,7 @@ from longctx.kernels.attention import cpu_flash
 from longctx.kernels.attention.contract import Scores
 from longctx.kernels.attention.slices import slice_table, table_slices
 from longctx.model.attention.cache import KVCache
+from longctx.model.attention.core import sinks_of
 from longctx.model.attention.local import LocalAttention, document_slices, strided_beyond
 from longctx.model.attention.mask import AttentionMask
 from longctx.model.attention.strided import continuation, strided_work, whole_documents
@@ -102,7 +103,7 @@ def test_values_and_gradients_are_the_definitions(window, stride, rich, causal):
     out = attend_once(LocalAttention("blockwise"), x["q"], x["k"], x["v"], mask, **asked)
     scores = asked.get("scores", Scores(scale=8**-0.5))
     seen = sees(cu_seqlens, window, stride, causal=causal)
-    wanted = softmax_over(x["q"], x["k"], x["v"], seen, scores, asked.get("sinks_H"))
+    wanted = softmax_over(x["q"], x["k"], x["v"], seen, scores, sinks_of(asked.get("weights", ())))
     torch.testing.assert_close(out, wanted, rtol=1e-12, atol=1e-12)
     dout, inputs = torch.randn_like(out), [t for n, t in x.items() if rich or n in "qkv"]
     grads, exact = (torch.autograd.grad(result, inputs, dout) for result in (out, wanted))
