@@ -7,7 +7,7 @@ rules checked.
 from __future__ import annotations
 
 from dataclasses import dataclass, field, fields, replace
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal, NamedTuple, TypeVar
 
 from longctx.architecture.rope import Rope
 
@@ -77,13 +77,17 @@ class AttentionFields:
     """Factor of the dot products; 0 is head_dim^-½."""
     attention_softcap: float = 0.0
     """Bound on attention scores, cap · tanh(score / cap) (Gemma 2)."""
+    attention_gate: bool = False
+    """Whether a sigmoid gate of the token scales attention's output in softmax layers, channel by channel
+    (Qwen3-Next)."""
     sinks: bool = False
     """Whether each query head has a learned logit that takes a share of attention and gives nothing (GPT-OSS)."""
     causal: bool = True
     """Whether a token sees none behind it; if not, it sees both sides of its document (encoders, as BERT)."""
     layers: tuple[str, ...] = ("full",)
     """Kinds of attention layers, repeated over the depth: full, window, sparse (a window and every sparse_stride-th
-    token before it), linear (elu + 1 features, no softmax)."""
+    token before it), linear (elu + 1 features, no softmax), gated_delta (Gated DeltaNet), kda (Kimi Delta
+    Attention)."""
     window: int = 0
     """Tokens that a query of a window or sparse layer sees, itself included."""
     sparse_stride: int = 0
@@ -96,6 +100,24 @@ class AttentionFields:
     """Rotary channels of head_dim in latent attention; all heads share the keys of these channels."""
     value_head_dim: int = 0
     """Width of one value head in latent attention; 0 is head_dim."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class DeltaFields:
+    """Layers with a gated delta rule (kinds gated_delta and kda): a state in place of keys and values."""
+
+    delta_key_heads: int = 0
+    """Query and key heads of these layers; 0 is num_heads."""
+    delta_value_heads: int = 0
+    """Value heads, a multiple of the key heads; 0 is as many."""
+    delta_key_dim: int = 0
+    """Width of one of their query and key heads; 0 is head_dim."""
+    delta_value_dim: int = 0
+    """Width of one of their value heads; 0 is that of a key head."""
+    delta_conv: int = 4
+    """Tokens that the convolution before the rule reads, the newest included; 1 weighs each token alone."""
+    delta_negative: bool = False
+    """Whether a step may write up to twice the difference, so that a state can change its sign (Olmo-Hybrid)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -229,10 +251,25 @@ class StreamFields:
     """Standard deviation of initial weights."""
 
 
+class DeltaSizes(NamedTuple):
+    """Sizes of a layer with a gated delta rule."""
+
+    key_heads: int
+    value_heads: int
+    key_dim: int
+    value_dim: int
+    conv: int
+
+    @property
+    def channels(self) -> int:
+        """Channels of queries, keys and values, which the convolution reads."""
+        return 2 * self.key_heads * self.key_dim + self.value_heads * self.value_dim
+
+
 # A dataclass collects the fields of its bases from the last to the first, so the fields stand in the order above.
 @dataclass(frozen=True, kw_only=True)
 class ModelFields(
-    StreamFields, RouterTrainingFields, ExpertFields, BlockFields, PositionFields, AttentionFields, Sizes
+    StreamFields, RouterTrainingFields, ExpertFields, BlockFields, PositionFields, DeltaFields, AttentionFields, Sizes
 ):
     """Every field of a decoder, and what follows from several of them. Nothing is checked here.
 
@@ -254,6 +291,14 @@ class ModelFields(
     def is_latent(self) -> bool:
         """Whether keys and values come from a latent (multi-head latent attention)."""
         return self.kv_lora_rank > 0
+
+    @property
+    def delta_sizes(self) -> DeltaSizes:
+        """Sizes of layers with a gated delta rule."""
+        key_heads, key_dim = self.delta_key_heads or self.num_heads, self.delta_key_dim or self.head_dim
+        return DeltaSizes(
+            key_heads, self.delta_value_heads or key_heads, key_dim, self.delta_value_dim or key_dim, self.delta_conv
+        )
 
     @property
     def has_constant_gates(self) -> bool:

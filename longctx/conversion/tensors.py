@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import lru_cache, reduce
 
 import torch
@@ -43,6 +43,8 @@ class Layout:
     """The parameters of the whole, in order."""
     rows: tuple[int, int] = (0, 0)
     """The parameter's range of the whole's first axis."""
+    order: Tensor | None = field(default=None, compare=False)
+    """For each row of the whole its row on disk; None if they are the same."""
 
     @property
     def is_shared(self) -> bool:
@@ -102,7 +104,7 @@ def tensor_specs(config: ModelConfig, *, model_type: str | None = None) -> list[
     family = family_of(config, model_type=model_type)
     shapes = parameter_shapes(config)
     rules = {name: rule for rule in family.tensors if rule.holds(config) for name in rule.parameters}
-    return [_spec(name, rules, shapes, config.num_experts) for name in shapes]
+    return [_spec(name, rules, shapes, config) for name in shapes]
 
 
 @lru_cache(maxsize=32)
@@ -141,19 +143,23 @@ def ignored_name(family: Family, config: ModelConfig, extra_layers: int) -> re.P
 def assemble(spec: TensorSpec, layout: Layout, disk: WeightsFolder) -> Tensor:
     """Read the parameter from disk; besides it, memory holds one tensor, or the whole that it is part of."""
     whole = _joined(layout.parts, disk)
-    if not layout.steps and not layout.is_shared:
+    if not layout.steps and not layout.is_shared and layout.order is None:
         return whole.view(spec.shape)
     start, stop = layout.rows
     # One copy between two views does every step at once, whatever their number.
     out = torch.empty(spec.shape, dtype=whole.dtype)
     on_disk = _disk_view(whole.view(_disk_shape(layout)), layout.steps)
-    _our_view(out, layout.steps).copy_(on_disk[start:stop])
+    if layout.order is None:
+        part = on_disk[start:stop]
+    else:
+        part = on_disk[layout.order[start:stop]]
+    _our_view(out, layout.steps).copy_(part)
     return out
 
 
 def disassemble(layout: Layout, members: list[Tensor]) -> Iterator[tuple[str, Tensor]]:
     """Yield names and values on disk of the parameters that make up a layout, in its order; views where possible."""
-    if len(members) == 1 and not layout.steps:
+    if len(members) == 1 and not layout.steps and layout.order is None:
         whole = members[0]
     else:
         whole = _whole(layout, members)
@@ -170,7 +176,11 @@ def _whole(layout: Layout, members: list[Tensor]) -> Tensor:
     start = 0
     for member in members:
         stop = start + member.shape[0]
-        view[start:stop].copy_(_our_view(member, layout.steps))
+        values = _our_view(member, layout.steps)
+        if layout.order is None:
+            view[start:stop].copy_(values)
+        else:
+            view[layout.order[start:stop]] = values.to(dtype)
         start = stop
     return whole
 
@@ -204,17 +214,17 @@ def _disk_shape(layout: Layout) -> Shape:
     return reduce(lambda shape, step: STEPS[step].shape(shape), layout.steps, layout.whole)
 
 
-def _spec(name: str, rules: dict[str, TensorRule], shapes: dict[str, Shape], experts: int) -> TensorSpec:
+def _spec(name: str, rules: dict[str, TensorRule], shapes: dict[str, Shape], config: ModelConfig) -> TensorSpec:
     """A parameter's layouts by the family's rule; without a rule it is on disk under its own name."""
     pattern, layer = _without_number(name)
     rule = rules.get(pattern) or TensorRule(parameters=(name,), layouts=(OnDisk(names=(name,)),))
     members = tuple(member.format(layer=layer) for member in rule.parameters)
-    layouts = tuple(_layout(on_disk, members, name, shapes, layer, experts) for on_disk in rule.layouts)
+    layouts = tuple(_layout(on_disk, members, name, shapes, layer, config) for on_disk in rule.layouts)
     return TensorSpec(name=name, shape=shapes[name], layouts=layouts)
 
 
 def _layout(
-    on_disk: OnDisk, members: tuple[str, ...], name: str, shapes: dict[str, Shape], layer: str, experts: int
+    on_disk: OnDisk, members: tuple[str, ...], name: str, shapes: dict[str, Shape], layer: str, config: ModelConfig
 ) -> Layout:
     """A family's way to store ``members``, with the names of this layer and the range of the parameter ``name``."""
     # Members lie one after the other along their first axis (GPT-2's queries, keys and values).
@@ -222,8 +232,11 @@ def _layout(
     start = sum(rows[: members.index(name)])
     whole = (sum(rows), *shapes[name][1:])
     layout = Layout(parts=(), whole=whole, steps=on_disk.steps, members=members, rows=(start, start + shapes[name][0]))
-    parts = tuple(_parts(on_disk.names, _disk_shape(layout), layer, experts))
-    return replace(layout, parts=parts)
+    parts = tuple(_parts(on_disk.names, _disk_shape(layout), layer, config.num_experts))
+    order = None
+    if on_disk.rows is not None:
+        order = torch.tensor(on_disk.rows(config))
+    return replace(layout, parts=parts, order=order)
 
 
 def _parts(names: tuple[str, ...], shape: Shape, layer: str, experts: int) -> Iterator[Part]:

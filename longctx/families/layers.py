@@ -11,7 +11,7 @@ from longctx.families.rules import first_of, integer, layer_count, typed
 from longctx.families.spec import HfConfig, Rule
 from longctx.untrusted.reading import shown
 
-FULL, WINDOW = "full_attention", "sliding_attention"
+FULL, WINDOW, LINEAR = "full_attention", "sliding_attention", "linear_attention"
 _OURS = {FULL: "full", WINDOW: "window"}
 
 Kinds = Callable[[HfConfig, int], list[str]]
@@ -156,6 +156,44 @@ def _kinds(count: int, has_window: Callable[[int], bool]) -> list[str]:
         if has_window(layer):
             kinds[layer] = WINDOW
     return kinds
+
+
+def delta_layers(kind: str) -> Rule:
+    """Layers with a gated delta rule of this kind, which layer_types calls linear attention, and their sizes (Qwen)."""
+    sizes = {
+        "linear_num_key_heads": "delta_key_heads",
+        "linear_num_value_heads": "delta_value_heads",
+        "linear_key_head_dim": "delta_key_dim",
+        "linear_value_head_dim": "delta_value_dim",
+        "linear_conv_kernel_dim": "delta_conv",
+    }
+    usual = {"delta_key_heads": 16, "delta_value_heads": 32, "delta_key_dim": 128, "delta_value_dim": 128}
+    every = "full_attention_interval"
+
+    def read(hf: HfConfig) -> dict[str, Any]:
+        count, interval = layer_count(hf), integer(hf, every, 4)
+        if interval < 1:
+            raise ConfigError(f"{every}={interval} in config.json must be at least 1.")
+        kinds = hf.get("layer_types")
+        if kinds is None:
+            kinds = [LINEAR if (n + 1) % interval else FULL for n in range(count)]
+        if not isinstance(kinds, list) or len(kinds) != count or any(name not in (FULL, LINEAR) for name in kinds):
+            raise ConfigError(
+                f"layer_types={shown(kinds)} is not supported by this decoder; supported: a list of {count}, one a "
+                f"layer, each {FULL} or {LINEAR}."
+            )
+        found: dict[str, Any] = {"layers": tuple({FULL: "full", LINEAR: kind}[name] for name in _shortest(kinds))}
+        # A model without such layers has no use for their sizes.
+        if LINEAR in kinds:
+            found |= {ours: integer(hf, key, usual.get(ours, 4)) for key, ours in sizes.items()}
+        return found
+
+    def write(config: ModelFields) -> dict[str, Any]:
+        names = [{"full": FULL, kind: LINEAR}.get(config.layer_kind(n), FULL) for n in range(config.num_layers)]
+        written = dict(zip(sizes, config.delta_sizes, strict=True))
+        return {"layer_types": names, **written}
+
+    return Rule(keys=("layer_types", every, *sizes), read=read, write=write)
 
 
 def sparse_steps() -> Rule:

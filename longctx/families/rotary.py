@@ -32,7 +32,8 @@ _KEYS: dict[str, frozenset[str]] = {
     "llama3": frozenset({"factor", "original_max_position_embeddings", "low_freq_factor", "high_freq_factor"}),
 }
 """What each kind of rope reads, beside its name and base."""
-_ALWAYS = {"rope_type", "type", "rope_theta", "partial_rotary_factor"}
+_PARTIAL = "partial_rotary_factor"
+_ALWAYS = {"rope_type", "type", "rope_theta", _PARTIAL}
 _TABLE_KEYS = ("rope_scaling", "rope_parameters")
 _ORIGINAL = "original_max_position_embeddings"
 """Also a key of its own beside longrope, where transformers 4 looks for it."""
@@ -45,16 +46,22 @@ def rotary(
     interleaved: bool = False,
     interleaved_key: str = "",
     scales_scores: bool = False,
+    partial: float | None = None,
 ) -> Rule:
     """One rope for all layers.
 
     ``theta`` and ``default`` are the base and the scaling of a config.json that has none. ``interleaved`` (or its key)
     says which channels are a pair. ``scales_scores`` is for families whose ``mscale_all_dim`` also scales whole scores
-    (DeepSeek); elsewhere the two mscales only make up the attention factor.
+    (DeepSeek); elsewhere the two mscales only make up the attention factor. ``partial`` is the share of rotary channels
+    of a config.json that names none; None for families that have all.
     """
 
     def read(hf: HfConfig) -> dict[str, Any]:
-        _check_partial("config.json", hf)
+        share = partial
+        if share is None:
+            _check_partial("config.json", hf)
+        elif hf.get(_PARTIAL) is not None:
+            share = _number("config.json", hf, _PARTIAL)
         # Families without such a key leave it empty, and no config.json has an empty key.
         pairs = hf.get(interleaved_key, interleaved)
         if not isinstance(pairs, bool):
@@ -65,7 +72,7 @@ def rotary(
         base = _base({"rope_theta": hf} | given, theta)
         # Each table is read by itself: they may spell one rope in two ways, and then agree as ropes.
         found = {
-            where: _rope(where, table, hf, theta=base, interleaved=pairs, scales_scores=scales_scores)
+            where: _rope(where, table, hf, theta=base, interleaved=pairs, scales_scores=scales_scores, partial=share)
             for where, table in (given or {"rope_parameters": default or {}}).items()
         }
         return {"rope": _agreed(found)}
@@ -74,6 +81,8 @@ def rotary(
         written = _written(config, config.rope, scales_scores=scales_scores)
         if interleaved_key:
             written[interleaved_key] = config.rope.interleaved
+        if partial is not None:
+            written = _with_partial(written, config.rope.partial)
         return written
 
     keys = ("rope_theta", "partial_rotary_factor", _ORIGINAL, *_TABLE_KEYS)
@@ -145,16 +154,21 @@ def _rope(
     theta: float,
     interleaved: bool = False,
     scales_scores: bool = False,
+    partial: float | None = None,
 ) -> Rope:
-    """The rope that one table describes."""
-    _check_partial(where, table)
+    """The rope that one table describes; ``partial`` as for ``rotary``."""
+    if partial is None:
+        _check_partial(where, table)
+        partial = 1.0
+    elif table.get(_PARTIAL) is not None:
+        partial = _number(where, table, _PARTIAL)
     kind = _kind(where, table)
     if unknown := sorted(set(table) - _KEYS[kind] - _ALWAYS - IN_ROPE_TABLES):
         raise ConfigError(
             f"{where}={shown(dict(table))}: {shown(unknown)} mean nothing to rope_type {shown(kind)} here.\n"
             f"{how_to_delete(unknown)}"
         )
-    values: dict[str, Any] = {"theta": theta, "kind": kind, "interleaved": interleaved}
+    values: dict[str, Any] = {"theta": theta, "kind": kind, "interleaved": interleaved, "partial": partial}
     if kind == "default":
         return Rope(**values)
     longest = integer(hf, "max_position_embeddings")
@@ -324,6 +338,12 @@ def _with_original(hf: HfConfig, table: Mapping[str, Any]) -> Mapping[str, Any]:
     if table.get(_ORIGINAL, hf[_ORIGINAL]) != hf[_ORIGINAL]:
         raise ConfigError(f"config.json contradicts itself: {_ORIGINAL} is {hf[_ORIGINAL]}, and {table[_ORIGINAL]}.")
     return {**table, _ORIGINAL: hf[_ORIGINAL]}
+
+
+def _with_partial(written: dict[str, Any], partial: float) -> dict[str, Any]:
+    """The written keys with the share of rotary channels: transformers 4 has it beside the table, 5 inside."""
+    tables = {where: {**written[where], _PARTIAL: partial} for where in _TABLE_KEYS if written.get(where)}
+    return {**written, **tables, _PARTIAL: partial}
 
 
 def _check_partial(where: str, table: Mapping[str, Any]) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -58,6 +58,8 @@ class OnDisk:
     """``{layer}`` is the layer's number; names with ``{expert}`` are repeated for every expert. None at all: where the
     files leave it out it is zero (read, never written)."""
     steps: tuple[str, ...] = ()
+    rows: Callable[[ModelFields], Sequence[int]] | None = None
+    """For each row of the parameters, laid end to end, its row on disk; None if they lie so."""
 
 
 @dataclass(frozen=True, kw_only=True)

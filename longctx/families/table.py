@@ -12,6 +12,7 @@ from longctx.families.llama import LLAMA, MISTRAL
 from longctx.families.mixtral import MIXTRAL
 from longctx.families.olmoe import OLMOE
 from longctx.families.qwen import QWEN2, QWEN2_MOE, QWEN3, QWEN3_MOE, SEED_OSS
+from longctx.families.qwen_hybrid import QWEN3_5, QWEN3_NEXT
 from longctx.families.spec import Family
 from longctx.families.t5 import T5
 
@@ -24,6 +25,8 @@ _ALL = (
     QWEN3,
     QWEN2_MOE,
     QWEN3_MOE,
+    QWEN3_NEXT,
+    QWEN3_5,
     MIXTRAL,
     OLMOE,
     GEMMA2,

@@ -146,6 +146,7 @@ def _shapes(
         scale=config.scale,
         softcap=config.attention_softcap or None,
         rules=tuple(rules),
+        beta_scale=2.0 if config.delta_negative else 1.0,
         cached_tokens=cached_tokens,
         later_tokens=later_tokens,
         values_in_keys=heads.values_in_keys,

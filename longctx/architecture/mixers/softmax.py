@@ -30,7 +30,10 @@ class Softmax(Mixer):
 
     def matrices(self, config: ModelFields) -> int:
         # Queries and output, keys and values.
-        return 2 * config.hidden_size * config.head_dim * (config.num_heads + config.num_kv_heads)
+        heads = 2 * (config.num_heads + config.num_kv_heads)
+        if config.attention_gate:
+            heads += config.num_heads
+        return heads * config.hidden_size * config.head_dim
 
     def vectors(self, config: ModelFields) -> int:
         counts = 0

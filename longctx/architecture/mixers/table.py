@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from longctx.architecture.fields import ModelFields
+from longctx.architecture.mixers.gated_delta import GatedDelta, KimiDelta
 from longctx.architecture.mixers.latent import Latent
 from longctx.architecture.mixers.linear import LatentLinear, Linear
 from longctx.architecture.mixers.mixer import Mixer
@@ -30,10 +31,15 @@ MIXERS: dict[str, Callable[[ModelFields], Mixer]] = {
     "window": lambda config: _softmax(config, window=config.window),
     "sparse": lambda config: _softmax(config, window=config.window, stride=config.sparse_stride),
     "linear": _linear,
+    "gated_delta": lambda config: GatedDelta(config.causal),
+    "kda": lambda config: KimiDelta(config.causal),
 }
 """What a layer sees of its document, and by what."""
+_DELTA = ("delta_key_heads", "delta_value_heads", "delta_key_dim", "delta_value_dim", "delta_negative")
 READS: dict[str, tuple[str, ...]] = {
     "window": ("window", "local_rope_theta"),
     "sparse": ("window", "sparse_stride"),
+    "gated_delta": _DELTA,
+    "kda": _DELTA,
 }
 """Fields of a config that these kinds of layers alone read: without such a layer they have to be 0."""

@@ -64,6 +64,18 @@ class SegmentExchange(Protocol):
         ...
 
 
+class Saved(Protocol):
+    """Keeps results of a layer that is computed a second time."""
+
+    def load(self) -> tuple[Tensor, ...] | None:
+        """Return what the first run saved; None in the first run."""
+        ...
+
+    def save(self, *tensors: Tensor) -> None:
+        """Keep these for the second run."""
+        ...
+
+
 class Carried(NamedTuple):
     """What precedes the segments that take a state."""
 
@@ -79,6 +91,8 @@ class Options:
     beta_scale: float = 1.0
     """Factor s of β."""
     exchange: SegmentExchange | None = None
+    saved: Saved | None = None
+    """If the layer is computed a second time, that run takes this one's results and exchanges nothing."""
     chunk: int = CHUNK
     block_chunks: int = BLOCK_CHUNKS
 
@@ -199,19 +213,20 @@ class _GatedDelta(torch.autograd.Function):
     def forward(
         ctx: Any, options: Options, states: Tensor | None, before: Tensor | None, *tensors: Tensor
     ) -> tuple[Tensor, Tensor]:
-        call = _Call(Tokens(*tensors[:5]), Weights(*tensors[5:]), options)
-        run = _Forward(call, states, before)
-        run()
         ctx.options = options
         ctx.carried_dtypes = [None if x is None else x.dtype for x in (states, before)]
-        given = call.by_batch(run.given)
+        results = None
+        if options.saved is not None:
+            results = options.saved.load()
+        if results is None:
+            results = _run_forward(_Call(Tokens(*tensors[:5]), Weights(*tensors[5:]), options), states, before)
+            if options.saved is not None:
+                options.saved.save(*results)
+        out, given, *kept = results
         if options.exchange is not None:
             ctx.mark_non_differentiable(given)
-        starts = call.zeros(len(call.blocks), *call.sizes)
-        if call.blocks:
-            starts = torch.stack([run.starts[block] for block in call.blocks])
-        ctx.save_for_backward(run.before, starts, run.maps, *tensors)
-        return run.out.flatten(2, 3), given
+        ctx.save_for_backward(*kept, *tensors)
+        return out, given
 
     @staticmethod
     def backward(ctx: Any, dout: Tensor, dgiven: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
@@ -224,6 +239,16 @@ class _GatedDelta(torch.autograd.Function):
             dcarried[n] = None if dtype is None else dcarried[n].to(dtype)
         dweights = [total.to(x.dtype) for total, x in zip(run.dweights, call.weights, strict=True)]
         return None, *dcarried, *run.dtokens, *dweights
+
+
+def _run_forward(call: _Call, states: Tensor | None, before: Tensor | None) -> tuple[Tensor, ...]:
+    """Return output, given states, and what backward needs beside the inputs."""
+    run = _Forward(call, states, before)
+    run()
+    starts = call.zeros(len(call.blocks), *call.sizes)
+    if call.blocks:
+        starts = torch.stack([run.starts[block] for block in call.blocks])
+    return run.out.flatten(2, 3), call.by_batch(run.given), run.before, starts, run.maps
 
 
 class _Forward:
@@ -259,6 +284,7 @@ class _Forward:
             taken = exchange.states(call.by_batch(torch.cat((self.given, self.maps), -1)))()
         for span in waiting:
             assert taken is not None
+            assert span.takes is not None
             self._finish(span, taken[span.takes].flatten(0, 1).to(call.dtype))
 
     def _tails(self) -> Tensor:

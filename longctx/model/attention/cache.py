@@ -76,8 +76,8 @@ class LayerCache:
         self._slot = slot
         self.num_tokens = 0
         """Tokens that were added, whether their rows are still stored or not."""
-        self.state: Tensor | None = None
-        """What a linear layer knows of them."""
+        self.state: Any = None
+        """What a layer with a state knows of them, which is its core's own."""
         self._keys: Tensor | None = None
         self._values: Tensor | None = None
         self._first, self._stop = 0, 0
@@ -123,10 +123,13 @@ class LayerCache:
     def add_state(self, state_sBKDW: Tensor, num_tokens: int) -> None:
         """Add a state, of so many tokens."""
         # Not in place: the forward pass was given the old state, and a backward may still read it.
-        if self.state is None:
-            self.state = state_sBKDW
-        else:
-            self.state = self.state + state_sBKDW
+        if self.state is not None:
+            state_sBKDW = self.state + state_sBKDW
+        self.set_state(state_sBKDW, num_tokens)
+
+    def set_state(self, state: Any, num_tokens: int) -> None:
+        """Replace the state by one after so many more tokens."""
+        self.state = state
         self.num_tokens += num_tokens
 
     def copy_to(self, other: LayerCache) -> None:

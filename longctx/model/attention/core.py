@@ -38,6 +38,8 @@ class AttentionShapes:
     softcap: float | None = None
     rules: tuple[str, ...] = ()
     """``Scores.rules``."""
+    beta_scale: float = 1.0
+    """Factor of what a token writes to a state (gated delta rule)."""
     cached_tokens: int | None = None
     """Earlier tokens whose keys a cache holds; None where there is no cache."""
     later_tokens: int = 0

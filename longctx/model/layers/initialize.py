@@ -6,6 +6,7 @@ A tensor is drawn in blocks, each by a key of its own: a rank draws the blocks t
 from __future__ import annotations
 
 import hashlib
+import math
 
 import numpy as np
 import torch
@@ -29,6 +30,25 @@ def initial_value(name: str, shape: tuple[int, ...], config: ModelConfig, seed: 
     return InitialTensor(name, numel, config, seed).read(0, numel).view(shape)
 
 
+_TO_STREAM = ("o_proj", "down_proj", "out_proj")
+"""In names of projections that write to the residual stream."""
+
+
+def _log_rates(normal: Tensor) -> Tensor:
+    """Logarithms of decay rates that are uniform from 1 to 16 (Mamba-2)."""
+    return torch.special.ndtr(normal).mul_(15).add_(1).log_()
+
+
+def _rate_biases(normal: Tensor) -> Tensor:
+    """What softplus takes to steps of 0.001 to 0.1, uniform in their logarithm (Mamba)."""
+    steps = torch.special.ndtr(normal).mul_(math.log(100)).add_(math.log(0.001)).exp_()
+    return steps + torch.log(-torch.expm1(-steps))
+
+
+_FUNCTIONS = {"A_log": _log_rates, "dt_bias": _rate_biases}
+"""Of normal values, for weights whose initial values are not normal."""
+
+
 class InitialTensor:
     """The flattened ``initial_value`` of one parameter, of which any range can be read; best in ascending order."""
 
@@ -36,7 +56,10 @@ class InitialTensor:
         """``numel`` is the number of values of the whole model's tensor."""
         self._name, self._numel, self._seed = name, numel, seed
         self._constant, self._std = _constant(name, config), config.init_std
-        if "o_proj" in name or "down_proj" in name:
+        self._function = _FUNCTIONS.get(name.split(".")[-2]) if "." in name else None
+        if "conv1d" in name:
+            self._std = (3 * config.delta_conv) ** -0.5
+        if any(part in name for part in _TO_STREAM):
             self._std /= _sums(name, config) ** 0.5
         self._drawn, self._block = -1, torch.empty(0)
 
@@ -54,6 +77,8 @@ class InitialTensor:
             else:
                 part.copy_(self._kept(number)[inside : inside + len(part)])
             done += len(part)
+        if self._function is not None:
+            return self._function(out)
         return out.mul_(self._std)
 
     def copy_to(self, out: Tensor, start: int) -> None:
@@ -93,9 +118,12 @@ def _sums(name: str, config: ModelConfig) -> int:
 def _constant(name: str, config: ModelConfig) -> float | None:
     """The value of a parameter that is not random."""
     if name.endswith("norm.weight"):
+        # The norm inside of a gated delta layer never adds 1.
+        if name.endswith(("self_attn.norm.weight", "self_attn.o_norm.weight")):
+            return 1.0
         if config.norm_offset:
             return 0.0  # the factor is 1 + weight
         return 1.0
-    if name.endswith(("bias", "sinks.weight")) or "relative_bias" in name:
+    if name.endswith((".bias", "_bias", "sinks.weight")) or "relative_bias" in name:
         return 0.0
     return None

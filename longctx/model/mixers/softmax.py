@@ -23,13 +23,14 @@ from longctx.model.rotary import RotaryTable, apply_rotary_to_both
 class GroupedQueryAttention(nn.Module):
     """A projection each for queries, keys and values; K = H is multi-head, K = 1 multi-query attention."""
 
-    gates_output = False
-
     def __init__(self, config: ModelConfig, spec: LayerSpec) -> None:
         super().__init__()
         M, D, H, K = config.hidden_size, config.head_dim, config.num_heads, config.num_kv_heads
         self.num_heads, self.num_kv_heads, self.head_dim = H, K, D
         self.qk_norm = config.qk_norm
+        self.gates_output = config.attention_gate
+        if self.gates_output:
+            self.gate_proj = Linear(M, H * D, bias=config.qkv_bias)
         self.interleaved = spec.rope is not None and spec.rope.interleaved
         self.q_proj = Linear(M, H * D, bias=config.qkv_bias)
         self.k_proj = Linear(M, K * D, bias=config.qkv_bias)
@@ -89,8 +90,11 @@ class GroupedQueryAttention(nn.Module):
         return q, k, v
 
     def output(self, heads_BtHV: Tensor, input_BtM: Tensor | None, *, cached: bool) -> Tensor:
-        """The heads' outputs mixed back to the model width [B, t, M]."""
-        return self.o_proj(heads_BtHV.flatten(-2))
+        """The heads' outputs, gated if the model has such gates, mixed back to the model width [B, t, M]."""
+        values = heads_BtHV.flatten(-2)
+        if input_BtM is not None:
+            values = values * torch.sigmoid(self.gate_proj(input_BtM))
+        return self.o_proj(values)
 
 
 class RelativePositions(nn.Module):

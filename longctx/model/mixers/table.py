@@ -8,6 +8,7 @@ from longctx.errors import ConfigError
 from longctx.kernels.processor import Products
 from longctx.model.attention.core import AttentionCore
 from longctx.model.attention.local import LocalAttention
+from longctx.model.mixers.gated_delta import GatedDeltaNet, KimiDeltaAttention, LocalGatedDelta
 from longctx.model.mixers.latent import LatentAttention, UnfoldedLatentAttention
 from longctx.model.mixers.linear import LocalLinearAttention
 from longctx.model.mixers.network import MixerNetwork
@@ -20,6 +21,8 @@ NETWORKS: dict[str, type[MixerNetwork]] = {
     "latent": LatentAttention,
     "linear": GroupedQueryAttention,
     "latent_linear": UnfoldedLatentAttention,
+    "gated_delta": GatedDeltaNet,
+    "kda": KimiDeltaAttention,
 }
 
 
@@ -31,8 +34,9 @@ def with_local_cores(cores: Mapping[str, AttentionCore], products: Products) -> 
     local: dict[str, AttentionCore] = {
         "softmax": LocalAttention(products=products),
         "linear": LocalLinearAttention(),
+        "gated_delta": LocalGatedDelta(),
     }
-    known = [CROSS, "linear", "softmax"]
+    known = sorted([CROSS, *local])
     unknown = set(cores).difference(known)
     if unknown:
         raise ConfigError(f"no mixer has the core {sorted(unknown)}; known: {known}.")

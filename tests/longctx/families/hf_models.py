@@ -57,6 +57,10 @@ class Case:
         return json.loads(self.config().to_json_string(use_diff=False)) | {"architectures": None}
 
 
+_DELTA = {
+    "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 6, "linear_value_head_dim": 5,
+    "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+}  # fmt: skip
 CASES = {
     "llama": Case("Llama"),
     "llama with biases": Case("Llama", {"attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True}),
@@ -108,6 +112,20 @@ CASES = {
     "qwen3_moe window": Case(
         "Qwen3Moe", _MOE | {"norm_topk_prob": False, "use_sliding_window": True, "sliding_window": 6}
     ),
+    "qwen3_next": Case(
+        "Qwen3Next",
+        _MOE | _DELTA | {"head_dim": 16, "shared_expert_intermediate_size": 20, "mlp_only_layers": [1]},
+        std=0.1,
+    ),
+    "qwen3_next biases": Case(
+        "Qwen3Next",
+        _MOE
+        | _DELTA
+        | {"head_dim": 8, "shared_expert_intermediate_size": 20, "attention_bias": True, "norm_topk_prob": False}
+        | {"linear_num_value_heads": 2, "layer_types": ["full_attention", "linear_attention", "full_attention"]},
+        std=0.1,
+    ),
+    "qwen3_5_text": Case("Qwen3_5Text", _DELTA | {"head_dim": 16, "tie_word_embeddings": True}, std=0.1),
     "mixtral": Case("Mixtral", {"num_local_experts": 5, "num_experts_per_tok": 2}),
     "mixtral window": Case("Mixtral", {"num_local_experts": 5, "num_experts_per_tok": 3, "sliding_window": 6}),
     "olmoe": Case("Olmoe", {"num_experts": 6, "num_experts_per_tok": 3}),

@@ -1,0 +1,102 @@
+"""The gated delta rule (arXiv 2412.06464) and Kimi Delta Attention (arXiv 2510.26692): a state in place of scores.
+
+Axes: M model width, K key heads, H value heads, D key head size, V value head size, W tokens of the convolution.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+from longctx.architecture.fields import ModelFields
+from longctx.architecture.mixers.mixer import Cached, Mixer
+from longctx.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class GatedDelta(Mixer):
+    """Gated DeltaNet: one decay a head, an output gate as wide as the values."""
+
+    name: ClassVar[str] = "gated_delta"
+    core: ClassVar[str] = "gated_delta"
+    has_scores: ClassVar[bool] = False
+
+    @property
+    def reach(self) -> int | None:
+        # No row: a state stands for all tokens before.
+        return 0
+
+    def check(self, config: ModelFields) -> None:
+        """ConfigError for a layer that sees both sides, and for heads that do not fit each other."""
+        if not config.causal:
+            raise ConfigError(
+                f"model.causal=false: {self.name} layers read their document from its first token on. Use "
+                "model.causal=true, or other kinds in model.layers."
+            )
+        sizes = config.delta_sizes
+        if sizes.value_heads % sizes.key_heads:
+            raise ConfigError(
+                f"model.delta_value_heads={sizes.value_heads} must be a multiple of model.delta_key_heads="
+                f"{sizes.key_heads}. Try {sizes.key_heads} or {2 * sizes.key_heads}."
+            )
+        if config.delta_conv < 1:
+            raise ConfigError(
+                f"model.delta_conv={config.delta_conv} must be at least 1 token. Published models have 4."
+            )
+
+    def matrices(self, config: ModelFields) -> int:
+        sizes = config.delta_sizes
+        values = sizes.value_heads * sizes.value_dim
+        # Queries, keys and values; the gate; decay and β; and the way back.
+        return config.hidden_size * (sizes.channels + values + 2 * sizes.value_heads + values)
+
+    def vectors(self, config: ModelFields) -> int:
+        sizes = config.delta_sizes
+        return sizes.channels * sizes.conv + 2 * sizes.value_heads
+
+    def norms(self, config: ModelFields) -> int:
+        # One head's weights for all.
+        return config.delta_sizes.value_dim
+
+    def flops(self, config: ModelFields, lengths: Sequence[int]) -> int:
+        """``6·H·D·V`` a token to read, write and query the states, ``2·W`` a channel to convolve.
+
+        The work inside of chunks is not in it: it depends on how the rule is computed.
+        """
+        sizes = config.delta_sizes
+        states = 6 * sizes.value_heads * sizes.key_dim * sizes.value_dim
+        return (states + 2 * sizes.conv * sizes.channels) * sum(lengths)
+
+    def cached(self, config: ModelFields, num_tokens: int, chunk_tokens: int) -> Cached:
+        sizes = config.delta_sizes
+        # Beside the states stand the tokens that the convolution reads again.
+        states = sizes.value_heads * sizes.key_dim * sizes.value_dim
+        return Cached(state_values=states + (sizes.conv - 1) * sizes.channels)
+
+
+@dataclass(frozen=True)
+class KimiDelta(GatedDelta):
+    """Kimi Delta Attention: a decay a channel of the keys; decays and the output gate come from narrow latents."""
+
+    name: ClassVar[str] = "kda"
+
+    def check(self, config: ModelFields) -> None:
+        super().check(config)
+        sizes = config.delta_sizes
+        if (sizes.key_heads, sizes.key_dim) != (sizes.value_heads, sizes.value_dim):
+            raise ConfigError(
+                f"kda layers have one value head of the key head's size for each key head; got {sizes.key_heads} of "
+                f"{sizes.key_dim} and {sizes.value_heads} of {sizes.value_dim}. Leave model.delta_value_heads and "
+                "model.delta_value_dim out."
+            )
+
+    def matrices(self, config: ModelFields) -> int:
+        sizes = config.delta_sizes
+        width, latent = sizes.key_heads * sizes.key_dim, sizes.key_dim
+        latents = 2 * latent * (config.hidden_size + width)
+        return config.hidden_size * (sizes.channels + sizes.key_heads + width) + latents
+
+    def vectors(self, config: ModelFields) -> int:
+        sizes = config.delta_sizes
+        return sizes.channels * sizes.conv + sizes.key_heads + sizes.key_heads * sizes.key_dim

@@ -1,0 +1,118 @@
+"""Qwen3-Next and Qwen3.5: three layers of a gated delta rule to one of softmax attention with an output gate."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from longctx.architecture.fields import ModelFields
+from longctx.families.layers import delta_layers, sparse_steps
+from longctx.families.llama import DENSE
+from longctx.families.rotary import rotary
+from longctx.families.rules import both_biases, constant, head_dim, kv_heads, llama_like, same
+from longctx.families.spec import BLOCK, PER_EXPERT, Family, OnDisk, TensorRule, renamed
+
+_HYBRID = (
+    *llama_like(),
+    constant(qk_norm="head", norm_offset=True, attention_gate=True),
+    kv_heads(),
+    head_dim(256),
+    rotary(partial=0.25),
+    delta_layers("gated_delta"),
+    both_biases(default=False),
+)
+_EXPERTS = (
+    same("num_experts", "num_experts", also=("num_local_experts",), least=1),
+    same("num_experts_per_tok", "experts_per_token"),
+    same("moe_intermediate_size", "expert_ffn_size"),
+    same("router_aux_loss_coef", "balance_loss_weight", default=0.001),
+    same("shared_expert_intermediate_size", "shared_ffn_size", least=1),
+)
+
+
+def _gated_heads(config: ModelFields) -> Sequence[int]:
+    """Rows of queries, then of gates: on disk each head has its query and then its gate."""
+    D = config.head_dim
+    return [2 * D * head + part * D + d for part in range(2) for head in range(config.num_heads) for d in range(D)]
+
+
+def _interleaved(config: ModelFields, widths: Sequence[int]) -> Sequence[int]:
+    """Rows of parts, each over all key heads: on disk each key head has so many rows of each part."""
+    starts = [sum(widths[:n]) for n in range(len(widths))]
+    heads = range(config.delta_sizes.key_heads)
+    parts = zip(starts, widths, strict=True)
+    return [sum(widths) * head + start + n for start, width in parts for head in heads for n in range(width)]
+
+
+def _projection_rows(config: ModelFields) -> Sequence[int]:
+    K, H, D, V, _ = config.delta_sizes
+    return _interleaved(config, (D, D, H // K * V, H // K * V))
+
+
+def _gate_rows(config: ModelFields) -> Sequence[int]:
+    K, H, *_ = config.delta_sizes
+    return _interleaved(config, (H // K, H // K))
+
+
+def _of_delta(ours: str, theirs: str = "") -> TensorRule:
+    """A parameter of a gated delta layer, by default of the same name there."""
+    return renamed(f"self_attn.{ours}", f"linear_attn.{theirs or ours}")
+
+
+def _of_attention(kind: str) -> TensorRule:
+    """Weights or biases of queries and gates, which are one tensor on disk."""
+    return TensorRule(
+        parameters=(f"{BLOCK}self_attn.q_proj.{kind}", f"{BLOCK}self_attn.gate_proj.{kind}"),
+        layouts=(OnDisk(names=(f"{BLOCK}self_attn.q_proj.{kind}",), rows=_gated_heads),),
+    )
+
+
+_SHARED = (
+    _of_attention("weight"),
+    _of_attention("bias"),
+    _of_delta("conv1d.weight"),
+    _of_delta("A_log.weight", "A_log"),
+    _of_delta("dt_bias.weight", "dt_bias"),
+    _of_delta("norm.weight"),
+    _of_delta("out_proj.weight"),
+)
+_APART = (
+    _of_delta("in_proj_qkv.weight"),
+    _of_delta("in_proj_z.weight"),
+    _of_delta("in_proj_a.weight"),
+    _of_delta("in_proj_b.weight"),
+)
+
+
+def _together(name: str, members: Sequence[str], rows: Callable[[ModelFields], Sequence[int]]) -> TensorRule:
+    """Projections that are one tensor on disk, key head by key head."""
+    return TensorRule(
+        parameters=tuple(f"{BLOCK}self_attn.{member}.weight" for member in members),
+        layouts=(OnDisk(names=(f"{BLOCK}linear_attn.{name}.weight",), rows=rows),),
+    )
+
+
+QWEN3_NEXT = Family(
+    model_type="qwen3_next",
+    architecture="Qwen3NextForCausalLM",
+    rules=(
+        *_HYBRID,
+        *_EXPERTS,
+        sparse_steps(),
+        same("intermediate_size", "ffn_size"),
+        same("norm_topk_prob", "normalize_gates", default=True),
+    ),
+    tensors=(
+        *_SHARED,
+        _together("in_proj_qkvz", ("in_proj_qkv", "in_proj_z"), _projection_rows),
+        _together("in_proj_ba", ("in_proj_b", "in_proj_a"), _gate_rows),
+        *PER_EXPERT,
+    ),
+    ignored_keys=frozenset({"output_router_logits"}),
+)
+
+QWEN3_5 = Family(
+    model_type="qwen3_5_text",
+    architecture="Qwen3_5ForCausalLM",
+    rules=(*_HYBRID, DENSE, same("intermediate_size", "ffn_size")),
+    tensors=(*_SHARED, *_APART),
+)
