@@ -109,16 +109,24 @@ def _assemble(shapes: AttentionShapes, placement: ChunkPlacement, mesh: Mesh) ->
         return CachedLinearPlan(
             shapes, Segments(PackedDocuments.of([0, num_tokens]), takes=takes, gives=(0,)), num_tokens, None
         )
+    states, segments = chunk_states(placement, mesh)
+    return CachedLinearPlan(shapes, segments, num_tokens, GatherStates(mesh, states))
+
+
+def chunk_states(placement: ChunkPlacement, mesh: Mesh) -> tuple[StatePlan, Segments]:
+    """The states of a chunk that is split over ranks, and this rank's segments. ConfigError for single tokens.
+
+    Every segment gives and takes: the cached state enters the first one, too, and the last one's leaves.
+    """
+    assert placement.layout is not None
     states = StatePlan.build(placement.layout)
-    # Every segment gives and takes: the cached state enters the first one, too, and the last one's leaves.
     every = tuple(tuple(_every_segment(states, rank)) for rank in range(mesh.context))
-    # One more is wanted, of all that there is: the state that the chunk adds.
-    end = Open(document=0, start=num_tokens, segment=-1)
+    # One more is wanted, of all that there is: the state after the chunk.
+    end = Open(document=0, start=placement.num_tokens, segment=-1)
     wanted = tuple((*of_rank, end) for of_rank in every)
-    exchange = GatherStates(mesh, replace(states, given=every, taken=wanted))
     own = tuple(x.segment for x in every[mesh.context_rank])
-    ends = states.ends[mesh.context_rank]
-    return CachedLinearPlan(shapes, Segments(PackedDocuments.of(ends), takes=own, gives=own), num_tokens, exchange)
+    segments = Segments(PackedDocuments.of(states.ends[mesh.context_rank]), takes=own, gives=own)
+    return replace(states, given=every, taken=wanted), segments
 
 
 def _every_segment(states: StatePlan, rank: int) -> list[Open]:

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from longctx.model.attention.core import AttentionCore
 from parallel.attention.core import ContextParallelAttention
+from parallel.attention.gated_delta import ContextParallelGatedDelta
 from parallel.attention.linear import ContextParallelLinearAttention
-from parallel.attention.plan import AttentionOptions
+from parallel.attention.plan import AttentionOptions, CoreOverRanks
 from parallel.mesh import Mesh
 
-CORES: dict[str, type[ContextParallelAttention | ContextParallelLinearAttention]] = {
+CORES: dict[str, type[CoreOverRanks]] = {
     "softmax": ContextParallelAttention,
     "linear": ContextParallelLinearAttention,
+    "gated_delta": ContextParallelGatedDelta,
 }
 
 

@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
+from longctx.kernels.gated_delta.rule import Carried
 from parallel.attention.gather_states import start_gather
 from parallel.mesh import Mesh
 from parallel.runtime.spans import DOING
@@ -30,6 +31,8 @@ class JoinSegments:
 
     mesh: Mesh
     plan: StatePlan
+    carried: Carried | None = None
+    """What precedes the first token of all, of one document."""
     layer: int = field(default_factory=lambda: DOING.layer)
     """Layer that made the exchange, for messages about its collectives: backward does not say."""
 
@@ -52,9 +55,12 @@ class JoinSegments:
             before = by_rank.new_zeros(len(self._taken), *by_rank.shape[2:])
             reach = before.shape[2]
             for entry, x in zip(before, self._taken, strict=True):
+                missing = reach
                 for source, count, between in self.plan.rows_before(x, reach):
-                    rows = slice(reach - between - count, reach - between)
-                    entry[:, rows] = by_rank[source.rank, source.slot][:, reach - count :]
+                    missing = reach - between - count
+                    entry[:, missing : missing + count] = by_rank[source.rank, source.slot][:, reach - count :]
+                if self.carried is not None and missing:
+                    entry[:, :missing] = self.carried.before_sBRKC[0, :, reach - missing :]
             return before
 
         return finish
@@ -87,6 +93,8 @@ class JoinSegments:
         for document in {x.document for x in wanted}:
             sources = self.plan.sources(document, sent)[::sign]
             state = results.new_zeros(results.shape[1:])
+            if self.carried is not None:
+                state = self.carried.states_sBHDV[0]
             passed = 0
             own = [n for n, x in enumerate(wanted) if x.document == document]
             for n in sorted(own, key=lambda n: sign * wanted[n].start):

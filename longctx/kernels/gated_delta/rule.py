@@ -234,9 +234,10 @@ class _GatedDelta(torch.autograd.Function):
         call = _Call(Tokens(*tensors[:5]), Weights(*tensors[5:]), ctx.options)
         run = _Backward(call, before, dict(zip(call.blocks, starts, strict=True)), maps, dout)
         run(dgiven.flatten(1, 2))
-        dcarried = [call.by_batch(run.dtaken), run.dbefore]
-        for n, dtype in enumerate(ctx.carried_dtypes):
-            dcarried[n] = None if dtype is None else dcarried[n].to(dtype)
+        dcarried: list[Tensor | None] = [None, None]
+        for n, gradient in enumerate((call.by_batch(run.dtaken), run.dbefore)):
+            if ctx.carried_dtypes[n] is not None:
+                dcarried[n] = gradient.to(ctx.carried_dtypes[n])
         dweights = [total.to(x.dtype) for total, x in zip(run.dweights, call.weights, strict=True)]
         return None, *dcarried, *run.dtokens, *dweights
 

@@ -1,0 +1,118 @@
+"""The gated delta rule over a sequence that is spread over ranks: segments of documents are joined, no row moves.
+
+A rank computes its own segments; what enters them comes from ``JoinSegments``. What a document's first segment gives
+needs nothing of others, and its last gives nothing: with a contiguous layout no rank computes a state twice.
+
+Axes: B batch, t this rank's tokens, K key heads, D key head size, X channels of values, decay and β of a key head.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from longctx.errors import ConfigError
+from longctx.kernels.attention.contract import Scores
+from longctx.kernels.gated_delta.front import Weights
+from longctx.kernels.gated_delta.rule import Options, gated_delta
+from longctx.kernels.linear_attention import Segments
+from longctx.model.attention.cache import LayerCache
+from longctx.model.attention.core import AttentionShapes
+from longctx.model.attention.mask import AttentionMask
+from longctx.model.mixers.gated_delta import as_tokens
+from longctx.model.recompute import RecomputeCache
+from parallel.attention.agreement import agree, degree_problem
+from parallel.attention.cached_delta import CachedDeltaPlan
+from parallel.attention.join_segments import JoinSegments
+from parallel.attention.plan import CoreOverRanks, build_layout, flattened, tokens_problem
+from parallel.mesh import Mesh
+from parallel.schedule.states import StatePlan
+
+
+@dataclass(frozen=True, eq=False)
+class DeltaPlan:
+    """Which segments of a batch meet, in every gated delta layer of one forward pass."""
+
+    mesh: Mesh
+    states: StatePlan
+    shapes: AttentionShapes
+    segments: Segments
+
+    @classmethod
+    def build(cls, states: StatePlan, mesh: Mesh, shapes: AttentionShapes) -> DeltaPlan:
+        """Return the plan for these shapes. Collective.
+
+        ConfigError on every rank if one has a problem, ClusterError if ranks differ or one is too late.
+        """
+        problem = degree_problem(states.layout, mesh)
+        if problem is None:
+            num_local = states.layout.num_local(mesh.context_rank)
+            shapes = flattened(shapes, num_local)
+            problem = tokens_problem(shapes, num_local, mesh)
+        heads = f"{shapes.num_kv_heads} key heads of {shapes.head_dim} (values {shapes.value_dim})"
+        agree(states, mesh, f"gated delta rule, {shapes.batch} × {heads}, {shapes.dtype}", problem)
+        return cls(mesh, states, shapes, states.segments(mesh.context_rank))
+
+    @property
+    def exchange(self) -> JoinSegments | None:
+        """The exchange of a layer; None if no document is on several ranks."""
+        if self.mesh.context == 1 or not self.states.num_given:
+            return None
+        return JoinSegments(self.mesh, self.states)
+
+
+class ContextParallelGatedDelta(CoreOverRanks):
+    """The core of gated delta layers; none of the options changes it.
+
+    Ranks that split heads in other layers (``parallel.ulysses``) hold rows of their own here as any others do.
+    """
+
+    @staticmethod
+    def check_layout(layout: str, ring_degree: int) -> None:
+        """ConfigError if single tokens are dealt to several ranks: every token would be a segment of its own."""
+        if layout == "striped" and ring_degree > 1:
+            raise ConfigError(
+                "parallel.layout='striped' deals single tokens to ranks, and gated delta layers (model.layers) pass a "
+                "state from token to token.\nTry parallel.layout='contiguous' (or zigzag or balanced)."
+            )
+
+    def plan(
+        self, mask: AttentionMask, shapes: AttentionShapes, placement: Any = None, key_placement: Any = None
+    ) -> DeltaPlan | CachedDeltaPlan:
+        """Return the segments of the mask's documents or of a cache's chunk, on which the ranks agree. Collective."""
+        if shapes.cached_tokens is not None:
+            return CachedDeltaPlan.build(mask, shapes, placement, self.mesh)
+        layout = placement or build_layout(self.layout, self.mesh, mask)
+        return DeltaPlan.build(StatePlan.build(layout, mask.documents), self.mesh, shapes)
+
+    def __call__(
+        self,
+        q_BtKD: Tensor,
+        k_BtKD: Tensor,
+        v_BtKX: Tensor,
+        *,
+        plan: DeltaPlan | CachedDeltaPlan,
+        cache: LayerCache | None = None,
+        scores: Scores | None = None,
+        weights: Sequence[Tensor] = (),
+        recompute_cache: RecomputeCache | None = None,
+    ) -> Tensor:
+        """Return the output [B, t, K, G·V] of this rank's tokens, equal to one process's but for rounding."""
+        B, t, K = q_BtKD.shape[:3]
+        batch, given = plan.shapes.batch, Weights(*weights)
+        if isinstance(plan, CachedDeltaPlan):
+            assert cache is not None, "the plan of a cached chunk came without the layer's cache"
+            return plan.attend(q_BtKD, k_BtKD, v_BtKX, given, cache)
+        q, k, v = (x.reshape(batch, -1, *x.shape[2:]) for x in (q_BtKD, k_BtKD, v_BtKX))
+        plan.shapes.check_call(q, None)
+        options = Options(
+            segments=plan.segments,
+            beta_scale=plan.shapes.beta_scale,
+            exchange=plan.exchange,
+            saved=recompute_cache,
+        )
+        out, _ = gated_delta(as_tokens(q, k, v, given), given, options)
+        return out.view(B, t, K, -1)
