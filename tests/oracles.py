@@ -34,8 +34,9 @@ class MaskedAttention:
     def plan(self, mask, shapes, placement=None):
         return mask
 
-    def __call__(self, q_BtHD, k_BtKD, v_BtKD, *, plan, cache=None, scores=None, sinks_H=None, recompute_cache=None):
-        assert cache is sinks_H is None
+    def __call__(self, q_BtHD, k_BtKD, v_BtKD, *, plan, cache=None, scores=None, weights=(), recompute_cache=None):
+        assert cache is None
+        assert not weights
         assert scores is None or not scores.rules
         B, T, H, D = q_BtHD.shape
         q, k, v = (x.reshape(1, B * T, -1, D).transpose(1, 2) for x in (q_BtHD, k_BtKD, v_BtKD))

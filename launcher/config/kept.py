@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from launcher.config.sections import LEAST_CHUNK, RunConfig
 from launcher.config.side_by_side import C, padded_tokens
+from longctx.architecture.rules import is_read
 from longctx.errors import ConfigError
 from parallel.mesh import nearest
 
@@ -73,6 +74,8 @@ def _check_chunks(config: RunConfig) -> None:
         key_heads = model.num_heads
     ulysses = config.parallel.ulysses
     fits = [n for n in range(1, key_heads + 1) if key_heads % n == 0 and (model.num_heads // n) % ulysses == 0]
+    if is_read(model, "delta_key_heads"):
+        fits = [n for n in fits if model.delta_sizes.key_heads % n == 0]
     if not fits:
         divisors = [n for n in range(1, model.num_heads + 1) if model.num_heads % n == 0]
         raise ConfigError(

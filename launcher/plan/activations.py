@@ -7,13 +7,19 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from launcher.config.resolved import ResolvedConfig
 from launcher.plan.encoder import encoder_run, num_source_tokens
 from launcher.plan.parameters import num_layer_parameters
 from launcher.plan.workspace import BackwardCall, backward_workspace, expected_kernel
+from longctx.architecture.layers import layer_specs
+from longctx.architecture.mixers.gated_delta import GatedDelta, KimiDelta
+from longctx.architecture.mixers.mixer import Mixer
 from longctx.architecture.rules import GATED
+from longctx.config import ModelConfig
 from longctx.kernels.cross_entropy import TILE_ELEMENTS, tokens_of_chunk
+from longctx.kernels.gated_delta.rule import BLOCK_CHUNKS, CHUNK
 
 _FLOAT32 = 4
 _LOGSUMEXP = 8
@@ -68,11 +74,37 @@ def _with_encoder(decoder: Activations, encoder: _Layers, config: ResolvedConfig
     )
 
 
+class _CoreBytes(NamedTuple):
+    """Bytes of a token around the core of a layer."""
+
+    q: int
+    """Its queries."""
+    kv: int
+    """Its keys and values."""
+    out: int
+    """The core's result."""
+    lse: int
+    """What else the core keeps: log-sum-exps, or a share of the states."""
+    behind: int = 0
+    """What the way from the result to the output projection saves."""
+
+
+def _around_delta(model: ModelConfig, mixer: Mixer, width: int) -> _CoreBytes:
+    """Of a layer with a gated delta rule: the state at the start of each block, and gate and norm behind it."""
+    K, H, D, V, _ = model.delta_sizes
+    # Beside the values stand the inputs of decays, one a head or a channel, and of β.
+    gates = 2 * H
+    if isinstance(mixer, KimiDelta):
+        gates = H * (D + 1)
+    states = H * D * V * _FLOAT32 // (CHUNK * BLOCK_CHUNKS)
+    # In float32 the norm's input and output and the gate before and behind its function; gate and product in the dtype.
+    return _CoreBytes(K * D * width, (K * D + H * V + gates) * width, H * V * width, states, H * V * (16 + 2 * width))
+
+
 class _TokenBytes:
     """Bytes of a token's values in a layer of a run's model, in the run's dtype.
 
-    ``x`` is the residual stream's, ``q`` all queries, ``kv`` keys and values, ``out`` attention's result, ``lse`` its
-    log-sum-exp.
+    ``x`` is the residual stream's, ``attention`` that of a softmax layer; ``q``, ``kv``, ``out`` and ``lse`` are its.
     """
 
     def __init__(self, config: ResolvedConfig) -> None:
@@ -83,11 +115,22 @@ class _TokenBytes:
         self.out = model.num_heads * model.value_dim * width
         self.kv = model.num_kv_heads * (model.head_dim + model.value_dim) * width
         self.lse = model.num_heads * _LOGSUMEXP
+        self.attention = _CoreBytes(self.q, self.kv, self.out, self.lse)
+        if model.attention_gate:
+            # The gate, and its product with the result.
+            self.attention = self.attention._replace(behind=2 * self.out + self.x)
         self.chunked = bool(config.train.chunk_tokens)
+
+    def core(self, layer: int) -> _CoreBytes:
+        """Of a layer's core."""
+        mixer = layer_specs(self.model)[layer].mixer
+        if isinstance(mixer, GatedDelta):
+            return _around_delta(self.model, mixer, self.width)
+        return self.attention
 
     def kept_of(self, layer: int) -> int:
         """What forward keeps of a layer."""
-        keep, model = self.config.train.keep, self.model
+        keep, model, core = self.config.train.keep, self.model, self.core(layer)
         routing = 0
         if model.has_experts(layer):
             routing = self.routing()
@@ -95,11 +138,12 @@ class _TokenBytes:
             return self.x + routing
         crossed = self.kept_of_cross()
         if keep == "attention":
-            return self.x + self.out + self.lse + routing + crossed
+            return self.x + core.out + core.lse + routing + crossed
         if self.chunked:
-            return self.x + self.q + self.kv + self.out + self.lse + routing + crossed
+            return self.x + core.q + core.kv + core.out + core.lse + routing + crossed
         # Inputs of both norms and parts; queries, keys, values and attention's result; the FFN's.
-        return 4 * self.x + self.before_core() + self.out + self.lse + routing + self.saved_of_ffn(layer) + crossed
+        own = self.before_core(layer) + core.out + core.lse + core.behind
+        return 4 * self.x + own + routing + self.saved_of_ffn(layer) + crossed
 
     def kept_of_cross(self) -> int:
         """What forward keeps of a layer's cross attention, but for keys and values."""
@@ -115,9 +159,12 @@ class _TokenBytes:
         """A token's experts and gates."""
         return 2 * self.model.experts_per_token * 8
 
-    def before_core(self) -> int:
+    def before_core(self, layer: int) -> int:
         """Queries, keys and values, and what their projections save beside the layer's normed input."""
-        model, saved = self.model, self.q + self.kv
+        core = self.core(layer)
+        model, saved = self.model, core.q + core.kv
+        if core is not self.attention:
+            return saved
         if model.qk_norm != "none":
             saved += self.q + model.num_kv_heads * model.head_dim * self.width
         if model.is_latent:
@@ -176,7 +223,7 @@ class _Layers(_TokenBytes):
         if train.store == "host" and not self.chunked and len(layers) > 1:
             below += self.tokens * layers[-2]
         peaks = [kept + loss_bytes(self.config, self.tokens, self.device_type)]
-        peaks += [below + point for layer in {0, model.num_layers - 1} for point in self.points(layer)]
+        peaks += [below + point for layer in _of_each_kind(self) for point in self.points(layer)]
         return Activations(
             kept=kept,
             kept_on_host=self.tokens * on_host,
@@ -193,23 +240,23 @@ class _Layers(_TokenBytes):
 
     def points(self, layer: int) -> list[int]:
         """Bytes at the points of a layer's backward where it may be largest."""
-        model = self.model
+        model, core = self.model, self.core(layer)
         if self.chunked:
             return [self._ffn_of_chunk(layer), self._attention_by_groups(layer)]
         again = 0
         if self.config.train.keep != "all":
             # What a second run saves: inputs of both norms and parts, queries, keys and values.
-            again = 3 * self.x + self.before_core()
+            again = 3 * self.x + self.before_core(layer) + core.behind
         if self.config.train.keep == "inputs":
-            again += self.out + self.lse
+            again += core.out + core.lse
         ffn = self.tokens * again + self._ffn(layer, self.tokens)
         if model.has_experts(layer):
             ffn += self.tokens * self.x
         # The FFN's inputs are gone by then, and so are plain copies of queries, keys and values.
-        norms = self.before_core() - self.q - self.kv
-        attention = self.tokens * (self.x + norms + self._attention_backward())
+        norms = self.before_core(layer) - core.q - core.kv
+        attention = self.tokens * (self.x + norms + self._core_backward(layer))
         if self.config.train.keep == "all":
-            attention -= self.tokens * (2 * self.x + self.saved_of_ffn(layer) + self.before_core())
+            attention -= self.tokens * (2 * self.x + self.saved_of_ffn(layer) + self.before_core(layer) + core.behind)
         return [ffn, attention]
 
     def _ffn(self, layer: int, tokens: int) -> int:
@@ -236,6 +283,14 @@ class _Layers(_TokenBytes):
             sums, bytes_of_weights = tokens * 2 * model.hidden_size * _FLOAT32, width + _FLOAT32
         shared = 5 * model.shared_ffn_size * width * tokens
         return max(of_tile, shared) + sums + weights * bytes_of_weights
+
+    def _core_backward(self, layer: int) -> int:
+        """Bytes of a core's backward, queries, keys and values with it, but not the kept output."""
+        core = self.core(layer)
+        if core is self.attention:
+            return self._attention_backward()
+        # Inputs, their gradients and that of the output; what a block computes anew does not grow with the tokens.
+        return 2 * (core.q + core.kv) + 2 * core.out
 
     def _attention_backward(self) -> int:
         """Bytes of attention's backward, queries, keys and values with it, but not the kept output.
@@ -264,18 +319,20 @@ class _Layers(_TokenBytes):
 
     def _ffn_of_chunk(self, layer: int) -> int:
         chunk = min(self.config.train.chunk_tokens, self.tokens)
-        saved = 6 * self.x + self.before_core() + self.out
+        core = self.core(layer)
+        saved = 6 * self.x + self.before_core(layer) + core.out + core.behind
         # The input's gradient takes the place of the output's, chunk by chunk.
-        ffn = 2 * chunk * saved + self._ffn(layer, chunk) + self._stored(self.x + self.out)
+        ffn = 2 * chunk * saved + self._ffn(layer, chunk) + self._stored(self.x + core.out)
         return ffn + self._weight_sums(layer)
 
     def _attention_by_groups(self, layer: int) -> int:
         # The next group's are on their way, or this one's are where they are stored.
-        passed = self.q + self.kv + self.out
-        arriving = passed + self.out + self.lse
+        core = self.core(layer)
+        passed = core.q + core.kv + core.out
+        arriving = passed + core.out + core.lse
         if self.config.train.store == "device":
             arriving = -passed
-        of_group = self.tokens * (arriving + self._attention_backward()) // self.config.train.head_groups
+        of_group = self.tokens * (arriving + self._core_backward(layer)) // self.config.train.head_groups
         stored = self._stored(self.x + passed)
         if self.config.train.store == "host" and self.device_type == "cpu":
             # The machine's memory, too, is the device's.
@@ -290,6 +347,12 @@ class _Layers(_TokenBytes):
         if self.config.train.store != "device":
             return 0
         return self.tokens * per_token
+
+
+def _of_each_kind(layers: _Layers) -> set[int]:
+    """The first and the last layer, and one with each mixer."""
+    specs = layer_specs(layers.model)
+    return {0, len(specs) - 1, *{spec.mixer: n for n, spec in enumerate(specs)}.values()}
 
 
 def _places(layers: _Layers, kept: list[int]) -> tuple[list[int], int, int, int]:

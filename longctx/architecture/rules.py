@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import math
+from dataclasses import fields
 
-from longctx.architecture.fields import ModelFields, encoder_of
+from longctx.architecture.fields import DeltaFields, ModelFields, encoder_of
 from longctx.architecture.layers import mixers_of
-from longctx.architecture.mixers.table import MIXERS, READS
+from longctx.architecture.mixers.table import DELTA_FIELDS, MIXERS, READS
 from longctx.architecture.types import check_types
 from longctx.errors import ConfigError
 from longctx.untrusted.reading import shown
@@ -132,6 +133,7 @@ def _check_encoder(config: ModelFields) -> None:
         "causal": (True, "the decoder's own tokens see none behind them; an encoder alone has model.encoder_layers=0"),
         "num_experts": (0, "routers are counted and replayed by the layers of one stack"),
         "kv_lora_rank": (0, "cross attention has no latents"),
+        "attention_gate": (False, "no published model with cross attention has such gates"),
         "shared_layers": (False, "no published model with cross attention shares them"),
     }
     for name, (value, why) in wanted.items():
@@ -246,7 +248,19 @@ def _check_mixers(config: ModelFields) -> None:
                     f"model.{name}={getattr(config, name)} belongs to latent attention; set model.kv_lora_rank too, or "
                     f"model.{name}=0."
                 )
-    for mixer in mixers_of(config):
+    usual = {f.name: f.default for f in fields(DeltaFields)}
+    for name in DELTA_FIELDS:
+        if getattr(config, name) != usual[name] and not is_read(config, name):
+            raise ConfigError(
+                f"model.{name}={getattr(config, name)} belongs to gated_delta and kda layers, and model.layers="
+                f"{list(config.layers)} has none. Name some, or leave it out."
+            )
+    mixers = mixers_of(config)
+    if config.attention_gate and not any(mixer.core in ("softmax", "linear") for mixer in mixers):
+        raise ConfigError(
+            f"model.attention_gate=true gates softmax layers; model.layers={list(config.layers)} has none. Set false."
+        )
+    for mixer in mixers:
         mixer.check(config)
 
 

@@ -10,11 +10,13 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 import xxhash
 from torch import Tensor
 
+from longctx.architecture.layers import mixers_of
 from longctx.architecture.size import widest_ffn
 from longctx.batch import PackedDocuments, Stream
 from longctx.config import ModelConfig
@@ -40,7 +42,8 @@ TWO_POSITIONS = "positions from 0 and from 1"
 """Rotary attention sees differences of positions alone. transformers rounds each angle to float32, in both attentions
 alike; ours are exact, so this part of its rounding only shows between two beginnings."""
 TWO_PASSES = "one pass and two"
-"""Compared instead of two attentions in a model that has only one (Gemma 2, GPT-OSS)."""
+"""Compared instead of two attentions in a model that has only one (Gemma 2, GPT-OSS), and beside them in one whose
+layers pass states on, which both attentions round alike."""
 _STRETCHED_BY_LENGTH = ("dynamic", "longrope")
 _PASSES_FACTOR = 4
 """In models that have both, the two attentions are 2 to 5 times as far apart as one pass and two."""
@@ -173,7 +176,10 @@ def compare_logits(
         source_S = torch.randint(first, config.vocab_size, (num_tokens,), generator=generator)
     moves = config.position == "rope" and config.rope.kind not in _STRETCHED_BY_LENGTH
     auto_class = FAMILIES[read_json(folder / "config.json")["model_type"]].auto_class
-    theirs = _their_logits(folder, tokens_T, source_S, compute, auto_class=auto_class, moves=moves)
+    has_states = any(mixer.core == "gated_delta" for mixer in mixers_of(config))
+    theirs = _their_logits(
+        folder, tokens_T, source_S, compute, auto_class=auto_class, moves=moves, has_states=has_states
+    )
     ours_TV = _our_logits(config, parameters(), tokens_T, source_S, compute)
     check = judge_logits(ours_TV, theirs, dtype=compute)
     if not check.passed:
@@ -247,11 +253,19 @@ def _our_logits(
 
 @torch.no_grad()
 def _their_logits(
-    folder: Path, tokens_T: Tensor, source_S: Tensor | None, dtype: torch.dtype, *, auto_class: str, moves: bool
+    folder: Path,
+    tokens_T: Tensor,
+    source_S: Tensor | None,
+    dtype: torch.dtype,
+    *,
+    auto_class: str,
+    moves: bool,
+    has_states: bool,
 ) -> dict[str, tuple[Tensor, Tensor]]:
     """Logits [T, V] computed in two ways, under the name of the ways; no code of the folder is run.
 
-    ``auto_class`` loads it; ``moves`` says that the model computes the same wherever positions begin.
+    ``auto_class`` loads it; ``moves`` says that the model computes the same wherever positions begin,
+    ``has_states`` that layers pass states on.
     """
     import transformers
 
@@ -283,16 +297,23 @@ def _their_logits(
             model.set_attn_implementation("sdpa")
         except (ValueError, ImportError):
             # The model has no other attention.
-            first = model(tokens_BT[:, :cut], use_cache=True)
-            second = model(tokens_BT[:, cut:], past_key_values=first.past_key_values, use_cache=True)
-            return {TWO_PASSES: (eager_TV, torch.cat([first.logits, second.logits], dim=1)[0].float())}
+            return {TWO_PASSES: (eager_TV, _in_two_passes(model, tokens_BT, cut))}
         reference_TV = call().logits[0].float()
         pairs = {TWO_ATTENTIONS: (reference_TV, eager_TV)}
+        if has_states:
+            pairs[TWO_PASSES] = (reference_TV, _in_two_passes(model, tokens_BT, cut))
         if moves:
             positions_BT = torch.arange(1, len(tokens_T) + 1)[None]
             moved_TV = model(tokens_BT, position_ids=positions_BT).logits[0].float()
             pairs[TWO_POSITIONS] = (reference_TV, moved_TV)
         return pairs
+
+
+def _in_two_passes(model: Any, tokens_BT: Tensor, cut: int) -> Tensor:
+    """transformers' logits [T, V] where the tokens from ``cut`` on read a cache of those before."""
+    first = model(tokens_BT[:, :cut], use_cache=True)
+    second = model(tokens_BT[:, cut:], past_key_values=first.past_key_values, use_cache=True)
+    return torch.cat([first.logits, second.logits], dim=1)[0].float()
 
 
 @contextmanager

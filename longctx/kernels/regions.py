@@ -109,11 +109,18 @@ def missing_for_compiling(device_type: str) -> str | None:
 
 
 def _laid_out_alike(arg: Any) -> Any:
-    """Return a copy of a tensor whose values do not lie side by side: a graph is made for strides, and those of a part
-    change with the whole. Anything else is returned as it is."""
-    if isinstance(arg, Tensor) and not arg.is_contiguous():
-        return arg.clone(memory_format=torch.contiguous_format)
-    return arg
+    """Return a copy of a tensor whose values do not lie side by side, or of a view of one: a graph is made for strides,
+    and those of a part change with the whole. Anything else is returned as it is."""
+    if not isinstance(arg, Tensor):
+        return arg
+    base = arg._base
+    if arg.is_contiguous() and (base is None or base.is_contiguous()):
+        return arg
+    copy = arg.clone(memory_format=torch.contiguous_format)
+    # A graph is also made for a view, or for none.
+    if base is None:
+        return copy
+    return copy.view(copy.shape)
 
 
 def _tensors(args: tuple[Any, ...]) -> Iterator[Tensor]:

@@ -26,6 +26,8 @@ class Latent(Softmax):
                 f"model.num_kv_heads={config.num_kv_heads} must be model.num_heads={config.num_heads} in latent "
                 "attention: every head has keys of its own."
             )
+        if config.attention_gate:
+            raise ConfigError("model.attention_gate=true goes with no latent attention (model.kv_lora_rank).")
         if config.position != "rope" or config.qk_norm != "none" or config.rope.partial != 1:
             raise ConfigError(
                 f"latent attention (model.kv_lora_rank={config.kv_lora_rank}) has rotary positions on "

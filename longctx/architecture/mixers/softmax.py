@@ -38,7 +38,10 @@ class Softmax(Mixer):
     def vectors(self, config: ModelFields) -> int:
         counts = 0
         if config.qkv_bias:
-            counts += (config.num_heads + 2 * config.num_kv_heads) * config.head_dim
+            heads = config.num_heads + 2 * config.num_kv_heads
+            if config.attention_gate:
+                heads += config.num_heads
+            counts += heads * config.head_dim
         return counts + output_bias(config) + sinks(config)
 
     def norms(self, config: ModelFields) -> int:

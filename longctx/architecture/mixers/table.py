@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import fields
 
-from longctx.architecture.fields import ModelFields
+from longctx.architecture.fields import DeltaFields, ModelFields
 from longctx.architecture.mixers.gated_delta import GatedDelta, KimiDelta
 from longctx.architecture.mixers.latent import Latent
 from longctx.architecture.mixers.linear import LatentLinear, Linear
@@ -35,11 +36,11 @@ MIXERS: dict[str, Callable[[ModelFields], Mixer]] = {
     "kda": lambda config: KimiDelta(config.causal),
 }
 """What a layer sees of its document, and by what."""
-_DELTA = ("delta_key_heads", "delta_value_heads", "delta_key_dim", "delta_value_dim", "delta_negative")
+DELTA_FIELDS = tuple(f.name for f in fields(DeltaFields))
 READS: dict[str, tuple[str, ...]] = {
     "window": ("window", "local_rope_theta"),
     "sparse": ("window", "sparse_stride"),
-    "gated_delta": _DELTA,
-    "kda": _DELTA,
+    "gated_delta": DELTA_FIELDS,
+    "kda": DELTA_FIELDS,
 }
 """Fields of a config that these kinds of layers alone read: without such a layer they have to be 0."""

@@ -259,7 +259,8 @@ class _Forward:
         self.call, self.carried = call, states
         BH, D, V = call.sizes
         segments = call.options.segments
-        self.out = torch.empty_like(call.tokens.v_BtKGV)
+        # Values are a part of wider rows; the output is not.
+        self.out = call.tokens.v_BtKGV.new_empty(call.tokens.v_BtKGV.shape)
         self.given = call.zeros(len(segments.gives), BH, D, V)
         self.maps = call.zeros(len(segments.gives), BH, D, D)
         self.before = call.zero_rows(len(segments.takes))

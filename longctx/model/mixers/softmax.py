@@ -91,10 +91,10 @@ class GroupedQueryAttention(nn.Module):
 
     def output(self, heads_BtHV: Tensor, input_BtM: Tensor | None, *, cached: bool) -> Tensor:
         """The heads' outputs, gated if the model has such gates, mixed back to the model width [B, t, M]."""
-        values = heads_BtHV.flatten(-2)
         if input_BtM is not None:
-            values = values * torch.sigmoid(self.gate_proj(input_BtM))
-        return self.o_proj(values)
+            gates_BtHV = self.gate_proj(input_BtM).unflatten(-1, heads_BtHV.shape[2:])
+            heads_BtHV = heads_BtHV * torch.sigmoid(gates_BtHV)
+        return self.o_proj(heads_BtHV.flatten(-2))
 
 
 class RelativePositions(nn.Module):

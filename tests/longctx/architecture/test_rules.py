@@ -146,6 +146,7 @@ def ropes():
 
 
 TUPLES_OF_LAYERS = [("full",), ("window",), ("full", "window"), ("linear",), ("sparse", "full"), ("linear", "full")]
+TUPLES_OF_LAYERS += [("gated_delta", "full"), ("kda",)]
 
 SIZES = {"vocab_size": 13, "num_layers": 2, "head_dim": 8, "ffn_size": 6, "max_positions": 16, "init_std": 0.3}
 
@@ -168,6 +169,11 @@ ANY_VALUES = {
     "attention_softcap": st.sampled_from([0.0, 0.0, 2.0]),
     "sinks": st.booleans(),
     "layers": st.sampled_from(TUPLES_OF_LAYERS),
+    "attention_gate": st.booleans(),
+    "delta_heads": st.sampled_from([(0, 0), (2, 4), (1, 1), (3, 4)]),
+    "delta_sizes": st.sampled_from([(0, 0), (3, 0), (4, 5)]),
+    "delta_conv": st.sampled_from([1, 2, 4]),
+    "delta_negative": st.booleans(),
     "latent": st.sampled_from([(0, 0, 0, 0), (5, 4, 0, 0), (5, 2, 3, 4), (5, 6, 7, 9), (0, 4, 0, 0)]),
     "position": st.sampled_from(CHOICES["position"]),
     "rope": ropes(),
@@ -209,6 +215,8 @@ TOGETHER = {
     "pairs": ("pair_head", "segments"),
     "latent": ("kv_lora_rank", "rope_head_dim", "q_lora_rank", "value_head_dim"),
     "relative": ("relative_buckets", "relative_max_distance"),
+    "delta_heads": ("delta_key_heads", "delta_value_heads"),
+    "delta_sizes": ("delta_key_dim", "delta_value_dim"),
     "experts": ("num_experts", "experts_per_token", "expert_groups", "groups_per_token"),
     "shared": ("shared_ffn_size", "shared_gate"),
 }
@@ -232,6 +240,9 @@ def spelled_out(drawn: dict) -> dict:
     useless |= set() if values.get("position") == "learned" else {"position_offset"}
     useless |= set() if "window" in layers else {"local_rope_theta"}
     useless |= {"attention_scale", "attention_softcap", "sinks"} if "linear" in layers else set()
+    if not {"gated_delta", "kda"} & set(layers):
+        useless |= {name for name in values if name.startswith("delta_")}
+    useless |= set() if set(layers) - {"gated_delta", "kda"} else {"attention_gate"}
     useless |= {"norm_offset"} if values.get("norm") == "layernorm" else set()
     return {name: value for name, value in values.items() if name not in useless}
 

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import copy
 import json
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 from safetensors.torch import load_file, save_file
@@ -268,6 +273,35 @@ def build(case: Case, *, seed: int = 0) -> Any:
     return model
 
 
+def in_float64(model: Any) -> Any:
+    """A copy of a model whose weights and rotary frequencies are float64."""
+    copied = copy.deepcopy(model).double()
+    copied.set_experts_implementation("eager")
+    rotary = copied.model.rotary_emb
+    channels = 2 * len(rotary.inv_freq)
+    theta = copied.config.rope_parameters["rope_theta"]
+    rotary.inv_freq = theta ** (-torch.arange(0, channels, 2, dtype=torch.float64) / channels)
+    return copied
+
+
+@contextmanager
+def computing_in(dtype: torch.dtype, model: Any) -> Iterator[None]:
+    """Within the block a float64 model computes in float64 where its code asks for float32."""
+    if dtype != torch.float64:
+        yield
+        return
+
+    class Doubled:
+        float32 = float = torch.float64
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(torch, name)
+
+    module = sys.modules[type(model).__module__]
+    with mock.patch.object(module, "torch", Doubled()), mock.patch.object(Tensor, "float", Tensor.double):
+        yield
+
+
 def save(model: Any, folder: Path) -> Path:
     """The folder that transformers makes of it, in small shards."""
     model.save_pretrained(folder, max_shard_size="60KB")
@@ -290,7 +324,8 @@ def on_disk(folder: Path) -> dict[str, Tensor]:
 def gradients_by_our_names(model: Any, folder: Path) -> dict[str, Tensor]:
     """A transformers model's gradients, through the table of its family as its weights would go."""
     folder.mkdir()
-    found = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    # A file of weights has no float64.
+    found = {name: p.grad.float() for name, p in model.named_parameters() if p.grad is not None}
     found |= {name: torch.zeros_like(b) for name, b in model.named_buffers() if name.endswith("correction_bias")}
     save_file({name: tensor.contiguous() for name, tensor in found.items()}, folder / "model.safetensors")
     model.config.save_pretrained(folder)

@@ -8,6 +8,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from longctx.architecture.layers import mixers_of
 from longctx.config import ModelConfig
 from longctx.conversion import HfReader, load_hf, save_hf
 from longctx.errors import CheckpointError
@@ -43,21 +44,25 @@ def models(tmp_path_factory):
 @pytest.mark.parametrize("name", CASES)
 def test_logits_loss_and_gradients(name, models, tmp_path):
     theirs, folder = models(name)
-    ours = hf_models.ours(folder)
+    ours, bound = hf_models.ours(folder), MAX_ERROR
+    if any(mixer.core == "gated_delta" for mixer in mixers_of(ours.config)):
+        # Queries and keys of length 1 come from short ones, so float32 says too little: both compute in float64.
+        theirs, ours, bound = hf_models.in_float64(theirs), ours.double(), 1e-9
     tokens_BT = hf_models.tokens_of(ours.config)
-    logits = theirs(tokens_BT).logits
+    with hf_models.computing_in(theirs.dtype, theirs):
+        loss = theirs(tokens_BT, labels=tokens_BT).loss
+        logits = theirs(tokens_BT).logits
+        theirs.zero_grad()
+        loss.backward()
     hidden = ours(tokens_BT, torch.arange(tokens_BT.shape[1]).expand_as(tokens_BT))
     error, kl = difference(logits, ours.logits(hidden))
-    assert error <= MAX_ERROR
+    assert error <= bound
     assert kl <= MAX_KL
 
-    loss = theirs(tokens_BT, labels=tokens_BT).loss
     targets_BT = torch.cat((tokens_BT[:, 1:], torch.full_like(tokens_BT[:, :1], IGNORED)), dim=1)
     mine = ours.loss_sums(hidden, targets_BT)[0] / (targets_BT != IGNORED).sum()
     torch.testing.assert_close(mine, loss, rtol=2e-6, atol=0)
 
-    theirs.zero_grad()
-    loss.backward()
     mine.backward()
     expected = hf_models.gradients_by_our_names(theirs, tmp_path / "gradients")
     found = dict(ours.named_parameters())
@@ -66,7 +71,9 @@ def test_logits_loss_and_gradients(name, models, tmp_path):
         assert parameter.grad is not None, key
         scale = expected[key].abs().max()
         assert scale > 0, f"{key} has no gradient to compare"
-        assert (parameter.grad - expected[key]).abs().max() <= MAX_ERROR * max(1.0, float(scale)), key
+        # Those of float64 went through a file of float32.
+        limit = max(bound, 1e-7)
+        assert (parameter.grad - expected[key]).abs().max() <= limit * max(1.0, float(scale)), key
 
 
 def difference(theirs, ours) -> tuple[float, float]:

@@ -16,7 +16,8 @@ CHUNK_TOKENS = 16
 
 
 def buffer_bytes(layer: LayerCache) -> int:
-    tensors = [x for x in vars(layer).values() if isinstance(x, torch.Tensor)]
+    values = [*vars(layer).values(), *(layer.state if isinstance(layer.state, tuple) else ())]
+    tensors = [x for x in values if isinstance(x, torch.Tensor)]
     return sum(x.numel() * x.element_size() for x in tensors)
 
 

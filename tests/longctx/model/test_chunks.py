@@ -36,6 +36,10 @@ CONFIGS = {
     "experts, sandwich": tiny_config(**RANDOM, norm_order="sandwich", shared_gate=False, score_function="sigmoid"),
     "experts, post": tiny_config(**RANDOM, norm_order="post", shared_ffn_size=0),
     "linear": dense_config(**RANDOM, layers=("linear", "window", "full"), window=7),
+    "gated delta": dense_config(
+        **RANDOM, layers=("gated_delta", "full", "gated_delta"), delta_value_heads=8, attention_gate=True
+    ),
+    "kimi": dense_config(**RANDOM, layers=("kda", "full", "kda"), delta_negative=True),
     "t5, sinks": dense_config(**RANDOM, position="t5"),
     "sinks": dense_config(**RANDOM, sinks=True),
     "alibi": dense_config(**RANDOM, position="alibi"),

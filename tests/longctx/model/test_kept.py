@@ -29,7 +29,9 @@ STORES: tuple[Store, ...] = ("device", "host")
 
 @pytest.mark.few(2)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("name", ["dense", "experts, capacity", "experts, sandwich", "experts, post", "linear"])
+@pytest.mark.parametrize(
+    "name", ["dense", "experts, capacity", "experts, sandwich", "experts, post", "linear", "gated delta"]
+)
 def test_no_way_to_keep_changes_a_bit(name, dtype):
     wanted = train(CONFIGS[name], Execution(), dtype)
     for keep, store in itertools.product(KEEPS, STORES):

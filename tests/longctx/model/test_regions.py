@@ -41,6 +41,7 @@ MODELS = {
         num_kv_heads=4, q_lora_rank=16, kv_lora_rank=12, rope_head_dim=4, value_head_dim=8, dense_layers=(0,)
     ),
     "relative": dense_config(position="relative"),
+    "gated delta": dense_config(layers=("gated_delta", "kda", "full"), num_layers=3, attention_gate=True),
     "linear and windows": dense_config(layers=("linear", "window", "full"), window=7, num_layers=3),
 }
 
@@ -93,9 +94,15 @@ def check(name: str, backend: str, *, keep: Keep = "all", store: Store = "device
     assert graphs == [graphs[0]] * len(graphs), "other documents compiled again"
     for a, b in zip(found, losses, strict=True):
         assert abs(a - b) <= 1e-6 * abs(b)
-    for got, wanted in zip(found_grads, grads, strict=True):
+    exact = None
+    for n, (got, wanted) in enumerate(zip(found_grads, grads, strict=True)):
         for key, want in wanted.items():
-            assert (got[key] - want).norm() <= 1e-5 * want.norm() + 1e-6, key
+            error = (got[key] - want).norm()
+            if error <= 1e-5 * want.norm() + 1e-6:
+                continue
+            # Where float32 itself is further from float64, its rounding is the floor.
+            exact = exact or train(MODELS[name], Execution(keep), torch.float64)[1]
+            assert error <= 2 * (want - exact[n][key]).norm(), key
 
 
 def check_bfloat16(name: str, backend: str, products: Products, *, keep: Keep) -> None:

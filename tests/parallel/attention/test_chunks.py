@@ -35,6 +35,7 @@ MODELS = {
         **SIZES, layers=("full", "window", "sparse"), window=13, sparse_stride=5, num_layers=3, sinks=True
     ),
     "linear": ModelConfig(**SIZES, layers=("linear", "full"), num_layers=2),
+    "gated delta": ModelConfig(**SIZES, layers=("gated_delta", "kda", "full"), num_layers=3),
     "bias": ModelConfig(**SIZES, layers=("full",), num_layers=2, position="t5"),
     # What an expert drops depends on all chunks of all ranks.
     "capacity": ModelConfig(
@@ -105,6 +106,6 @@ def test_chunks_over_ranks_give_one_process_gradients(name, layout):
 @pytest.mark.parametrize("name", MODELS)
 def test_chunks_give_one_process_gradients_in_every_way_and_layout(world_size, name):
     layouts = KINDS
-    if name == "linear":
+    if name in ("linear", "gated delta"):
         layouts = tuple(kind for kind in KINDS if kind != "striped")
     run_distributed(check, world_size, world_size, name, layouts, timeout=850)

@@ -72,6 +72,18 @@ MODEL = ModelConfig(
     sparse_stride=7,
     init_std=0.2,
 )
+HYBRID = replace(
+    MODEL,
+    layers=("gated_delta", "full"),
+    window=0,
+    sparse_stride=0,
+    delta_value_heads=8,
+    delta_key_dim=6,
+    delta_value_dim=5,
+    delta_negative=True,
+    attention_gate=True,
+)
+KIMI = replace(MODEL, layers=("kda", "kda", "full"), window=0, sparse_stride=0, delta_key_heads=2)
 LAYOUTS = ("contiguous", "zigzag", "balanced")
 
 
@@ -87,19 +99,20 @@ def run(decoder: Decoder, batch) -> dict[str, torch.Tensor]:
     return {"hidden": hidden.detach()} | grads
 
 
+@pytest.mark.parametrize("model", [MODEL, HYBRID, KIMI], ids=["attention", "hybrid", "kimi"])
 @pytest.mark.parametrize("world_size", [1, 3, *(pytest.param(n, marks=pytest.mark.slow) for n in (2, 4))])
 @on_ranks("world_size")
-def test_models_of_all_kinds_equal_one_process():
-    world, batch = dist.get_world_size(), batch_of(MODEL)
-    want = run(Decoder(MODEL, {"softmax": LocalAttention("blockwise")}).double(), batch)
+def test_models_of_all_kinds_equal_one_process(model):
+    world, batch = dist.get_world_size(), batch_of(model)
+    want = run(Decoder(model, {"softmax": LocalAttention("blockwise")}).double(), batch)
     for ulysses, layout, keep in itertools.product((1, 2), LAYOUTS, ("all", "attention")):
         if world % ulysses or (layout != "zigzag" and (ulysses > 1 or keep != "all")):
             continue
         mesh = Mesh.build(context=world, ulysses=ulysses)
-        model = build_parallel_model(MODEL, mesh, layout=layout, kernel="blockwise", execution=Execution(keep))
+        built = build_parallel_model(model, mesh, layout=layout, kernel="blockwise", execution=Execution(keep))
         whole = SequenceLayout.build(layout, 96, world, batch.cu_seqlens.tolist(), ulysses)
         got = run(
-            model.network.double(), batch.map_tokens(lambda x, whole=whole, mesh=mesh: whole.split(x, mesh.rank, 1))
+            built.network.double(), batch.map_tokens(lambda x, whole=whole, mesh=mesh: whole.split(x, mesh.rank, 1))
         )
         for name, expected in want.items():
             if name == "hidden":
@@ -117,7 +130,7 @@ LINEAR = replace(MODEL, layers=("linear",), window=0, sparse_stride=0)
 @on_ranks(4)
 def test_recomputed_layers_send_nothing():
     """As many messages with recomputation as without, in linear layers alone and in all kinds together."""
-    for config in (LINEAR, MODEL):
+    for config in (LINEAR, MODEL, HYBRID):
         counts = [count_messages({"transport": "p2p"}, keep=keep, config=config) for keep in ("all", "attention")]
         (plain, _, grads), (again, _, same) = counts
         assert again == plain > 0, f"{config.layers}: {again} messages, {plain} without recomputation"
