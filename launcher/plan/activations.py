@@ -285,19 +285,15 @@ class _Layers(_TokenBytes):
         return max(of_tile, shared) + sums + weights * bytes_of_weights
 
     def _core_backward(self, layer: int) -> int:
-        """Bytes of a core's backward, queries, keys and values with it, but not the kept output."""
-        core = self.core(layer)
-        if core is self.attention:
-            return self._attention_backward()
-        # Inputs, their gradients and that of the output; what a block computes anew does not grow with the tokens.
-        return 2 * (core.q + core.kv) + 2 * core.out
-
-    def _attention_backward(self) -> int:
-        """Bytes of attention's backward, queries, keys and values with it, but not the kept output.
+        """Bytes of a core's backward, queries, keys and values with it, but not the kept output.
 
         Factors are those that traces of the ring have: a rank in its middle has more keys under way, the last one more
         queries at once.
         """
+        core = self.core(layer)
+        if core is not self.attention:
+            # Inputs, their gradients and the output's; what a block computes anew does not grow with the tokens.
+            return 2 * (core.q + core.kv + core.out)
         heads, keys, model = self.q + self.out, self.kv, self.model
         padded = 0
         if model.value_dim != model.head_dim:
@@ -323,7 +319,7 @@ class _Layers(_TokenBytes):
         saved = 6 * self.x + self.before_core(layer) + core.out + core.behind
         # The input's gradient takes the place of the output's, chunk by chunk.
         ffn = 2 * chunk * saved + self._ffn(layer, chunk) + self._stored(self.x + core.out)
-        return ffn + self._weight_sums(layer)
+        return ffn + _weight_sums(self, layer)
 
     def _attention_by_groups(self, layer: int) -> int:
         # The next group's are on their way, or this one's are where they are stored.
@@ -337,16 +333,18 @@ class _Layers(_TokenBytes):
         if self.config.train.store == "host" and self.device_type == "cpu":
             # The machine's memory, too, is the device's.
             stored = self.tokens * passed
-        return of_group + stored + self._weight_sums(layer)
-
-    def _weight_sums(self, layer: int) -> int:
-        return num_layer_parameters(self.config, layer) * _FLOAT32
+        return of_group + stored + _weight_sums(self, layer)
 
     def _stored(self, per_token: int) -> int:
         """What passes between a layer's parts, where the device is the store."""
         if self.config.train.store != "device":
             return 0
         return self.tokens * per_token
+
+
+def _weight_sums(layers: _Layers, layer: int) -> int:
+    """Sums of a layer's gradients over chunks."""
+    return num_layer_parameters(layers.config, layer) * _FLOAT32
 
 
 def _of_each_kind(layers: _Layers) -> set[int]:

@@ -233,6 +233,7 @@ def _layout(
     whole = (sum(rows), *shapes[name][1:])
     layout = Layout(parts=(), whole=whole, steps=on_disk.steps, members=members, rows=(start, start + shapes[name][0]))
     parts = tuple(_parts(on_disk.names, _disk_shape(layout), layer, config.num_experts))
+    # An index and no view: parts of different widths alternate on disk, which no strides can say.
     order = None
     if on_disk.rows is not None:
         order = torch.tensor(on_disk.rows(config))

@@ -20,7 +20,11 @@ _HYBRID = (
     delta_layers("gated_delta"),
     both_biases(default=False),
 )
+_DENSE = (DENSE, same("intermediate_size", "ffn_size"))
 _EXPERTS = (
+    sparse_steps(),
+    same("intermediate_size", "ffn_size"),
+    same("norm_topk_prob", "normalize_gates", default=True),
     same("num_experts", "num_experts", also=("num_local_experts",), least=1),
     same("num_experts_per_tok", "experts_per_token"),
     same("moe_intermediate_size", "expert_ffn_size"),
@@ -49,7 +53,7 @@ def _projection_rows(config: ModelFields) -> Sequence[int]:
 
 
 def _gate_rows(config: ModelFields) -> Sequence[int]:
-    K, H, *_ = config.delta_sizes
+    K, H = config.delta_sizes[:2]
     return _interleaved(config, (H // K, H // K))
 
 
@@ -66,6 +70,7 @@ def _of_attention(kind: str) -> TensorRule:
     )
 
 
+# Their norms multiply by 1 + weight, but for the one inside of a gated delta layer.
 _SHARED = (
     _of_attention("weight"),
     _of_attention("bias"),
@@ -83,6 +88,7 @@ _APART = (
 )
 
 
+# Qwen3.5 has four projections where Qwen3-Next has two.
 def _together(name: str, members: Sequence[str], rows: Callable[[ModelFields], Sequence[int]]) -> TensorRule:
     """Projections that are one tensor on disk, key head by key head."""
     return TensorRule(
@@ -91,28 +97,22 @@ def _together(name: str, members: Sequence[str], rows: Callable[[ModelFields], S
     )
 
 
+_TOGETHER = (
+    _together("in_proj_qkvz", ("in_proj_qkv", "in_proj_z"), _projection_rows),
+    _together("in_proj_ba", ("in_proj_b", "in_proj_a"), _gate_rows),
+)
+
 QWEN3_NEXT = Family(
     model_type="qwen3_next",
     architecture="Qwen3NextForCausalLM",
-    rules=(
-        *_HYBRID,
-        *_EXPERTS,
-        sparse_steps(),
-        same("intermediate_size", "ffn_size"),
-        same("norm_topk_prob", "normalize_gates", default=True),
-    ),
-    tensors=(
-        *_SHARED,
-        _together("in_proj_qkvz", ("in_proj_qkv", "in_proj_z"), _projection_rows),
-        _together("in_proj_ba", ("in_proj_b", "in_proj_a"), _gate_rows),
-        *PER_EXPERT,
-    ),
+    rules=_HYBRID + _EXPERTS,
+    tensors=_SHARED + _TOGETHER + PER_EXPERT,
     ignored_keys=frozenset({"output_router_logits"}),
 )
 
 QWEN3_5 = Family(
     model_type="qwen3_5_text",
     architecture="Qwen3_5ForCausalLM",
-    rules=(*_HYBRID, DENSE, same("intermediate_size", "ffn_size")),
-    tensors=(*_SHARED, *_APART),
+    rules=_HYBRID + _DENSE,
+    tensors=_SHARED + _APART,
 )

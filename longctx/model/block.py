@@ -140,16 +140,10 @@ class Block(nn.Module):
         q, k, v = call.run(Block.before_core, self, x_BtM, table, cached)
         if call.cache is not None:
             cache = call.cache.layer(call.layer)
+        weights = self.self_attn.core_weights()
         # Called from here and from nothing deeper: a core outside of compiled graphs breaks each function around it.
         return call.core(
-            q,
-            k,
-            v,
-            plan=call.plan,
-            cache=cache,
-            scores=call.scores,
-            weights=self.self_attn.core_weights(),
-            recompute_cache=recompute_cache,
+            q, k, v, plan=call.plan, cache=cache, scores=call.scores, weights=weights, recompute_cache=recompute_cache
         )
 
     def finish(

@@ -102,7 +102,7 @@ class ContextParallelGatedDelta(CoreOverRanks):
     ) -> Tensor:
         """Return the output [B, t, K, G·V] of this rank's tokens, equal to one process's but for rounding."""
         B, t, K = q_BtKD.shape[:3]
-        batch, given = plan.shapes.batch, Weights(*weights)
+        batch, given = plan.shapes.batch, Weights._make(weights)
         if isinstance(plan, CachedDeltaPlan):
             assert cache is not None, "the plan of a cached chunk came without the layer's cache"
             return plan.attend(q_BtKD, k_BtKD, v_BtKX, given, cache)

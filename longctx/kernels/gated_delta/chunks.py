@@ -49,6 +49,7 @@ class Chunked(NamedTuple):
 
 def prepare(tokens: Tokens, block: Block, chunk: int) -> Chunked:
     """Return the factors of a block's tokens, whose a and b are g and β, in chunks; differentiable."""
+    # A key of length 1 makes I − β k kᵀ a contraction for β up to 2.
     q, k = (fold(_normalized(x).unsqueeze(3), block, chunk) for x in (tokens.q_BtKD, tokens.k_BtKD))
     q = q * q.shape[-1] ** -0.5
     v, decay = (fold(x, block, chunk) for x in (tokens.v_BtKGV, tokens.a_BtKGX))
@@ -59,8 +60,10 @@ def prepare(tokens: Tokens, block: Block, chunk: int) -> Chunked:
     kk, qk = _decayed_products(k, q, decay, lower)
     identity = torch.eye(chunk, dtype=q.dtype, device=q.device)
     system = (beta * kk).tril(-1)
+    # Explicitly: forward multiplies it with two factors, and backward needs it transposed.
     inverse = torch.linalg.solve_triangular(system, identity.expand_as(system), upper=False, unitriangular=True)
     entering, leaving, total = decay.cumsum(-2).exp(), _sums_after(decay).exp(), decay.sum(-2, keepdim=True).mT.exp()
+    # Tokens of other segments neither read the state that enters nor write to the one that leaves.
     if block.masks is not None:
         entering = entering * block.masks.enter_NC[:, None, None, None, :, None]
         leaving = leaving * block.masks.leave_NC[:, None, None, None, :, None]
@@ -120,6 +123,7 @@ def _by_channel(a: Tensor, b: Tensor, decay: Tensor) -> Tensor:
         leaf //= 2
     a_leaves, b_leaves, decay_leaves = (x.unflatten(-2, (-1, leaf)) for x in (a, b, decay))
     factors = _sums_between(decay_leaves).exp()
+    # The only products by channel: C/8 squares of 8 tokens, not one of C.
     squares = torch.einsum("s...id,...jd,...ijd->s...ij", a_leaves, b_leaves, factors)
     while leaf < size:
         a_halves, b_halves, decay_halves = (x.unflatten(-2, (-1, 2, leaf)) for x in (a, b, decay))

@@ -59,13 +59,16 @@ def activate(before_BRKC: Tensor, tokens: Tokens, weights: Weights, block: Block
     t = tokens.q_BtKD.shape[1]
     x = torch.cat((before_BRKC, tokens.channels(slice(None)).to(dtype)), 1)
     conv_KCR = weights.conv_KCR.to(dtype)
+    # A sum of shifted copies: channels stay side by side, as the products need them.
     y = x[:, reach:] * conv_KCR[..., reach]
     for distance in range(1, reach + 1):
         part = x[:, reach - distance : reach - distance + t] * conv_KCR[..., reach - distance]
+        # The token at this distance may be another document's.
         if block.masks is not None:
             part = part * block.masks.reach_tR[:, distance - 1, None, None]
         y = y + part
     q, k, v = functional.silu(y).split((D, D, y.shape[-1] - 2 * D), -1)
+    # Rates are learned as logarithms, so none becomes negative.
     rates = weights.log_rate_KG.to(dtype).exp().unsqueeze(-1)
     decay = -rates * functional.softplus(tokens.a_BtKGX.to(dtype) + weights.rate_bias_KGX.to(dtype))
     beta = tokens.b_BtKG.to(dtype).sigmoid() * beta_scale

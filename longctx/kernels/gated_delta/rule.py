@@ -107,11 +107,8 @@ def gated_delta(
     Everything is differentiable, but for states beside an exchange. ConfigError if sizes do not fit.
     """
     _check(tokens, weights, options, carried)
-    if carried is None:
-        carried_tensors: tuple[Tensor | None, Tensor | None] = (None, None)
-    else:
-        carried_tensors = carried
-    return _GatedDelta.apply(options, *carried_tensors, *tokens, *weights)
+    states, before = carried or (None, None)
+    return _GatedDelta.apply(options, states, before, *(tokens + weights))
 
 
 def _check(tokens: Tokens, weights: Weights, options: Options, carried: Carried | None) -> None:
@@ -155,6 +152,11 @@ class _Call:
         self.spans = cut_spans(options.segments, cut, self.tokens.q_BtKD.device)
         self.dtype = accumulate_dtype(self.tokens.v_BtKGV.dtype)
 
+    @classmethod
+    def of(cls, tensors: Sequence[Tensor], options: Options) -> _Call:
+        """Return the call with the fields of ``Tokens`` and ``Weights``, one after the other."""
+        return cls(Tokens._make(tensors[:5]), Weights._make(tensors[5:]), options)
+
     @property
     def reach(self) -> int:
         return self.weights.conv_KCR.shape[-1] - 1
@@ -169,11 +171,16 @@ class _Call:
         B, _, K, G, V = self.tokens.v_BtKGV.shape
         return B * K * G, self.tokens.q_BtKD.shape[-1], V
 
-    def zeros(self, *shape: int) -> Tensor:
-        return self.tokens.q_BtKD.new_zeros(*shape, dtype=self.dtype)
+    def zeros(self, shape: Sequence[int]) -> Tensor:
+        return self.tokens.q_BtKD.new_zeros(shape, dtype=self.dtype)
 
     def zero_state(self) -> Tensor:
-        return self.zeros(*self.sizes)
+        return self.zeros(self.sizes)
+
+    def zero_maps(self, count: int, columns: int) -> Tensor:
+        """Return states or maps [count, B·H, D, columns], 0."""
+        BH, D, _ = self.sizes
+        return self.zeros((count, BH, D, columns))
 
     def by_batch(self, states: Tensor) -> Tensor:
         """Return [s, B·H, …] as [s, B, H, …]."""
@@ -182,7 +189,7 @@ class _Call:
     def zero_rows(self, count: int) -> Tensor:
         """Return channels of R tokens [count, B, R, K, C], 0."""
         K, C, _ = self.weights.conv_KCR.shape
-        return self.zeros(count, self.tokens.q_BtKD.shape[0], self.reach, K, C)
+        return self.zeros((count, self.tokens.q_BtKD.shape[0], self.reach, K, C))
 
     def tail(self, segment: int) -> slice:
         """Return the tokens of a segment that the convolution of later ones may read."""
@@ -219,36 +226,36 @@ class _GatedDelta(torch.autograd.Function):
         if options.saved is not None:
             results = options.saved.load()
         if results is None:
-            results = _run_forward(_Call(Tokens(*tensors[:5]), Weights(*tensors[5:]), options), states, before)
+            results = _run_forward(_Call.of(tensors, options), states, before)
             if options.saved is not None:
                 options.saved.save(*results)
-        out, given, *kept = results
+        out, given, before, starts, maps = results
         if options.exchange is not None:
             ctx.mark_non_differentiable(given)
-        ctx.save_for_backward(*kept, *tensors)
+        ctx.save_for_backward(before, starts, maps, *tensors)
         return out, given
 
     @staticmethod
     def backward(ctx: Any, dout: Tensor, dgiven: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
-        before, starts, maps, *tensors = ctx.saved_tensors
-        call = _Call(Tokens(*tensors[:5]), Weights(*tensors[5:]), ctx.options)
+        before, starts, maps = ctx.saved_tensors[:3]
+        call = _Call.of(ctx.saved_tensors[3:], ctx.options)
         run = _Backward(call, before, dict(zip(call.blocks, starts, strict=True)), maps, dout)
         run(dgiven.flatten(1, 2))
-        dcarried: list[Tensor | None] = [None, None]
-        for n, gradient in enumerate((call.by_batch(run.dtaken), run.dbefore)):
-            if ctx.carried_dtypes[n] is not None:
-                dcarried[n] = gradient.to(ctx.carried_dtypes[n])
-        dweights = [total.to(x.dtype) for total, x in zip(run.dweights, call.weights, strict=True)]
-        return None, *dcarried, *run.dtokens, *dweights
+        gradients: list[Tensor | None] = [None]
+        for dtype, gradient in zip(ctx.carried_dtypes, (call.by_batch(run.dtaken), run.dbefore), strict=True):
+            gradients.append(None if dtype is None else gradient.to(dtype))
+        gradients.extend(run.dtokens)
+        gradients.extend(total.to(x.dtype) for total, x in zip(run.dweights, call.weights, strict=True))
+        return tuple(gradients)
 
 
 def _run_forward(call: _Call, states: Tensor | None, before: Tensor | None) -> tuple[Tensor, ...]:
     """Return output, given states, and what backward needs beside the inputs."""
     run = _Forward(call, states, before)
     run()
-    starts = call.zeros(len(call.blocks), *call.sizes)
-    if call.blocks:
-        starts = torch.stack([run.starts[block] for block in call.blocks])
+    starts = call.zero_maps(len(call.blocks), call.sizes[2])
+    for start, block in zip(starts, call.blocks, strict=True):
+        start.copy_(run.starts[block])
     return run.out.flatten(2, 3), call.by_batch(run.given), run.before, starts, run.maps
 
 
@@ -257,12 +264,12 @@ class _Forward:
 
     def __init__(self, call: _Call, states: Tensor | None, before: Tensor | None) -> None:
         self.call, self.carried = call, states
-        BH, D, V = call.sizes
+        _, D, V = call.sizes
         segments = call.options.segments
         # Values are a part of wider rows; the output is not.
         self.out = call.tokens.v_BtKGV.new_empty(call.tokens.v_BtKGV.shape)
-        self.given = call.zeros(len(segments.gives), BH, D, V)
-        self.maps = call.zeros(len(segments.gives), BH, D, D)
+        self.given = call.zero_maps(len(segments.gives), V)
+        self.maps = call.zero_maps(len(segments.gives), D)
         self.before = call.zero_rows(len(segments.takes))
         if before is not None:
             self.before = before.to(call.dtype)
@@ -273,6 +280,7 @@ class _Forward:
         arriving = None
         if exchange is not None:
             arriving = exchange.rows(self._tails())
+        # Whole documents and first segments meanwhile: what they give is final.
         waiting = [span for span in call.spans if span.takes is not None]
         for span in call.spans:
             if span.takes is None:
@@ -281,6 +289,7 @@ class _Forward:
         if exchange is not None:
             assert arriving is not None
             self.before = arriving()
+            # The others' states are not known yet, so their map is what can be sent.
             for span in waiting:
                 self._summarize(span)
             taken = exchange.states(call.by_batch(torch.cat((self.given, self.maps), -1)))()
@@ -316,8 +325,9 @@ class _Forward:
         """Set U and M of a span from which a state leaves."""
         if span.gives is None:
             return
-        BH, D, V = self.call.sizes
-        state = self.call.zeros(BH, D, V + D)
+        _, D, V = self.call.sizes
+        state = self.call.zero_maps(1, V + D)[0]
+        # The identity beside a state of 0: its columns become M, those of the state U.
         state[..., V:] = torch.eye(D, dtype=state.dtype, device=state.device)
         for block in span.blocks:
             state = _advance(self.call.factors(block, self._entering(span)), state)[2]
@@ -332,16 +342,17 @@ class _Backward:
     ) -> None:
         self.call, self.before, self.starts, self.maps = call, before_sBRKC, starts, maps
         self.dout = dout_BtHV.unflatten(2, call.tokens.v_BtKGV.shape[2:4])
-        BH, D, V = call.sizes
+        _, D, V = call.sizes
         num_takes = len(call.options.segments.takes)
-        self.dtokens = Tokens(*(torch.zeros_like(x) for x in call.tokens))
+        self.dtokens = Tokens._make(map(torch.zeros_like, call.tokens))
         self.dweights = [torch.zeros_like(x, dtype=call.dtype) for x in call.weights]
         self.dbefore = call.zero_rows(num_takes)
-        self.dtaken = call.zeros(num_takes, BH, D, V)
-        self.back_maps = call.zeros(num_takes, BH, D, D)
+        self.dtaken = call.zero_maps(num_takes, V)
+        self.back_maps = call.zero_maps(num_takes, D)
 
     def __call__(self, dgiven: Tensor) -> None:
         call, exchange = self.call, self.call.options.exchange
+        # Whole documents and last segments meanwhile: no gradient arrives for the state behind them.
         waiting = [span for span in call.spans if span.gives is not None]
         for span in call.spans:
             if span.gives is None:
@@ -364,20 +375,23 @@ class _Backward:
         call, entering = self.call, None
         if span.takes is not None:
             entering = self.before[span.takes]
+        # From the last block on: each is given the gradient of the state that it left.
         for block in reversed(span.blocks):
             before = call.before(block, entering).requires_grad_()
-            tokens = Tokens(*(x.detach().requires_grad_() for x in call.tokens.rows(block.rows)))
-            weights = Weights(*(x.detach().requires_grad_() for x in call.weights))
+            tokens, weights = Tokens._make(_leaves(call.tokens.rows(block.rows))), Weights._make(_leaves(call.weights))
             with torch.enable_grad():
                 activated = activate(before, tokens, weights, block, call.options.beta_scale)
                 factors = prepare(activated, block, call.options.chunk)
             dfactors, dstate = _retreat(factors, self.starts[block], self._dout(block), dstate)
-            inputs = (before, *tokens, *weights)
-            dbefore, *found = torch.autograd.grad(factors, inputs, dfactors)
-            for total, part in zip(self.dtokens, found[:5], strict=True):
+            inputs = [before]
+            inputs.extend(tokens + weights)
+            found = torch.autograd.grad(factors, inputs, dfactors)
+            dbefore = found[0]
+            for total, part in zip(self.dtokens, found[1:6], strict=True):
                 total[:, block.rows] += part
-            for total, part in zip(self.dweights, found[5:], strict=True):
+            for total, part in zip(self.dweights, found[6:], strict=True):
                 total += part
+            # The first tokens of a block reach into the one before it, or into another device's.
             missing, start = call.reach - block.num_before, block.rows.start
             self._add_channels(slice(start - block.num_before, start), dbefore[:, missing:])
             if span.takes is not None and missing:
@@ -414,12 +428,13 @@ def _advance(factors: Chunked, state: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     Returns the states that enter them [N, B, K, G, D, W], the values that they write [N, B, K, G, C, W], and the state
     behind the last. Into columns beyond those of the values nothing is written but what the state itself causes.
     """
-    u, w, k, total = _by_head(factors.u_NBKGCV, factors.w_NBKGCD, factors.k_NBKGCD, factors.total_NBKGX1)
+    u, w, k, total = _by_head((factors.u_NBKGCV, factors.w_NBKGCD, factors.k_NBKGCD, factors.total_NBKGX1))
     u = functional.pad(u, (0, state.shape[-1] - u.shape[-1]))
-    states = state.new_empty(len(u), *state.shape)
+    states = torch.empty_like(state.expand(len(u), -1, -1, -1), memory_format=torch.contiguous_format)
     written = torch.empty_like(u)
     for n in range(len(u)):
         states[n] = state
+        # What the keys read of the old state is taken off the values before they are written.
         torch.baddbmm(u[n], w[n], state, alpha=-1, out=written[n])
         state = torch.baddbmm(state * total[n], k[n].mT, written[n])
     heads = factors.w_NBKGCD.shape[1:4]
@@ -428,7 +443,7 @@ def _advance(factors: Chunked, state: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 def _retreat(factors: Chunked, start: Tensor, dout_NBKGCV: Tensor, dstate: Tensor) -> tuple[Chunked, Tensor]:
     """Return the gradients of a block's factors, and of the state before it, from that of the state after it."""
-    factors = Chunked(*(x.detach() for x in factors))
+    factors = Chunked._make(x.detach() for x in factors)
     states, written, _ = _advance(factors, start)
     dwritten, after, dstate = _pull_back(factors, dout_NBKGCV, dstate)
     # A decay of a whole head counts for all channels of its keys.
@@ -450,17 +465,23 @@ def _pull_back(factors: Chunked, dout_NBKGCV: Tensor, dstate: Tensor) -> tuple[T
     Returns the gradients of the values that they write [N, B, K, G, C, V], of the states that leave them
     [N, B, K, G, D, V], and of the state before the first.
     """
-    w, k, total = _by_head(factors.w_NBKGCD, factors.k_NBKGCD, factors.total_NBKGX1)
-    reads, dwritten = _by_head(factors.q_NBKGCD.mT @ dout_NBKGCV, factors.p_NBKGCC.mT @ dout_NBKGCV)
-    after = dstate.new_empty(len(w), *dstate.shape)
+    w, k, total = _by_head((factors.w_NBKGCD, factors.k_NBKGCD, factors.total_NBKGX1))
+    reads, dwritten = _by_head((factors.q_NBKGCD.mT @ dout_NBKGCV, factors.p_NBKGCC.mT @ dout_NBKGCV))
+    after = torch.empty_like(reads)
     for n in reversed(range(len(w))):
         after[n] = dstate
+        # Written values reach the output of their own chunk, and through the state those of later ones.
         dwritten[n].baddbmm_(k[n], dstate)
         dstate = torch.baddbmm(reads[n].addcmul_(dstate, total[n]), w[n].mT, dwritten[n], alpha=-1)
     heads = factors.w_NBKGCD.shape[1:4]
     return dwritten.unflatten(1, heads), after.unflatten(1, heads), dstate
 
 
-def _by_head(*factors: Tensor) -> list[Tensor]:
+def _leaves(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """Return the tensors as leaves of a graph of their own."""
+    return [x.detach().requires_grad_() for x in tensors]
+
+
+def _by_head(factors: Sequence[Tensor]) -> list[Tensor]:
     """Return factors [N, B, K, G, …] as [N, B·H, …]."""
     return [x.flatten(1, 3) for x in factors]

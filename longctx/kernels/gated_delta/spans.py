@@ -83,6 +83,7 @@ def cut_spans(segments: Segments, cut: Cut, device: torch.device) -> tuple[Span,
     start = 0
     for number, stop in enumerate(bounds[1:]):
         is_open = number in takes or number in gives
+        # An open segment has chunks of its own, so whole documents before it end theirs.
         if is_open and ends:
             spans.append(Span(None, None, _blocks(start, ends, cut, device)))
             start, ends = ends[-1], []
@@ -111,15 +112,18 @@ def _blocks(first: int, ends: Sequence[int], cut: Cut, device: torch.device) -> 
 
 
 def _masks(first: int, ends: Sequence[int], rows: range, cut: Cut, device: torch.device) -> Masks:
-    bounds = torch.tensor([first, *ends])
+    # The first boundary is the beginning of the first segment.
+    bounds = torch.tensor((first, *ends))
     num_chunks = -(-len(rows) // cut.chunk)
     # Padding belongs to the last token's segment.
     tokens = (rows.start + torch.arange(num_chunks * cut.chunk)).clamp(max=rows.stop - 1)
     segment = torch.bucketize(tokens, bounds[1:], right=True)
     segment_NC = segment.view(num_chunks, cut.chunk)
     before = torch.bucketize(tokens.view(num_chunks, cut.chunk)[:, :1] - 1, bounds[1:], right=True)
+    # The first chunk of a run of documents continues none.
     if rows.start == first:
         before[0] = -1
+    # A state that enters a chunk concerns tokens up to the first boundary in it, one that leaves those after the last.
     enter_NC = segment_NC == before
     age = (tokens - bounds[segment])[: len(rows)]
     return Masks(

@@ -77,6 +77,7 @@ class InitialTensor:
             else:
                 part.copy_(self._kept(number)[inside : inside + len(part)])
             done += len(part)
+        # Each value depends on its own normal value alone, so ranges of them can be read as of other weights.
         if self._function is not None:
             return self._function(out)
         return out.mul_(self._std)

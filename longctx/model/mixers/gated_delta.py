@@ -58,6 +58,7 @@ class GatedDeltaNet(nn.Module):
         """``Weights`` of the rule, heads first."""
         K, D = self.sizes.key_heads, self.sizes.key_dim
         conv_CR = self.conv1d().squeeze(1)
+        # On disk all queries' channels come first, then all keys'; the core takes what belongs to a key head.
         parts = conv_CR.split((K * D, K * D, len(conv_CR) - 2 * K * D))
         conv_KCR = torch.cat([part.unflatten(0, (K, -1)) for part in parts], dim=1)
         rates = self.A_log().unflatten(0, (K, -1))
@@ -75,6 +76,7 @@ class GatedDeltaNet(nn.Module):
         """Queries and keys [B, t, K, D], values [B, t, K, G·V] and behind them the inputs of decay and β."""
         K = self.sizes.key_heads
         q, k, v = self._channels(x_BtM, only_graph=only_graph)
+        # They travel with the values: whoever stores or sends these needs to know of no further tensor.
         a, b = (f(x_BtM, only_graph=only_graph).unflatten(-1, (K, -1)) for f in (self.in_proj_a, self.in_proj_b))
         return q, k, torch.cat((v, a, b), dim=-1)
 
@@ -88,6 +90,7 @@ class GatedDeltaNet(nn.Module):
     def output(self, heads_BtHV: Tensor, input_BtM: Tensor | None, *, cached: bool) -> Tensor:
         """The values' outputs [B, t, K, G·V], normed and gated, mixed back to the model width [B, t, M]."""
         assert input_BtM is not None
+        # From the input, and not from the projections: a gate that is stored would be as wide as the values.
         gate_BtHV = self.in_proj_z(input_BtM).unflatten(-1, (self.sizes.value_heads, -1))
         return self.out_proj(self.norm(heads_BtHV.reshape(gate_BtHV.shape), gate_BtHV).flatten(-2))
 
@@ -96,6 +99,7 @@ class KimiDeltaAttention(GatedDeltaNet):
     """Kimi Delta Attention (arXiv 2510.26692): a decay a channel, and a sigmoid gate, both from narrow latents."""
 
     def __init__(self, config: ModelConfig, spec: LayerSpec) -> None:
+        # Other projections than the base class has, around the same core.
         nn.Module.__init__(self)
         M, self.sizes = config.hidden_size, config.delta_sizes
         K, D = self.sizes.key_heads, self.sizes.key_dim
@@ -169,6 +173,7 @@ class LocalGatedDelta(AttentionCore):
         if shapes.cached_tokens is None:
             shapes.check_whole(mask.documents)
             return LocalDeltaPlan(Segments(mask.documents), shapes.beta_scale)
+        # Before the first token there is no state, and a segment that takes none needs no exchange.
         takes: tuple[int, ...] = ()
         if shapes.cached_tokens:
             takes = (0,)
@@ -188,13 +193,14 @@ class LocalGatedDelta(AttentionCore):
     ) -> Tensor:
         """Output [B, t, K, G·V]; there are no ``scores``."""
         B, T, K = q_BtKD.shape[:3]
-        given = Weights(*weights)
+        given = Weights._make(weights)
         if cache is None:
             # Rows are laid end to end: documents are boundaries in the flattened tokens.
-            q, k, v = (x.reshape(1, B * T, *x.shape[2:]) for x in (q_BtKD, k_BtKD, v_BtKX))
+            q, k, v = (x.flatten(0, 1).unsqueeze(0) for x in (q_BtKD, k_BtKD, v_BtKX))
             options = Options(segments=plan.segments, beta_scale=plan.beta_scale, saved=recompute_cache)
             out, _ = gated_delta(as_tokens(q, k, v, given), given, options)
             return out.view(B, T, K, -1)
+        # Short chunks for few tokens: a generated one would otherwise pay for sixty-four.
         tokens, carried = as_tokens(q_BtKD, k_BtKD, v_BtKX, given), cache.state
         options = Options(segments=plan.segments, beta_scale=plan.beta_scale, chunk=min(T, CHUNK))
         out, states = gated_delta(tokens, given, options, carried)
@@ -214,6 +220,7 @@ def newest(tokens: Tokens, weights: Weights, carried: Carried | None) -> Tensor:
     reach = weights.conv_KCR.shape[-1] - 1
     num_tokens = tokens.q_BtKD.shape[1]
     own = tokens.channels(slice(max(0, num_tokens - reach), num_tokens))
+    # As the states, so that a cache has one dtype.
     own = own.to(accumulate_dtype(own.dtype))
     missing = reach - own.shape[1]
     if not missing:

@@ -36,7 +36,7 @@ def with_local_cores(cores: Mapping[str, AttentionCore], products: Products) -> 
         "linear": LocalLinearAttention(),
         "gated_delta": LocalGatedDelta(),
     }
-    known = sorted([CROSS, *local])
+    known = sorted(local.keys() | {CROSS})
     unknown = set(cores).difference(known)
     if unknown:
         raise ConfigError(f"no mixer has the core {sorted(unknown)}; known: {known}.")

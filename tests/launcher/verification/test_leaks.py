@@ -30,6 +30,7 @@ PROBED = {
     "run.hostfile": "none",
 }
 LINEAR = {"model.layers": "linear full"}
+HYBRID = {"model.layers": "gated_delta full", "model.delta_value_heads": 8, "model.attention_gate": "true"}
 BOTH_SIDES = {"model.causal": "false", "train.objective": "masked"}
 
 
@@ -48,7 +49,7 @@ def nothing_leaks(ways: list[dict[str, Any]]) -> None:
 
 @pytest.mark.timeout(200)
 def test_nothing_leaks():
-    run_distributed(nothing_leaks, 2, [{}, {**LINEAR, "train.chunk_tokens": 20}, BOTH_SIDES], timeout=180)
+    run_distributed(nothing_leaks, 2, [{}, {**LINEAR, "train.chunk_tokens": 20}, HYBRID, BOTH_SIDES], timeout=180)
 
 
 WAYS: dict[str, list[dict[str, Any]]] = {
@@ -57,6 +58,11 @@ WAYS: dict[str, list[dict[str, Any]]] = {
     "kernels": [{"parallel.kernel": kernel} for kernel in ("reference", "blockwise", "cpu_flash")],
     "chunks": [{"train.chunk_tokens": 17}, {"train.chunk_tokens": 17, "train.keep": "attention"}],
     "mixers": [LINEAR, {"model.layers": "full window", "model.window": 20}, {"model.position": "learned"}],
+    "hybrids": [
+        *({**HYBRID, "parallel.layout": layout} for layout in ("contiguous", "zigzag", "balanced")),
+        {**HYBRID, "train.chunk_tokens": 17, "model.num_experts": 4},
+        {"model.layers": "kda full", "train.chunk_tokens": 17},
+    ],
     "experts": [{"model.num_experts": 4}],
     "both sides": [
         {**BOTH_SIDES, "parallel.layout": "balanced"},
@@ -126,6 +132,7 @@ def leak(change: Callable[[Stream], Stream], changed: dict[str, Any], said: str)
     [
         pytest.param(one_document, {}, "see each other", id="mask"),
         pytest.param(one_document, {"model.layers": "linear"}, "see each other", id="state"),
+        pytest.param(one_document, {"model.layers": "gated_delta"}, "see each other", id="convolution"),
         pytest.param(positions_go_on, {"model.position": "learned"}, "positions go on", id="position"),
     ],
 )
