@@ -42,14 +42,14 @@ def of_translation(result: dict[str, Any]) -> Table:
 
 
 def of_pretraining(result: dict[str, Any]) -> Table:
-    """Accuracy of masked tokens and of pairs, on held-out rows."""
-    head = ["", "masked tokens right", "pairs right", "of them by common words", "CPU s"]
+    """Accuracy of masked tokens and of pairs, on held-out rows, by seed."""
+    head = ["", "seed", "masked tokens right", "pairs right", "by common words", "CPU s"]
     names = {"nsp": "BERT, next sentence", "sop": "ALBERT, sentence order", "masks": "masks of ten epochs"}
     lines = []
     for row in result["rows"]:
-        for who in [name for name in row if name != "case"]:
+        for who in [name for name in row if name not in ("case", "seed", "date")]:
             last = row[who][-1]
             pairs = [f"{100 * last[key]:.1f} %" if key in last else "–" for key in ("pair_accuracy", "word_overlap")]
-            name = f"{names[row['case']]}, {who}"
-            lines.append([name, f"{100 * last['masked_accuracy']:.1f} %", *pairs, f"{last['cpu_seconds']:,.0f}"])
+            name, masked = f"{names[row['case']]}, {who}", f"{100 * last['masked_accuracy']:.1f} %"
+            lines.append([name, str(row["seed"]), masked, *pairs, f"{last['cpu_seconds']:,.0f}"])
     return head, lines

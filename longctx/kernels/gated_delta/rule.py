@@ -237,8 +237,10 @@ class _GatedDelta(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, dout: Tensor, dgiven: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
-        before, starts, maps = ctx.saved_tensors[:3]
-        call = _Call.of(ctx.saved_tensors[3:], ctx.options)
+        # Asked for once: a layer that is computed again hands them out as it makes them.
+        saved = ctx.saved_tensors
+        before, starts, maps = saved[:3]
+        call = _Call.of(saved[3:], ctx.options)
         run = _Backward(call, before, dict(zip(call.blocks, starts, strict=True)), maps, dout)
         run(dgiven.flatten(1, 2))
         gradients: list[Tensor | None] = [None]
