@@ -148,7 +148,8 @@ class BlockFields:
     norm: str = "rmsnorm"
     """rmsnorm or layernorm."""
     norm_order: str = "pre"
-    """Norm before each part (pre), after each sum (post), or before and after each part (sandwich, Gemma 2)."""
+    """Norm before each part (pre), after each sum (post), before and after each part (sandwich, Gemma 2), or after
+    each part alone (output, OLMo 2)."""
     norm_offset: bool = False
     """Whether norms multiply by 1 + weight (Gemma)."""
     norm_eps: float = 1e-6

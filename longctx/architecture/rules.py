@@ -14,7 +14,7 @@ from longctx.untrusted.reading import shown
 
 CHOICES: dict[str, tuple[str, ...]] = {
     "norm": ("rmsnorm", "layernorm"),
-    "norm_order": ("pre", "post", "sandwich"),
+    "norm_order": ("pre", "post", "sandwich", "output"),
     "activation": ("swiglu", "geglu", "geglu_tanh", "swiglu_oai", "gelu", "gelu_tanh", "relu", "relu2", "silu"),
     "qk_norm": ("none", "head", "full"),
     "position": ("rope", "none", "learned", "sinusoidal", "sinusoidal_halves", "alibi", "t5", "relative"),
@@ -142,9 +142,9 @@ def _check_encoder(config: ModelFields) -> None:
                 f"model.{name}={getattr(config, name)} goes with no encoder (model.encoder_layers="
                 f"{config.encoder_layers}): {why}. Set model.{name}={str(value).lower()}."
             )
-    if config.norm_order == "sandwich":
+    if config.norm_order in ("sandwich", "output"):
         raise ConfigError(
-            "model.norm_order='sandwich' goes with no encoder (model.encoder_layers="
+            f"model.norm_order={config.norm_order!r} goes with no encoder (model.encoder_layers="
             f"{config.encoder_layers}). Try 'pre' or 'post'."
         )
     for name in ("layers", "rope_layers"):

@@ -35,8 +35,10 @@ from longctx.conversion.tensors import (
 from longctx.conversion.tokenizer import check_tokenizer, export_tokenizer, is_qwen, replaced_ids
 from longctx.conversion.weights.folder import INDEX, WeightsFolder
 from longctx.conversion.weights.json_files import read_json, write_json
+from longctx.conversion.weights.quantized import DequantizedFolder
 from longctx.errors import CheckpointError, ConfigError
 from longctx.families import FAMILIES, config_to_hf, left_behind, passed_over
+from longctx.families.quantization import quantization_of
 from longctx.families.spec import START_KEY, TARGET_ID_KEYS
 from longctx.files import staged_folder
 from longctx.storage.safetensors import ShardWriter
@@ -70,7 +72,12 @@ class HfReader:
         """Keys of config.json that other tools left there, and that no network reads."""
         named = {**FAMILIES[self.model_type].absent_ids, **hf_config}
         self.token_ids = {key: _token_id(key, named.get(key)) for key in _token_id_keys(self.config)}
+        self.quantization = quantization_of(hf_config)
+        """How some weights are stored, which are read as bfloat16; None if none is quantised."""
         self._disk = WeightsFolder(self.folder)
+        if self.quantization is not None:
+            self._disk = DequantizedFolder(self._disk, self.quantization)
+            log.info("%s: quantised weights (%s) are read as bfloat16.", self.folder, self.quantization)
         # Names and shapes come from the headers: a folder that does not fit is refused before a value is read.
         on_disk = self._names_on_disk(hf_config)
         check_size(self.config, [self._disk.shape(name) for name in on_disk], str(self.folder))
@@ -119,12 +126,6 @@ class HfReader:
         """The tensors that parameters are made of; a warning names further layers that the family leaves out."""
         names = self._disk.names()
         family = FAMILIES[self.model_type]
-        packed = [name for name in names if name.endswith(("_blocks", "_scales"))]
-        if packed:
-            raise CheckpointError(
-                f"{self.folder} holds weights packed into 4-bit blocks (mxfp4): {listing(packed, limit=4)}.\n"
-                "Unpack them first: transformers' Mxfp4Config(dequantize=True), then save_pretrained."
-            )
         extra = 0
         if family.extra_layers_key:
             extra = hf_config.get(family.extra_layers_key, 0)

@@ -10,6 +10,8 @@ from longctx.architecture.fields import ModelFields, names_of_role
 from longctx.architecture.rules import check_model
 from longctx.errors import ConfigError
 from longctx.families.leftover import how_to_delete, is_leftover, leftover_keys
+from longctx.families.quantization import KEYS as QUANTIZATION_KEYS
+from longctx.families.quantization import quantization_of
 from longctx.families.rotary import effective_rope
 from longctx.families.spec import IGNORED_KEYS, Family
 from longctx.families.table import FAMILIES
@@ -31,6 +33,8 @@ def config_from_hf(config: dict[str, Any]) -> dict[str, Any]:
         raise ConfigError(
             f"architectures={shown(named)} is not supported; {family.model_type} means {family.architecture}."
         )
+    # Refused if no such weights can be read; the network is the same.
+    quantization_of(config)
     values: dict[str, Any] = {}
     for rule in family.rules:
         values |= rule.read(config)
@@ -54,7 +58,7 @@ def passed_over(config: dict[str, Any]) -> dict[str, Any]:
 
 def _known_keys(family: Family) -> frozenset[str]:
     """Return every key of config.json that the family's rules read, or that says nothing in any family."""
-    return IGNORED_KEYS.union(family.ignored_keys, *(rule.keys for rule in family.rules))
+    return IGNORED_KEYS.union(QUANTIZATION_KEYS, family.ignored_keys, *(rule.keys for rule in family.rules))
 
 
 def config_to_hf(config: ModelFields, *, model_type: str | None = None, own_tokenizer: bool = False) -> dict[str, Any]:

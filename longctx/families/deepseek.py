@@ -31,7 +31,7 @@ from longctx.families.rules import (
 from longctx.families.spec import PER_EXPERT, Family, HfConfig, Rule, renamed
 from longctx.untrusted.reading import shown
 
-_MTP_KEY = "num_nextn_predict_layers"
+MTP_KEY = "num_nextn_predict_layers"
 
 
 def _head_sizes() -> Rule:
@@ -55,9 +55,9 @@ def _head_sizes() -> Rule:
     return Rule(keys=(plain, rotary_key, "head_dim", "qk_head_dim"), read=read, write=write)
 
 
-def _shared_experts() -> Rule:
+def shared_experts() -> Rule:
     """Shared experts are one of their width together; at least one, for transformers always has them."""
-    key = "n_shared_experts"
+    key = "nshared_experts"
 
     def read(hf: HfConfig) -> dict[str, Any]:
         count = integer(hf, key)
@@ -90,16 +90,16 @@ def _groups_by_method() -> Rule:
     return Rule(keys=keys, read=read, write=write)
 
 
-def _no_further_layers() -> Rule:
+def no_further_layers() -> Rule:
     """Layers for multi-token prediction: any number is read, and none is written."""
 
     def read(hf: HfConfig) -> dict[str, Any]:
-        count = integer(hf, _MTP_KEY, 0)
+        count = integer(hf, MTP_KEY, 0)
         if not 0 <= count <= MOST_LAYERS:
-            raise ConfigError(f"{_MTP_KEY}={count} in config.json must lie between 0 and {MOST_LAYERS}.")
+            raise ConfigError(f"{MTP_KEY}={count} in config.json must lie between 0 and {MOST_LAYERS}.")
         return {}
 
-    return Rule(keys=(_MTP_KEY,), read=read, write=lambda _: {_MTP_KEY: 0})
+    return Rule(keys=(MTP_KEY,), read=read, write=lambda _: {MTP_KEY: 0})
 
 
 def _deepseek(*, dense: int, scores: str, q_lora: Any) -> tuple[Rule, ...]:
@@ -115,7 +115,7 @@ def _deepseek(*, dense: int, scores: str, q_lora: Any) -> tuple[Rule, ...]:
             read=lambda hf: {"value_head_dim": integer(hf, "v_head_dim")},
             write=lambda config: {"v_head_dim": config.value_dim},
         ),
-        _shared_experts(),
+        shared_experts(),
         same("kv_lora_rank", "kv_lora_rank", least=1),
         optional("q_lora_rank", "q_lora_rank", default=q_lora),
         both_biases(default=False),
@@ -133,7 +133,7 @@ def _deepseek(*, dense: int, scores: str, q_lora: Any) -> tuple[Rule, ...]:
     )
 
 
-_TENSORS = (
+SHARED_EXPERTS = (
     *PER_EXPERT,
     renamed("mlp.shared_expert.gate_proj.weight", "mlp.shared_experts.gate_proj.weight"),
     renamed("mlp.shared_expert.up_proj.weight", "mlp.shared_experts.up_proj.weight"),
@@ -155,7 +155,7 @@ DEEPSEEK_V2 = Family(
         only("norm_topk_prob", False, None),
         same("routed_scaling_factor", "routed_scale", default=1.0),
     ),
-    tensors=_TENSORS,
+    tensors=SHARED_EXPERTS,
     ignored_keys=_KEYS,
 )
 
@@ -171,9 +171,9 @@ DEEPSEEK_V3 = Family(
         only("topk_method", "noaux_tc"),
         same("norm_topk_prob", "normalize_gates", default=True),
         same("routed_scaling_factor", "routed_scale", default=2.5),
-        _no_further_layers(),
+        no_further_layers(),
     ),
-    tensors=_TENSORS,
+    tensors=SHARED_EXPERTS,
     ignored_keys=_KEYS,
-    extra_layers_key=_MTP_KEY,
+    extra_layers_key=MTP_KEY,
 )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
 from longctx.architecture.fields import ModelFields
 from longctx.errors import ConfigError
@@ -14,6 +14,7 @@ from longctx.untrusted.reading import shown
 FULL, WINDOW, LINEAR = "full_attention", "sliding_attention", "linear_attention"
 _OURS = {FULL: "full", WINDOW: "window"}
 
+T = TypeVar("T")
 Kinds = Callable[[HfConfig, int], list[str]]
 """The layers' kinds where config.json has no layer_types, from config.json and their number."""
 
@@ -158,6 +159,31 @@ def _kinds(count: int, has_window: Callable[[int], bool]) -> list[str]:
     return kinds
 
 
+def rotary_layers() -> Rule:
+    """Layers without positions: those with a 0 in ``no_rope_layers``, by default every fourth (SmolLM3)."""
+    key, every = "no_rope_layers", "no_rope_layer_interval"
+
+    def read(hf: HfConfig) -> dict[str, Any]:
+        count, interval = layer_count(hf), integer(hf, every, 4)
+        if interval < 1:
+            raise ConfigError(f"{every}={interval} in config.json must be at least 1.")
+        given = hf.get(key)
+        if given is None:
+            given = [int((n + 1) % interval != 0) for n in range(count)]
+        if not isinstance(given, list) or len(given) != count or any(value not in (0, 1) for value in given):
+            raise ConfigError(
+                f"{key}={shown(given)} in config.json must be a list of {count}, one a layer, each 0 or 1."
+            )
+        if not any(given):
+            raise ConfigError(f"{key} in config.json leaves no layer with positions, which is not supported here.")
+        return {"rope_layers": tuple(bool(value) for value in _shortest(given))}
+
+    def write(config: ModelFields) -> dict[str, Any]:
+        return {key: [int(config.has_rope(layer)) for layer in range(config.num_layers)]}
+
+    return Rule(keys=(key, every), read=read, write=write)
+
+
 def delta_layers(kind: str) -> Rule:
     """Layers with a gated delta rule of this kind, which layer_types calls linear attention, and their sizes (Qwen)."""
     sizes = {
@@ -293,7 +319,7 @@ def _named(config: ModelFields) -> list[str]:
     return _kinds(config.num_layers, lambda layer: config.layer_kind(layer) == "window")
 
 
-def _shortest(kinds: list[str]) -> tuple[str, ...]:
+def _shortest(kinds: list[T]) -> tuple[T, ...]:
     """The shortest beginning that, repeated, gives all."""
     count = len(kinds)
     # There always is one: all of it.

@@ -1,11 +1,27 @@
-"""Llama (2, 3, 3.1) and Mistral."""
+"""Llama (2, 3, 3.1) and Mistral, SmolLM3 and Granite."""
 
 from __future__ import annotations
 
-from longctx.families.layers import full_attention, one_window
+from typing import Any
+
+from longctx.architecture.fields import ModelFields
+from longctx.errors import ConfigError
+from longctx.families.layers import full_attention, one_window, rotary_layers
 from longctx.families.rotary import rotary
-from longctx.families.rules import both_biases, constant, head_dim, kv_heads, llama_like, only, same, width_of_heads
-from longctx.families.spec import Family
+from longctx.families.rules import (
+    both_biases,
+    constant,
+    divided_head_dim,
+    first_of,
+    head_dim,
+    kv_heads,
+    llama_like,
+    only,
+    same,
+    typed,
+    width_of_heads,
+)
+from longctx.families.spec import Family, HfConfig, Rule
 
 # No key of a dense family says so.
 DENSE = constant(num_experts=0)
@@ -41,5 +57,71 @@ MISTRAL = Family(
         rotary(),
         one_window(default=4096),
         same("intermediate_size", "ffn_size"),
+    ),
+)
+
+# No positions in every fourth layer, or in those that a list names.
+SMOLLM3 = Family(
+    model_type="smollm3",
+    architecture="SmolLM3ForCausalLM",
+    rules=(
+        *llama_like(tied=True),
+        DENSE,
+        kv_heads(default_is_heads=True),
+        divided_head_dim(),
+        rotary(theta=2_000_000.0),
+        rotary_layers(),
+        full_attention(),
+        same("intermediate_size", "ffn_size"),
+        both_biases(default=False),
+        same("mlp_bias", "ffn_bias", default=False),
+        only("use_sliding_window", False, written=False),
+        only("sliding_window", None, written=False),
+    ),
+)
+
+
+def _divided(key: str, name: str) -> Rule:
+    """A number by which is divided, where the field is a factor."""
+
+    def read(hf: HfConfig) -> dict[str, Any]:
+        value = typed(key, first_of(hf, (key,), 1.0), "float")
+        if value <= 0:
+            raise ConfigError(f"{key}={value} in config.json must be above 0.")
+        return {name: 1 / value}
+
+    return Rule(keys=(key,), read=read, write=lambda config: {key: 1 / getattr(config, name)})
+
+
+def _score_factor() -> Rule:
+    """The factor of scores itself."""
+    key = "attention_multiplier"
+
+    def write(config: ModelFields) -> dict[str, Any]:
+        return {key: config.attention_scale or config.head_dim**-0.5}
+
+    return Rule(
+        keys=(key,), read=lambda hf: {"attention_scale": typed(key, first_of(hf, (key,), 1.0), "float")}, write=write
+    )
+
+
+# Llama with factors of the embeddings, of what parts add, of scores and of logits (muP).
+GRANITE = Family(
+    model_type="granite",
+    architecture="GraniteForCausalLM",
+    rules=(
+        *llama_like(),
+        DENSE,
+        kv_heads(default_is_heads=True),
+        divided_head_dim(),
+        rotary(),
+        full_attention(),
+        same("intermediate_size", "ffn_size"),
+        both_biases(default=False),
+        same("mlp_bias", "ffn_bias", default=False),
+        same("embedding_multiplier", "embedding_scale", default=1.0),
+        same("residual_multiplier", "residual_scale", default=1.0),
+        _score_factor(),
+        _divided("logits_scaling", "logit_scale"),
     ),
 )

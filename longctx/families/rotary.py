@@ -47,13 +47,15 @@ def rotary(
     interleaved_key: str = "",
     scales_scores: bool = False,
     partial: float | None = None,
+    size_key: str = "",
 ) -> Rule:
     """One rope for all layers.
 
     ``theta`` and ``default`` are the base and the scaling of a config.json that has none. ``interleaved`` (or its key)
     says which channels are a pair. ``scales_scores`` is for families whose ``mscale_all_dim`` also scales whole scores
     (DeepSeek); elsewhere the two mscales only make up the attention factor. ``partial`` is the share of rotary channels
-    of a config.json that names none; None for families that have all.
+    of a config.json that names none; None for families that have all. ``size_key`` says the same as a number of
+    channels.
     """
 
     def read(hf: HfConfig) -> dict[str, Any]:
@@ -62,6 +64,8 @@ def rotary(
             _check_partial("config.json", hf)
         elif hf.get(_PARTIAL) is not None:
             share = _number("config.json", hf, _PARTIAL)
+        elif hf.get(size_key) is not None:
+            share = integer(hf, size_key) / integer(hf, "head_dim")
         # Families without such a key leave it empty, and no config.json has an empty key.
         pairs = hf.get(interleaved_key, interleaved)
         if not isinstance(pairs, bool):
@@ -86,8 +90,7 @@ def rotary(
         return written
 
     keys = ("rope_theta", "partial_rotary_factor", _ORIGINAL, *_TABLE_KEYS)
-    if interleaved_key:
-        keys += (interleaved_key,)
+    keys += tuple(key for key in (interleaved_key, size_key) if key)
     return Rule(keys=keys, read=read, write=write)
 
 

@@ -286,13 +286,16 @@ UNUSED = (
 NO_ATTENTION_DROPOUT = only("attention_dropout", 0.0, None)
 
 
-def llama_like(*, eps: float = 1e-6, no_dropout: Rule = NO_ATTENTION_DROPOUT) -> tuple[Rule, ...]:
-    """Rules of all families with RMSNorm and gated FFNs; ``no_dropout`` is for one with another class default."""
+def llama_like(*, eps: float = 1e-6, tied: bool = False, no_dropout: Rule = NO_ATTENTION_DROPOUT) -> tuple[Rule, ...]:
+    """Rules of all families with RMSNorm and gated FFNs.
+
+    The arguments are what keys mean that are absent; ``no_dropout`` is for a family with another class default.
+    """
     return (
         *SIZES,
         *UNUSED,
         same("rms_norm_eps", "norm_eps", default=eps),
-        same("tie_word_embeddings", "tie_embeddings", default=False),
+        same("tie_word_embeddings", "tie_embeddings", default=tied),
         translated("hidden_act", "activation", GATED_ACTIVATIONS, default="silu"),
         no_dropout,
     )

@@ -6,11 +6,14 @@ from longctx.families.bart import BART, MARIAN
 from longctx.families.bert import ALBERT, BERT, ROBERTA
 from longctx.families.deepseek import DEEPSEEK_V2, DEEPSEEK_V3
 from longctx.families.gemma import GEMMA2, GEMMA3_TEXT
+from longctx.families.glm import GLM4_MOE
 from longctx.families.gpt import GPT1, GPT2
 from longctx.families.gpt_oss import GPT_OSS
-from longctx.families.llama import LLAMA, MISTRAL
-from longctx.families.mixtral import MIXTRAL
+from longctx.families.llama import GRANITE, LLAMA, MISTRAL, SMOLLM3
+from longctx.families.mixtral import MINIMAX_M2, MIXTRAL
+from longctx.families.olmo import OLMO2, OLMO3
 from longctx.families.olmoe import OLMOE
+from longctx.families.phi3 import PHI3
 from longctx.families.qwen import QWEN2, QWEN2_MOE, QWEN3, QWEN3_MOE, SEED_OSS
 from longctx.families.qwen_hybrid import QWEN3_5, QWEN3_NEXT
 from longctx.families.spec import Family
@@ -27,6 +30,13 @@ _ALL = (
     QWEN3_MOE,
     QWEN3_NEXT,
     QWEN3_5,
+    SMOLLM3,
+    GRANITE,
+    PHI3,
+    OLMO2,
+    OLMO3,
+    GLM4_MOE,
+    MINIMAX_M2,
     MIXTRAL,
     OLMOE,
     GEMMA2,

@@ -80,6 +80,8 @@ class Block(nn.Module):
         super().__init__()
         M = config.hidden_size
         self.order = config.norm_order
+        self.norms_inputs = self.order in ("pre", "sandwich")
+        self.norms_outputs = self.order in ("sandwich", "output")
         self.residual_scale = config.residual_scale
         spec = layer_specs(config)[layer]
         self.self_attn: MixerNetwork = NETWORKS[spec.mixer.name](config, spec)
@@ -89,7 +91,7 @@ class Block(nn.Module):
             self.mlp = MixtureOfExperts(config, experts, layer=earlier_expert_layers)
         else:
             self.mlp = FeedForward(config, config.ffn_size, bias=config.ffn_bias)
-        if self.order != "post":
+        if self.norms_inputs:
             self.input_layernorm = build_norm(config, M)
         self.post_attention_layernorm = build_norm(config, M)
         if self.order == "sandwich":
@@ -181,7 +183,7 @@ class Block(nn.Module):
             # The norm a second time costs less than to keep its result beside the projections.
             input_BtM = self.before(x_BtM, "input_layernorm")
         out_BtM = self.self_attn.output(heads_BtHV, input_BtM, cached=cached)
-        if self.order == "sandwich":
+        if self.norms_outputs:
             out_BtM = self.post_attention_layernorm(out_BtM)
         x_BtM = self.add(x_BtM, out_BtM, draw)
         if self.order == "post":
@@ -199,7 +201,7 @@ class Block(nn.Module):
 
     def join_ffn(self, x_BtM: Tensor, out_BtM: Tensor, draws: Draws) -> Tensor:
         """The residual stream with the output of the FFN or of the experts added."""
-        if self.order == "sandwich":
+        if self.norms_outputs:
             out_BtM = self.post_feedforward_layernorm(out_BtM)
         x_BtM = self.add(x_BtM, out_BtM, draws[1])
         if self.order == "post":
@@ -207,8 +209,8 @@ class Block(nn.Module):
         return x_BtM
 
     def before(self, x_BtM: Tensor, norm: str) -> Tensor:
-        """What a part reads of the residual stream: its norm, but for a layer that norms after each sum."""
-        if self.order == "post":
+        """What a part reads of the residual stream: its norm, but for a layer that norms outputs or sums alone."""
+        if not self.norms_inputs:
             return x_BtM
         return getattr(self, norm)(x_BtM)
 

@@ -24,6 +24,8 @@ from longctx.untrusted.reading import parse_json, shown
 
 DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 """safetensors' names of the dtypes that fit the fp32 masters without loss."""
+STORED = DTYPES | {"F8_E4M3": torch.float8_e4m3fn, "U8": torch.uint8}
+"""With those of quantised values."""
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 # Dtypes that no reader takes have a size too: their ranges are checked like the others'.
 _ITEM_BYTES: dict[str, int] = dict.fromkeys(("F64", "I64", "U64"), 8)
@@ -105,9 +107,23 @@ class SafetensorsFile:
             raise CheckpointError(f"{name} in {self.path} is {kind}; supported: {sorted(DTYPES)}, nothing quantised.")
         return DTYPES[kind]
 
+    def stored_dtype(self, name: str) -> torch.dtype | None:
+        """Return the dtype of the file's bytes, also of quantised values; None for one that no scheme here has."""
+        return STORED.get(self._entries[name].dtype)
+
     def read(self, name: str) -> Tensor:
         """Return the tensor, in memory of its own."""
-        tensor = torch.empty(self.shape(name), dtype=self.dtype(name))
+        return self._read(name, self.dtype(name))
+
+    def read_stored(self, name: str) -> Tensor:
+        """Return the tensor as it is stored, also if it is quantised."""
+        dtype = self.stored_dtype(name)
+        if dtype is None:
+            raise CheckpointError(f"{name} in {self.path} is {self._entries[name].dtype}; supported: {sorted(STORED)}.")
+        return self._read(name, dtype)
+
+    def _read(self, name: str, dtype: torch.dtype) -> Tensor:
+        tensor = torch.empty(self.shape(name), dtype=dtype)
         try:
             self.read_into(self._entries[name].start, as_bytes(tensor))
         except CheckpointError as error:

@@ -66,6 +66,20 @@ class WeightsFolder:
         """The tensor as it is on disk, in memory of its own."""
         return self._open(self._file_of[name]).read(name)
 
+    def stored_dtype(self, name: str) -> torch.dtype | None:
+        """The dtype of the tensor's bytes, quantised or not; None for one that no scheme here has."""
+        file = self._open(self._file_of[name])
+        if isinstance(file, PickledFile):
+            return file.dtype(name)
+        return file.stored_dtype(name)
+
+    def read_stored(self, name: str) -> Tensor:
+        """The tensor's bytes as they are stored, quantised or not."""
+        file = self._open(self._file_of[name])
+        if isinstance(file, PickledFile):
+            return file.read(name)
+        return file.read_stored(name)
+
     def _read_index(self, index: str) -> dict[str, str]:
         """Tensor -> file from the index, checked against what each file really holds."""
         path = self.folder / index

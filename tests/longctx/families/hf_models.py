@@ -62,6 +62,10 @@ class Case:
         return json.loads(self.config().to_json_string(use_diff=False)) | {"architectures": None}
 
 
+_GLM = {
+    "moe_intermediate_size": 12, "num_experts_per_tok": 3, "n_routed_experts": 6, "n_shared_experts": 2,
+    "first_k_dense_replace": 1, "num_mtp_layers": 0,
+}  # fmt: skip
 _DELTA = {
     "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 6, "linear_value_head_dim": 5,
     "layer_types": ["linear_attention", "full_attention", "linear_attention"],
@@ -131,6 +135,30 @@ CASES = {
         std=0.1,
     ),
     "qwen3_5_text": Case("Qwen3_5Text", _DELTA | {"head_dim": 16, "tie_word_embeddings": True}, std=0.1),
+    "smollm3": Case("SmolLM3", {"no_rope_layer_interval": 2, "tie_word_embeddings": True}),
+    "smollm3 biases": Case(
+        "SmolLM3", {"no_rope_layers": [0, 1, 1], "attention_bias": True, "mlp_bias": True, "tie_word_embeddings": False}
+    ),
+    "granite": Case(
+        "Granite",
+        {"embedding_multiplier": 12.0, "logits_scaling": 8.0, "residual_multiplier": 0.22}
+        | {"attention_multiplier": 0.2, "attention_bias": True},
+    ),
+    "phi3": Case("Phi3", {"sliding_window": 7, "resid_pdrop": 0.0, "embd_pdrop": 0.0}),
+    "phi3 partial": Case(
+        "Phi3",
+        {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}},
+    ),
+    "olmo2": Case("Olmo2", {"num_key_value_heads": 4}),
+    "olmo3": Case("Olmo3", {"sliding_window": 6, "num_hidden_layers": 4}),
+    "glm4_moe": Case(
+        "Glm4Moe",
+        _GLM | {"head_dim": 12, "use_qk_norm": True, "attention_bias": True, "n_group": 2, "topk_group": 1},
+    ),
+    "glm4_moe plain": Case("Glm4Moe", _GLM | {"head_dim": 8, "routed_scaling_factor": 1.5, "norm_topk_prob": False}),
+    "minimax_m2": Case(
+        "MiniMaxM2", {"head_dim": 12, "num_local_experts": 5, "num_experts_per_tok": 2, "rotary_dim": 6}
+    ),
     "mixtral": Case("Mixtral", {"num_local_experts": 5, "num_experts_per_tok": 2}),
     "mixtral window": Case("Mixtral", {"num_local_experts": 5, "num_experts_per_tok": 3, "sliding_window": 6}),
     "olmoe": Case("Olmoe", {"num_experts": 6, "num_experts_per_tok": 3}),

@@ -153,13 +153,6 @@ def test_layers_for_multi_token_prediction_are_left_out_and_named(models, tmp_pa
         load_hf(rewritten(folder, tmp_path / "none", further, num_nextn_predict_layers=0))
 
 
-def test_packed_weights_are_refused_by_name(models, tmp_path):
-    _, folder = models("gpt_oss")
-    packed = hf_models.on_disk(folder) | {"model.layers.0.mlp.experts.down_proj_blocks": torch.ones(4)}
-    with pytest.raises(CheckpointError, match=r"mxfp4.*down_proj_blocks"):
-        load_hf(rewritten(folder, tmp_path / "packed", packed))
-
-
 def rewritten(folder, output, tensors, **keys):
     """The folder with other tensors, and other keys in its config."""
     output.mkdir()

@@ -1,0 +1,166 @@
+"""Quantised weights of a Hugging Face folder, read as bfloat16, each tensor once.
+
+    fp8      weight [R, C] float8 E4M3, scale of its block, row or all: bfloat16(float32(weight) · scale). A scale that
+             is not float32 multiplies in its own dtype, as compressed-tensors does.
+    mxfp4    blocks [..., G, 16] of two E2M1 numbers a byte, scales [..., G]: number · 2^(scale − 127), the low half of
+             a byte first; groups of 32 lie along the rows' last axis, which transformers then swaps with the one before
+
+Beside the stored tensor and the result memory holds some rows in float32.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from longctx.conversion.differences import listing
+from longctx.conversion.weights.folder import WeightsFolder
+from longctx.errors import CheckpointError
+from longctx.families.quantization import Quantization
+
+_ROWS = 1 << 20
+"""Values that are scaled at a time, at least a block of rows."""
+_E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
+_BLOCKS, _SCALES = "_blocks", "_scales"
+_ACTIVATIONS = (".input_scale", ".k_scale", ".v_scale")
+"""Of activations at inference; weights do not need them."""
+
+
+class DequantizedFolder(WeightsFolder):
+    """A folder whose quantised tensors look like those of bfloat16. CheckpointError for one without its scale."""
+
+    def __init__(self, disk: WeightsFolder, scheme: Quantization) -> None:
+        """``disk`` is the folder as it is stored."""
+        self.folder, self._disk, self._scheme = disk.folder, disk, scheme
+        stored = {name for name in disk.names() if not name.endswith(_ACTIVATIONS)}
+        if scheme.kind == "mxfp4":
+            self._scale_of = _packed(disk, stored)
+            self._names_read = stored - {name + end for name in self._scale_of for end in (_BLOCKS, _SCALES)}
+        else:
+            self._scale_of = _scaled(disk, stored, scheme)
+            self._names_read = stored - set(self._scale_of.values())
+        self._names_read |= set(self._scale_of)
+
+    def files(self) -> set[str]:
+        return self._disk.files()
+
+    def names(self) -> set[str]:
+        """Every tensor, without scales."""
+        return set(self._names_read)
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        if name in self._scale_of and self._scheme.kind == "mxfp4":
+            *front, rows, groups, _ = self._disk.shape(name + _BLOCKS)
+            return (*front, 32 * groups, rows)
+        return self._disk.shape(name)
+
+    def dtype(self, name: str) -> torch.dtype:
+        if name in self._scale_of:
+            return torch.bfloat16
+        return self._disk.dtype(name)
+
+    def read(self, name: str) -> Tensor:
+        """The tensor, dequantised if it is stored so."""
+        scale = self._scale_of.get(name)
+        if scale is None:
+            return self._disk.read(name)
+        if self._scheme.kind == "mxfp4":
+            return _from_mxfp4(self._disk.read_stored(name + _BLOCKS), self._disk.read_stored(scale))
+        return _from_fp8(self._disk.read_stored(name), self._disk.read(scale), self._scheme.block)
+
+
+def _scaled(disk: WeightsFolder, names: set[str], scheme: Quantization) -> dict[str, str]:
+    """Return the scale of each float8 tensor; each scale has one, of the shape that the scheme says."""
+    found, missing, wrong = {}, [], []
+    for name in sorted(names):
+        if disk.stored_dtype(name) != torch.float8_e4m3fn:
+            continue
+        scale = name + scheme.scales
+        if scale not in names:
+            missing.append(scale)
+            continue
+        found[name] = scale
+        shape, scale_shape = disk.shape(name), disk.shape(scale)
+        if len(shape) != 2 or scale_shape not in _scale_shapes(shape, scheme.block):
+            wrong.append(f"{scale} {scale_shape} for {shape}")
+    if missing:
+        raise CheckpointError(f"{disk.folder}: float8 weights without their scales: {listing(missing)}.")
+    if wrong:
+        raise CheckpointError(f"{disk.folder}: scales of other shapes than the scheme's ({scheme}): {listing(wrong)}.")
+    lost = {name for name in names if name.endswith(scheme.scales)} - set(found.values())
+    if lost:
+        raise CheckpointError(f"{disk.folder}: scales without a float8 weight: {listing(lost)}.")
+    return found
+
+
+def _scale_shapes(shape: tuple[int, ...], block: tuple[int, int] | None) -> set[tuple[int, ...]]:
+    """Return the shapes that scales of a weight may have."""
+    rows, columns = shape[0], shape[-1]
+    if block is None:
+        return {(), (1,), (rows,), (rows, 1)}
+    return {(-(-rows // block[0]), -(-columns // block[1]))}
+
+
+def _from_fp8(stored_RC: Tensor, scale: Tensor, block: tuple[int, int] | None) -> Tensor:
+    rows, columns = stored_RC.shape
+    out_RC = torch.empty(rows, columns, dtype=torch.bfloat16)
+    step = max(1, _ROWS // columns)
+    if block is not None:
+        step = block[0] * max(1, step // block[0])
+    for start in range(0, rows, step):
+        part = slice(start, min(rows, start + step))
+        factors = _factors(scale, part, rows, columns, block)
+        out_RC[part] = stored_RC[part].to(scale.dtype) * factors
+    return out_RC
+
+
+def _factors(scale: Tensor, part: slice, rows: int, columns: int, block: tuple[int, int] | None) -> Tensor:
+    """Return what multiplies some rows."""
+    if block is not None:
+        of_blocks = scale[part.start // block[0] : -(-part.stop // block[0])]
+        of_rows = of_blocks.repeat_interleave(block[0], 0)[: part.stop - part.start]
+        return of_rows.repeat_interleave(block[1], 1)[:, :columns]
+    if scale.numel() == 1:
+        return scale.reshape(())
+    return scale.reshape(rows, 1)[part]
+
+
+def _packed(disk: WeightsFolder, names: set[str]) -> dict[str, str]:
+    """Return the scales of each weight that is packed."""
+    found = {}
+    for name in sorted(names):
+        if not name.endswith(_BLOCKS):
+            continue
+        base = name.removesuffix(_BLOCKS)
+        scale = base + _SCALES
+        if scale not in names:
+            raise CheckpointError(f"{disk.folder}: {name} has no {scale} beside it.")
+        shape = disk.shape(name)
+        is_packed = len(shape) >= 3 and shape[-1] == 16 and disk.shape(scale) == shape[:-1]
+        if not is_packed or {disk.stored_dtype(name), disk.stored_dtype(scale)} != {torch.uint8}:
+            raise CheckpointError(
+                f"{disk.folder}: {name} {shape} and {scale} {disk.shape(scale)} are no blocks of 16 bytes with a scale "
+                "each."
+            )
+        found[base] = scale
+    lost = {n for n in names if n.endswith(_SCALES)} - set(found.values())
+    if lost:
+        raise CheckpointError(f"{disk.folder}: scales without blocks: {listing(lost)}.")
+    return found
+
+
+def _from_mxfp4(blocks: Tensor, scales: Tensor) -> Tensor:
+    *front, rows, groups, _ = blocks.shape
+    table = torch.tensor(_E2M1, dtype=torch.bfloat16)
+    out = torch.empty(*front, rows, groups, 32, dtype=torch.bfloat16)
+    # One expert's rows at a time.
+    for values, packed, exponents in zip(
+        out.view(-1, groups, 32).split(rows),
+        blocks.view(-1, groups, 16).split(rows),
+        scales.view(-1, groups).split(rows),
+        strict=True,
+    ):
+        values[..., 0::2] = table[(packed & 15).long()]
+        values[..., 1::2] = table[(packed >> 4).long()]
+        torch.ldexp(values, (exponents.int() - 127).unsqueeze(-1), out=values)
+    return out.view(*front, rows, groups * 32).transpose(-1, -2).contiguous()

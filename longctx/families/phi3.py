@@ -1,0 +1,40 @@
+"""Phi-3 and Phi-4: projections that share their input are one tensor on disk."""
+
+from __future__ import annotations
+
+from longctx.families.layers import one_window
+from longctx.families.llama import DENSE
+from longctx.families.rotary import rotary
+from longctx.families.rules import constant, divided_head_dim, kv_heads, llama_like, only, same
+from longctx.families.spec import BLOCK, Family, OnDisk, TensorRule
+
+
+def _joined(name: str, *members: str) -> TensorRule:
+    """Parameters that lie one after the other in one tensor."""
+    return TensorRule(
+        parameters=tuple(f"{BLOCK}{member}.weight" for member in members),
+        layouts=(OnDisk(names=(f"{BLOCK}{name}.weight",)),),
+    )
+
+
+PHI3 = Family(
+    model_type="phi3",
+    architecture="Phi3ForCausalLM",
+    rules=(
+        *llama_like(eps=1e-5),
+        DENSE,
+        constant(qkv_bias=False),
+        kv_heads(default_is_heads=True),
+        divided_head_dim(),
+        rotary(partial=1.0),
+        one_window(default=None),
+        same("intermediate_size", "ffn_size"),
+        only("attention_bias", False, written=False),
+        only("resid_pdrop", 0.0),
+        only("embd_pdrop", 0.0),
+    ),
+    tensors=(
+        _joined("self_attn.qkv_proj", "self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
+        _joined("mlp.gate_up_proj", "mlp.gate_proj", "mlp.up_proj"),
+    ),
+)

@@ -1,0 +1,84 @@
+"""What ``quantization_config`` of a config.json says: how the weights beside it are stored. Pure.
+
+Weights are read as the bfloat16 that the scheme's reference code makes of them, and trained and exported so.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from longctx.errors import ConfigError
+from longctx.untrusted.reading import shown
+
+KEYS = ("quantization_config", "compression_config")
+
+
+@dataclass(frozen=True)
+class Quantization:
+    """A scheme by which some weights of a folder are stored."""
+
+    kind: Literal["fp8", "mxfp4"]
+    """fp8: E4M3 with scales of blocks, rows or whole tensors. mxfp4: E2M1 in blocks of 32 with a power of two each."""
+    scales: str = ""
+    """Ending of the names of scales, behind the weight's own (fp8)."""
+    block: tuple[int, int] | None = None
+    """Rows and columns that share a scale; None for rows, or for the whole tensor."""
+
+    def __str__(self) -> str:
+        """As an import names it."""
+        if self.kind == "mxfp4":
+            return "MXFP4"
+        if self.block:
+            return f"FP8, a scale for each {self.block[0]} x {self.block[1]} block"
+        return "FP8, a scale for each tensor or row"
+
+
+def quantization_of(hf: Mapping[str, Any]) -> Quantization | None:
+    """Return the scheme that a config.json names; None if it names none. ConfigError for one that is not read."""
+    found = [hf[key] for key in KEYS if hf.get(key) is not None]
+    if not found:
+        return None
+    values = found[0]
+    if not isinstance(values, Mapping):
+        raise ConfigError(f"quantization_config={shown(values)} in config.json is no object.")
+    method = values.get("quant_method")
+    if method == "mxfp4":
+        return Quantization("mxfp4")
+    if method == "fp8":
+        return Quantization("fp8", "_scale_inv", _block(values.get("weight_block_size")))
+    if method == "compressed-tensors":
+        return _compressed(values)
+    raise ConfigError(
+        f"weights are quantised by quant_method={shown(method)} (quantization_config in config.json), which is not "
+        "read; fp8, compressed-tensors of float8 and mxfp4 are.\nTake the folder of the unquantised weights."
+    )
+
+
+def _block(value: Any) -> tuple[int, int] | None:
+    if value is None:
+        return None
+    if not isinstance(value, list) or len(value) != 2 or not all(type(n) is int and n > 0 for n in value):
+        raise ConfigError(f"weight_block_size={shown(value)} in config.json must be two numbers of rows and columns.")
+    return value[0], value[1]
+
+
+def _compressed(values: Mapping[str, Any]) -> Quantization:
+    """Return the one scheme of all groups of layers."""
+    groups = values.get("config_groups")
+    if not isinstance(groups, Mapping) or not groups:
+        raise ConfigError(f"config_groups={shown(groups)} of compressed-tensors in config.json names no group.")
+    schemes = set()
+    for group in groups.values():
+        weights = group.get("weights") if isinstance(group, Mapping) else None
+        is_float8 = isinstance(weights, Mapping) and weights.get("type") == "float" and weights.get("num_bits") == 8
+        if not is_float8 or weights.get("strategy") not in ("tensor", "channel", "block"):
+            raise ConfigError(
+                f"compressed-tensors with weights {shown(weights)} are not read: only float of 8 bits by tensor, "
+                "channel or block is.\nTake the folder of the unquantised weights."
+            )
+        schemes.add(_block(weights.get("block_structure")) if weights["strategy"] == "block" else None)
+    if len(schemes) > 1:
+        raise ConfigError(f"compressed-tensors with groups of different blocks are not read: {shown(dict(groups))}.")
+    return Quantization("fp8", "_scale", schemes.pop())
