@@ -57,7 +57,7 @@ def _head_sizes() -> Rule:
 
 def shared_experts() -> Rule:
     """Shared experts are one of their width together; at least one, for transformers always has them."""
-    key = "nshared_experts"
+    key = "n_shared_experts"
 
     def read(hf: HfConfig) -> dict[str, Any]:
         count = integer(hf, key)

@@ -26,24 +26,23 @@ from longctx.families.spec import Family, HfConfig, Rule
 # No key of a dense family says so.
 DENSE = constant(num_experts=0)
 
-LLAMA = Family(
-    model_type="llama",
-    architecture="LlamaForCausalLM",
-    rules=(
-        *llama_like(),
-        DENSE,
-        width_of_heads("llama"),
-        kv_heads(default_is_heads=True),
-        head_dim(),
-        rotary(),
-        full_attention(),
-        same("intermediate_size", "ffn_size"),
-        both_biases(default=False),
-        same("mlp_bias", "ffn_bias", default=False),
-        # Splits products as tensor-parallel training did, to round as it did.
-        only("pretraining_tp", 1),
-    ),
+_SHARED = (
+    DENSE,
+    kv_heads(default_is_heads=True),
+    full_attention(),
+    same("intermediate_size", "ffn_size"),
+    both_biases(default=False),
+    same("mlp_bias", "ffn_bias", default=False),
 )
+_LLAMA = (
+    width_of_heads("llama"),
+    head_dim(),
+    rotary(),
+    # Splits products as tensor-parallel training did, to round as it did.
+    only("pretraining_tp", 1),
+)
+
+LLAMA = Family(model_type="llama", architecture="LlamaForCausalLM", rules=llama_like() + _SHARED + _LLAMA)
 
 MISTRAL = Family(
     model_type="mistral",
@@ -61,23 +60,16 @@ MISTRAL = Family(
 )
 
 # No positions in every fourth layer, or in those that a list names.
+_SMOLLM3 = (
+    divided_head_dim(),
+    rotary(theta=2_000_000.0),
+    rotary_layers(),
+    only("use_sliding_window", False, written=False),
+    only("sliding_window", None, written=False),
+)
+
 SMOLLM3 = Family(
-    model_type="smollm3",
-    architecture="SmolLM3ForCausalLM",
-    rules=(
-        *llama_like(tied=True),
-        DENSE,
-        kv_heads(default_is_heads=True),
-        divided_head_dim(),
-        rotary(theta=2_000_000.0),
-        rotary_layers(),
-        full_attention(),
-        same("intermediate_size", "ffn_size"),
-        both_biases(default=False),
-        same("mlp_bias", "ffn_bias", default=False),
-        only("use_sliding_window", False, written=False),
-        only("sliding_window", None, written=False),
-    ),
+    model_type="smollm3", architecture="SmolLM3ForCausalLM", rules=llama_like(tied=True) + _SHARED + _SMOLLM3
 )
 
 
@@ -105,23 +97,14 @@ def _score_factor() -> Rule:
     )
 
 
-# Llama with factors of the embeddings, of what parts add, of scores and of logits (muP).
-GRANITE = Family(
-    model_type="granite",
-    architecture="GraniteForCausalLM",
-    rules=(
-        *llama_like(),
-        DENSE,
-        kv_heads(default_is_heads=True),
-        divided_head_dim(),
-        rotary(),
-        full_attention(),
-        same("intermediate_size", "ffn_size"),
-        both_biases(default=False),
-        same("mlp_bias", "ffn_bias", default=False),
-        same("embedding_multiplier", "embedding_scale", default=1.0),
-        same("residual_multiplier", "residual_scale", default=1.0),
-        _score_factor(),
-        _divided("logits_scaling", "logit_scale"),
-    ),
+# Factors of the embeddings, of what parts add, of scores and of logits (muP).
+_GRANITE = (
+    divided_head_dim(),
+    rotary(),
+    same("embedding_multiplier", "embedding_scale", default=1.0),
+    same("residual_multiplier", "residual_scale", default=1.0),
+    _score_factor(),
+    _divided("logits_scaling", "logit_scale"),
 )
+
+GRANITE = Family(model_type="granite", architecture="GraniteForCausalLM", rules=llama_like() + _SHARED + _GRANITE)

@@ -58,7 +58,11 @@ MINIMAX_M2 = Family(
     ),
     tensors=(
         renamed("mlp.gate.weight", "block_sparse_moe.gate.weight", "mlp.gate.weight"),
-        renamed("mlp.gate.e_score_correction_bias", "block_sparse_moe.e_score_correction_bias"),
+        renamed(
+            "mlp.gate.e_score_correction_bias",
+            "block_sparse_moe.e_score_correction_bias",
+            "mlp.e_score_correction_bias",
+        ),
         *per_expert(_EXPERT + "w1.weight", _EXPERT + "w3.weight", _EXPERT + "w2.weight"),
     ),
     ignored_keys=frozenset({"output_router_logits"}),

@@ -8,6 +8,7 @@ from longctx.families.rotary import global_and_local_rotary, rotary
 from longctx.families.rules import both_biases, constant, divided_head_dim, kv_heads, llama_like, same
 from longctx.families.spec import Family
 
+# The norms keep their names from transformers' Llama, and stand behind what they stood before there.
 _OLMO = (
     *llama_like(eps=1e-5),
     DENSE,
@@ -18,18 +19,12 @@ _OLMO = (
     same("intermediate_size", "ffn_size"),
 )
 
-OLMO2 = Family(
-    model_type="olmo2",
-    architecture="Olmo2ForCausalLM",
-    rules=(*_OLMO, rotary(), full_attention()),
+_FULL = (rotary(), full_attention())
+_WINDOWS = (
+    global_and_local_rotary(theta=500_000.0, local_theta=500_000.0, kinds=every_nth_full),
+    windows(4096, every_nth_full),
 )
 
-OLMO3 = Family(
-    model_type="olmo3",
-    architecture="Olmo3ForCausalLM",
-    rules=(
-        *_OLMO,
-        global_and_local_rotary(theta=500_000.0, local_theta=500_000.0, kinds=every_nth_full),
-        windows(4096, every_nth_full),
-    ),
-)
+OLMO2 = Family(model_type="olmo2", architecture="Olmo2ForCausalLM", rules=_OLMO + _FULL)
+
+OLMO3 = Family(model_type="olmo3", architecture="Olmo3ForCausalLM", rules=_OLMO + _WINDOWS)

@@ -26,7 +26,8 @@ PHI3 = Family(
         constant(qkv_bias=False),
         kv_heads(default_is_heads=True),
         divided_head_dim(),
-        rotary(partial=1.0),
+        # Its config.json names the length before stretching in any case.
+        rotary(partial=1.0, names_original=True),
         one_window(default=None),
         same("intermediate_size", "ffn_size"),
         only("attention_bias", False, written=False),

@@ -37,6 +37,7 @@ class Quantization:
 
 def quantization_of(hf: Mapping[str, Any]) -> Quantization | None:
     """Return the scheme that a config.json names; None if it names none. ConfigError for one that is not read."""
+    # Files of compressed-tensors before 2025 have the second key.
     found = [hf[key] for key in KEYS if hf.get(key) is not None]
     if not found:
         return None
@@ -71,14 +72,21 @@ def _compressed(values: Mapping[str, Any]) -> Quantization:
         raise ConfigError(f"config_groups={shown(groups)} of compressed-tensors in config.json names no group.")
     schemes = set()
     for group in groups.values():
-        weights = group.get("weights") if isinstance(group, Mapping) else None
-        is_float8 = isinstance(weights, Mapping) and weights.get("type") == "float" and weights.get("num_bits") == 8
+        weights = {}
+        if isinstance(group, Mapping) and isinstance(group.get("weights"), Mapping):
+            weights = group["weights"]
+        # Activations may be quantised too, at inference: weights do not depend on it.
+        is_float8 = weights.get("type") == "float" and weights.get("num_bits") == 8
         if not is_float8 or weights.get("strategy") not in ("tensor", "channel", "block"):
             raise ConfigError(
                 f"compressed-tensors with weights {shown(weights)} are not read: only float of 8 bits by tensor, "
                 "channel or block is.\nTake the folder of the unquantised weights."
             )
-        schemes.add(_block(weights.get("block_structure")) if weights["strategy"] == "block" else None)
+        # Scales of tensors and of rows tell themselves apart by their shapes.
+        block = None
+        if weights["strategy"] == "block":
+            block = _block(weights.get("block_structure"))
+        schemes.add(block)
     if len(schemes) > 1:
         raise ConfigError(f"compressed-tensors with groups of different blocks are not read: {shown(dict(groups))}.")
     return Quantization("fp8", "_scale", schemes.pop())

@@ -48,6 +48,7 @@ def rotary(
     scales_scores: bool = False,
     partial: float | None = None,
     size_key: str = "",
+    names_original: bool = False,
 ) -> Rule:
     """One rope for all layers.
 
@@ -55,7 +56,7 @@ def rotary(
     says which channels are a pair. ``scales_scores`` is for families whose ``mscale_all_dim`` also scales whole scores
     (DeepSeek); elsewhere the two mscales only make up the attention factor. ``partial`` is the share of rotary channels
     of a config.json that names none; None for families that have all. ``size_key`` says the same as a number of
-    channels.
+    channels. With ``names_original`` every config.json says the length before stretching, also if there is none.
     """
 
     def read(hf: HfConfig) -> dict[str, Any]:
@@ -70,6 +71,8 @@ def rotary(
         pairs = hf.get(interleaved_key, interleaved)
         if not isinstance(pairs, bool):
             raise ConfigError(f"{interleaved_key}={shown(pairs)} in config.json must be of type bool.")
+        if names_original and not _is_stretched(hf):
+            hf = _without_original(hf)
         given = {where: _with_original(hf, _table(where, hf[where])) for where in _TABLE_KEYS if hf.get(where)}
         if _ORIGINAL in hf and not given:
             raise ConfigError(f"{_ORIGINAL}={shown(hf[_ORIGINAL])} in config.json goes with no rope_scaling.")
@@ -341,6 +344,21 @@ def _with_original(hf: HfConfig, table: Mapping[str, Any]) -> Mapping[str, Any]:
     if table.get(_ORIGINAL, hf[_ORIGINAL]) != hf[_ORIGINAL]:
         raise ConfigError(f"config.json contradicts itself: {_ORIGINAL} is {hf[_ORIGINAL]}, and {table[_ORIGINAL]}.")
     return {**table, _ORIGINAL: hf[_ORIGINAL]}
+
+
+def _is_stretched(hf: HfConfig) -> bool:
+    """Whether a table of the config.json names another rope than the default."""
+    tables = [_table(where, hf[where]) for where in _TABLE_KEYS if hf.get(where)]
+    return any(_kind("rope", table) != "default" for table in tables)
+
+
+def _without_original(hf: HfConfig) -> HfConfig:
+    """The config.json without the length before stretching, in its tables either."""
+    found = {key: value for key, value in hf.items() if key != _ORIGINAL}
+    for where in _TABLE_KEYS:
+        if isinstance(hf.get(where), Mapping):
+            found[where] = {key: value for key, value in hf[where].items() if key != _ORIGINAL}
+    return found
 
 
 def _with_partial(written: dict[str, Any], partial: float) -> dict[str, Any]:

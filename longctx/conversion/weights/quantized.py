@@ -2,8 +2,8 @@
 
     fp8      weight [R, C] float8 E4M3, scale of its block, row or all: bfloat16(float32(weight) · scale). A scale that
              is not float32 multiplies in its own dtype, as compressed-tensors does.
-    mxfp4    blocks [..., G, 16] of two E2M1 numbers a byte, scales [..., G]: number · 2^(scale − 127), the low half of
-             a byte first; groups of 32 lie along the rows' last axis, which transformers then swaps with the one before
+    mxfp4    blocks [E, R, G, 16] of two E2M1 numbers a byte, scales [E, R, G]: number · 2^(scale − 127), the low half
+             of a byte first; groups of 32 numbers lie along a row, and transformers' unpacked files are [E, G·32, R]
 
 Beside the stored tensor and the result memory holds some rows in float32.
 """
@@ -33,6 +33,7 @@ class DequantizedFolder(WeightsFolder):
         """``disk`` is the folder as it is stored."""
         self.folder, self._disk, self._scheme = disk.folder, disk, scheme
         stored = {name for name in disk.names() if not name.endswith(_ACTIVATIONS)}
+        # Names as an unquantised folder has them: whoever reads this one asks for no scale.
         if scheme.kind == "mxfp4":
             self._scale_of = _packed(disk, stored)
             self._names_read = stored - {name + end for name in self._scale_of for end in (_BLOCKS, _SCALES)}
@@ -50,8 +51,9 @@ class DequantizedFolder(WeightsFolder):
 
     def shape(self, name: str) -> tuple[int, ...]:
         if name in self._scale_of and self._scheme.kind == "mxfp4":
-            *front, rows, groups, _ = self._disk.shape(name + _BLOCKS)
-            return (*front, 32 * groups, rows)
+            shape = self._disk.shape(name + _BLOCKS)
+            # Two numbers a byte, and the last two axes swapped, as in transformers' own unpacked files.
+            return shape[0], 32 * shape[-2], shape[-3]
         return self._disk.shape(name)
 
     def dtype(self, name: str) -> torch.dtype:
@@ -72,6 +74,7 @@ class DequantizedFolder(WeightsFolder):
 def _scaled(disk: WeightsFolder, names: set[str], scheme: Quantization) -> dict[str, str]:
     """Return the scale of each float8 tensor; each scale has one, of the shape that the scheme says."""
     found, missing, wrong = {}, [], []
+    # Which weights are quantised is said by the files: configs name modules that are not, by patterns of their own.
     for name in sorted(names):
         if disk.stored_dtype(name) != torch.float8_e4m3fn:
             continue
@@ -104,12 +107,14 @@ def _scale_shapes(shape: tuple[int, ...], block: tuple[int, int] | None) -> set[
 def _from_fp8(stored_RC: Tensor, scale: Tensor, block: tuple[int, int] | None) -> Tensor:
     rows, columns = stored_RC.shape
     out_RC = torch.empty(rows, columns, dtype=torch.bfloat16)
+    # Whole blocks of rows, so that each scale is repeated once.
     step = max(1, _ROWS // columns)
     if block is not None:
         step = block[0] * max(1, step // block[0])
     for start in range(0, rows, step):
         part = slice(start, min(rows, start + step))
         factors = _factors(scale, part, rows, columns, block)
+        # One product, rounded to bfloat16 once.
         out_RC[part] = stored_RC[part].to(scale.dtype) * factors
     return out_RC
 
@@ -136,7 +141,7 @@ def _packed(disk: WeightsFolder, names: set[str]) -> dict[str, str]:
         if scale not in names:
             raise CheckpointError(f"{disk.folder}: {name} has no {scale} beside it.")
         shape = disk.shape(name)
-        is_packed = len(shape) >= 3 and shape[-1] == 16 and disk.shape(scale) == shape[:-1]
+        is_packed = len(shape) == 4 and shape[-1] == 16 and disk.shape(scale) == shape[:-1]
         if not is_packed or {disk.stored_dtype(name), disk.stored_dtype(scale)} != {torch.uint8}:
             raise CheckpointError(
                 f"{disk.folder}: {name} {shape} and {scale} {disk.shape(scale)} are no blocks of 16 bytes with a scale "
@@ -149,18 +154,12 @@ def _packed(disk: WeightsFolder, names: set[str]) -> dict[str, str]:
     return found
 
 
-def _from_mxfp4(blocks: Tensor, scales: Tensor) -> Tensor:
-    *front, rows, groups, _ = blocks.shape
+def _from_mxfp4(blocks_ERG: Tensor, scales_ERG: Tensor) -> Tensor:
     table = torch.tensor(_E2M1, dtype=torch.bfloat16)
-    out = torch.empty(*front, rows, groups, 32, dtype=torch.bfloat16)
-    # One expert's rows at a time.
-    for values, packed, exponents in zip(
-        out.view(-1, groups, 32).split(rows),
-        blocks.view(-1, groups, 16).split(rows),
-        scales.view(-1, groups).split(rows),
-        strict=True,
-    ):
+    out = torch.empty(*scales_ERG.shape, 32, dtype=torch.bfloat16)
+    # One expert at a time: indices of numbers take eight bytes each.
+    for values, packed, exponents in zip(out, blocks_ERG, scales_ERG, strict=True):
         values[..., 0::2] = table[(packed & 15).long()]
         values[..., 1::2] = table[(packed >> 4).long()]
         torch.ldexp(values, (exponents.int() - 127).unsqueeze(-1), out=values)
-    return out.view(*front, rows, groups * 32).transpose(-1, -2).contiguous()
+    return out.flatten(-2).transpose(-1, -2).contiguous()
