@@ -30,6 +30,7 @@ from benchmarks.machine import RESULTS, offer_save, processor_kind
 
 NAMES = (
     "attention",
+    "gated_delta",
     "peers",
     "loss",
     "decoder",

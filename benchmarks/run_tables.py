@@ -108,3 +108,18 @@ def of_tuning(result: dict[str, Any]) -> Table:
         figure = f"{seconds['ours']:.1f} / {seconds[whose]:.1f} = **{bound['figure']:.2f}**"
         rows.append([f"CPU seconds over TRL's, {whose}", figure, f"{bound['limit']:.1f}"])
     return ["beside TRL", "figure", "bound"], rows
+
+
+def of_delta(result: dict[str, Any]) -> Table:
+    """The gated delta rule beside transformers', and over two ranks."""
+    head = ["", "tokens", "transformers, or one process", "ours, or two ranks", "ratio", "bytes sent a pass"]
+    lines = []
+    for row in result["rows"]:
+        if row["case"] == "layer":
+            seconds = [f"{row[who]:.2f} CPU s" for who in ("transformers", "longctx")]
+            lines.append([row["kind"], f"{row['tokens']:,}", *seconds, f"{row['ratio']:.2f} ×", "–"])
+            continue
+        seconds = [f"{row[who]:.2f} s" for who in ("alone", "two")]
+        sent = f"{row['bytes'] // 2:,}"
+        lines.append(["two ranks", f"{row['tokens']:,}", *seconds, f"{row['scaling']:.2f} of perfect", sent])
+    return head, lines

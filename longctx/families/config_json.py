@@ -39,7 +39,8 @@ def config_from_hf(config: dict[str, Any]) -> dict[str, Any]:
     for rule in family.rules:
         values |= rule.read(config)
     # A key that nobody reads may be one that changes the model: it is refused, never passed over.
-    unknown = sorted(key for key in set(config) - _known_keys(family) if not is_leftover(key, config[key]))
+    known = _known_keys(family).union(QUANTIZATION_KEYS)
+    unknown = sorted(key for key in set(config) - known if not is_leftover(key, config[key]))
     if unknown:
         listed = ", ".join(f"{printable(key)}={shown(config[key])}" for key in unknown[:_NAMED_KEYS])
         if len(unknown) > _NAMED_KEYS:
@@ -58,7 +59,7 @@ def passed_over(config: dict[str, Any]) -> dict[str, Any]:
 
 def _known_keys(family: Family) -> frozenset[str]:
     """Return every key of config.json that the family's rules read, or that says nothing in any family."""
-    return IGNORED_KEYS.union(QUANTIZATION_KEYS, family.ignored_keys, *(rule.keys for rule in family.rules))
+    return IGNORED_KEYS.union(family.ignored_keys, *(rule.keys for rule in family.rules))
 
 
 def config_to_hf(config: ModelFields, *, model_type: str | None = None, own_tokenizer: bool = False) -> dict[str, Any]:

@@ -31,6 +31,7 @@ _GENERATION = (
 _LEFTOVER: dict[str, tuple[Any, ...]] = {
     **dict.fromkeys((*_TOOLS, *_GENERATION), _ANY),
     # Only with the value that leaves the network as it is.
+    "quantization_config": (None,),
     "pruned_heads": (None, {}),
     "add_cross_attention": (None, False),
     "cross_attention_hidden_size": (None,),

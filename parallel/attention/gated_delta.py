@@ -10,12 +10,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from longctx.errors import ConfigError
 from longctx.kernels.attention.contract import Scores
+from longctx.kernels.devices import on_cpu
 from longctx.kernels.gated_delta.front import Weights
 from longctx.kernels.gated_delta.rule import Options, gated_delta
 from longctx.kernels.linear_attention import Segments
@@ -108,11 +111,62 @@ class ContextParallelGatedDelta(CoreOverRanks):
             return plan.attend(q_BtKD, k_BtKD, v_BtKX, given, cache)
         q, k, v = (x.reshape(batch, -1, *x.shape[2:]) for x in (q_BtKD, k_BtKD, v_BtKX))
         plan.shapes.check_call(q, None)
-        options = Options(
-            segments=plan.segments,
-            beta_scale=plan.shapes.beta_scale,
-            exchange=plan.exchange,
-            saved=recompute_cache,
-        )
-        out, _ = gated_delta(as_tokens(q, k, v, given), given, options)
-        return out.view(B, t, K, -1)
+        groups = 1
+        # A rank waits for the state of the one before it: head by head, it waits for the first head alone. A GPU takes
+        # all heads at once in the time of one.
+        if plan.exchange is not None and on_cpu(q):
+            groups = K
+        kept = _ByGroup(recompute_cache, groups)
+        parts = zip(*(x.chunk(groups, 2) for x in (q, k, v)), *(x.chunk(groups) for x in given), strict=True)
+        outs = []
+        for group, (q_h, k_h, v_h, *weights_h) in enumerate(parts):
+            options = Options(
+                segments=plan.segments,
+                beta_scale=plan.shapes.beta_scale,
+                exchange=plan.exchange,
+                saved=kept.of_group(group),
+            )
+            of_group = Weights._make(weights_h)
+            outs.append(gated_delta(as_tokens(q_h, k_h, v_h, of_group), of_group, options)[0])
+        kept.finish()
+        return torch.cat(outs, 2).view(B, t, K, -1)
+
+
+class _ByGroup:
+    """The results of groups of heads, which a recompute cache has as one layer's."""
+
+    def __init__(self, cache: RecomputeCache | None, groups: int) -> None:
+        self._cache, self._results = cache, [()] * groups
+        self._known: tuple[Tensor, ...] | None = None
+        if cache is not None:
+            self._known = cache.load()
+
+    def of_group(self, group: int) -> _OneGroup | None:
+        """What one group's call keeps its results by; None if nothing is kept."""
+        if self._cache is None:
+            return None
+        known = None
+        if self._known is not None:
+            count = len(self._known) // len(self._results)
+            known = self._known[group * count : (group + 1) * count]
+        return _OneGroup(self._results, group, known)
+
+    def finish(self) -> None:
+        """Hand the results of all groups to the cache."""
+        if self._cache is not None and self._known is None:
+            self._cache.save(*chain.from_iterable(self._results))
+
+
+@dataclass(frozen=True)
+class _OneGroup:
+    """One group's part (``longctx.kernels.gated_delta.rule.Saved``)."""
+
+    results: list[tuple[Tensor, ...]]
+    group: int
+    known: tuple[Tensor, ...] | None
+
+    def load(self) -> tuple[Tensor, ...] | None:
+        return self.known
+
+    def save(self, *tensors: Tensor) -> None:
+        self.results[self.group] = tensors

@@ -81,8 +81,8 @@ class TestType:
             for model_type, config in map(imported, IMPORTED)
             if family_of(config).model_type != model_type
         }
-        # Mistral without a window is Llama, and Seed-OSS with both biases too.
-        assert others == {("mistral", "llama"), ("seed_oss", "llama")}
+        # Mistral without a window is Llama, Seed-OSS with both biases too, and Phi-3 with a window is Mistral.
+        assert others == {("mistral", "llama"), ("seed_oss", "llama"), ("phi3", "mistral")}
 
     def test_every_family_is_among_the_imported_ones(self):
         assert {model_type for model_type, _ in map(imported, IMPORTED)} == set(FAMILIES)

@@ -82,7 +82,7 @@ def test_an_import_names_what_is_passed_over(tmp_path, caplog):
 @pytest.mark.parametrize(
     "change",
     [
-        {"quantization_config": {"bits": 4}}, {"pruned_heads": {"0": [1]}}, {"is_causal": False}, {"is_causal": 1},
+        {"pruned_heads": {"0": [1]}}, {"is_causal": False}, {"is_causal": 1},
         {"attention_chunk_size": 8}, {"add_cross_attention": True}, {"nobody_knows": None}, {"Unsloth_version": "x"},
         {"rope_scaling": {"rope_type": "yarn", "factor": 4.0, "betas": 1}},
         {"rope_scaling": {"rope_type": "linear", "factor": 4.0, "low_freq_factor": 2.0}},

@@ -124,6 +124,21 @@ def test_models_of_all_kinds_equal_one_process(model):
             assert error <= 1e-12, f"{name}, {layout}, ulysses {ulysses}, keep {keep}: {error:.1e}"
 
 
+@on_ranks(2)
+def test_hybrids_take_all_heads_at_once_as_on_a_gpu():
+    mesh, batch = Mesh.build(context=2), batch_of(HYBRID)
+    layout = SequenceLayout.build("zigzag", 96, 2, batch.cu_seqlens.tolist())
+    mine, found = batch.map_tokens(lambda x: layout.split(x, mesh.rank, 1)), []
+    for is_on_cpu in (True, False):
+        built = build_parallel_model(
+            HYBRID, mesh, layout="zigzag", kernel="blockwise", execution=Execution("attention")
+        )
+        with patch("parallel.attention.gated_delta.on_cpu", lambda _, is_on_cpu=is_on_cpu: is_on_cpu):
+            found.append(run(built.network.double(), mine))
+    for name, expected in found[0].items():
+        torch.testing.assert_close(found[1][name], expected, rtol=1e-11, atol=1e-13, msg=name)
+
+
 LINEAR = replace(MODEL, layers=("linear",), window=0, sparse_stride=0)
 
 
