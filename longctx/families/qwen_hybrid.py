@@ -22,15 +22,19 @@ _HYBRID = (
 )
 _DENSE = (DENSE, same("intermediate_size", "ffn_size"))
 _EXPERTS = (
-    sparse_steps(),
-    same("intermediate_size", "ffn_size"),
-    same("norm_topk_prob", "normalize_gates", default=True),
     same("num_experts", "num_experts", also=("num_local_experts",), least=1),
     same("num_experts_per_tok", "experts_per_token"),
     same("moe_intermediate_size", "expert_ffn_size"),
     same("router_aux_loss_coef", "balance_loss_weight", default=0.001),
     same("shared_expert_intermediate_size", "shared_ffn_size", least=1),
 )
+_NEXT = (
+    sparse_steps(),
+    same("intermediate_size", "ffn_size"),
+    same("norm_topk_prob", "normalize_gates", default=True),
+)
+# Without a key: all layers have experts, and gates sum to one.
+_ALL_EXPERTS = (constant(normalize_gates=True, dense_layers=()),)
 
 
 def _gated_heads(config: ModelFields) -> Sequence[int]:
@@ -105,7 +109,7 @@ _TOGETHER = (
 QWEN3_NEXT = Family(
     model_type="qwen3_next",
     architecture="Qwen3NextForCausalLM",
-    rules=_HYBRID + _EXPERTS,
+    rules=_HYBRID + _EXPERTS + _NEXT,
     tensors=_SHARED + _TOGETHER + PER_EXPERT,
     ignored_keys=frozenset({"output_router_logits"}),
 )
@@ -115,4 +119,13 @@ QWEN3_5 = Family(
     architecture="Qwen3_5ForCausalLM",
     rules=_HYBRID + _DENSE,
     tensors=_SHARED + _APART,
+)
+
+QWEN3_5_MOE = Family(
+    model_type="qwen3_5_moe_text",
+    architecture="Qwen3_5MoeForCausalLM",
+    rules=_HYBRID + _EXPERTS + _ALL_EXPERTS,
+    tensors=_SHARED + _APART + PER_EXPERT,
+    # No layer has the dense FFN that the last of them would size.
+    ignored_keys=frozenset({"output_router_logits", "intermediate_size"}),
 )

@@ -15,7 +15,7 @@ from longctx.families.olmo import OLMO2, OLMO3
 from longctx.families.olmoe import OLMOE
 from longctx.families.phi3 import PHI3
 from longctx.families.qwen import QWEN2, QWEN2_MOE, QWEN3, QWEN3_MOE, SEED_OSS
-from longctx.families.qwen_hybrid import QWEN3_5, QWEN3_NEXT
+from longctx.families.qwen_hybrid import QWEN3_5, QWEN3_5_MOE, QWEN3_NEXT
 from longctx.families.spec import Family
 from longctx.families.t5 import T5
 
@@ -30,6 +30,7 @@ _ALL = (
     QWEN3_MOE,
     QWEN3_NEXT,
     QWEN3_5,
+    QWEN3_5_MOE,
     SMOLLM3,
     GRANITE,
     PHI3,

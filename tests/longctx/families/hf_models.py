@@ -135,6 +135,12 @@ CASES = {
         std=0.1,
     ),
     "qwen3_5_text": Case("Qwen3_5Text", _DELTA | {"head_dim": 16, "tie_word_embeddings": True}, std=0.1),
+    "qwen3_5_moe_text": Case(
+        "Qwen3_5MoeText",
+        {key: value for key, value in _MOE.items() if key != "norm_topk_prob"}
+        | _DELTA
+        | {"head_dim": 16, "shared_expert_intermediate_size": 20},
+    ),
     "smollm3": Case("SmolLM3", {"no_rope_layer_interval": 2, "tie_word_embeddings": True}),
     "smollm3 biases": Case(
         "SmolLM3", {"no_rope_layers": [0, 1, 1], "attention_bias": True, "mlp_bias": True, "tie_word_embeddings": False}
