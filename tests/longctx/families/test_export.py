@@ -81,8 +81,10 @@ class TestType:
             for model_type, config in map(imported, IMPORTED)
             if family_of(config).model_type != model_type
         }
-        # Mistral without a window is Llama, Seed-OSS with both biases too, and Phi-3 with a window is Mistral.
-        assert others == {("mistral", "llama"), ("seed_oss", "llama"), ("phi3", "mistral")}
+        # Mistral without a window is Llama, Seed-OSS with both biases too, Phi-3 with a window is Mistral, and Qwen3.5
+        # with experts in all layers is Qwen3-Next.
+        named = {("mistral", "llama"), ("seed_oss", "llama"), ("phi3", "mistral")}
+        assert others == named | {("qwen3_5_moe_text", "qwen3_next")}
 
     def test_every_family_is_among_the_imported_ones(self):
         assert {model_type for model_type, _ in map(imported, IMPORTED)} == set(FAMILIES)
