@@ -141,6 +141,9 @@ def effective(config: ModelFields) -> dict[str, Any]:
     values["layers"] = tuple(config.layer_kind(layer) for layer in every)
     values["attention_scale"] = config.attention_scale or config.head_dim**-0.5
     values["value_head_dim"] = config.value_dim
+    sizes = config.delta_sizes
+    values |= {"delta_key_heads": sizes.key_heads, "delta_value_heads": sizes.value_heads}
+    values |= {"delta_key_dim": sizes.key_dim, "delta_value_dim": sizes.value_dim}
     if config.position == "rope":
         values["rope_layers"] = tuple(config.has_rope(layer) for layer in every)
         ropes = [config.rope_of(layer) for layer in every if config.has_rope(layer)]

@@ -86,6 +86,13 @@ class TestType:
         named = {("mistral", "llama"), ("seed_oss", "llama"), ("phi3", "mistral")}
         assert others == named | {("qwen3_5_moe_text", "qwen3_next")}
 
+    def test_a_hybrid_that_leaves_its_sizes_out_is_qwens(self):
+        """Heads of gated delta layers that are not named are attention's."""
+        values = {"layers": ("gated_delta", "full"), "attention_gate": True, "qk_norm": "head", "norm_offset": True}
+        rope = Rope(partial=0.25)
+        config = ModelConfig(**values, num_heads=4, num_kv_heads=2, head_dim=16, qkv_bias=False, rope=rope)
+        assert family_of(config).model_type == "qwen3_5_text"
+
     def test_every_family_is_among_the_imported_ones(self):
         assert {model_type for model_type, _ in map(imported, IMPORTED)} == set(FAMILIES)
 
