@@ -85,6 +85,7 @@ def models(tmp_path_factory):
     return get
 
 
+@pytest.mark.few(5)
 @pytest.mark.parametrize("name", SCHEMES)
 @pytest.mark.parametrize("family", ["llama", "deepseek_v3"])
 def test_float8_is_read_as_its_formula_says(family, name, models, tmp_path):

@@ -28,6 +28,7 @@ def close(got, want, bound=1e-10):
     assert max(errors) <= bound, errors
 
 
+@pytest.mark.few(6)
 @pytest.mark.parametrize("X", [1, 6], ids=["by-head", "by-channel"])
 @pytest.mark.parametrize("bounds", DOCUMENTS, ids=len)
 def test_output_and_gradients_are_those_of_the_recurrence(bounds, X):
