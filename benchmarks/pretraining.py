@@ -32,7 +32,7 @@ from torch import Tensor, nn
 
 from benchmarks.bounds import Bound, conclude, parse
 from benchmarks.generation import convert
-from benchmarks.machine import RESULTS, processor_kind, save
+from benchmarks.machine import RESULTS, processor_kind
 from benchmarks.translation import learn
 from longctx.batch import IGNORED_TARGET, Batch
 
@@ -265,14 +265,21 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as folder:
         corpus = prepare(Path(folder), options.help_pages)
         rows: list[dict[str, Any]] = []
+        code = 0
         for case in options.only:
             for seed in _seeds(case, options):
                 rows.append(measure(corpus, case, seed, quick=options.quick))
-                if options.save and not options.quick:
-                    save("pretraining", content(with_saved(rows)))
+                # Row by row: what was measured stays if the next one is cut off.
+                code = judge(rows, options)
+    return code
+
+
+def judge(rows: Sequence[dict[str, Any]], options: argparse.Namespace) -> int:
+    """Print the bounds that do not hold, and save the rows among those of before; returns the exit code."""
     if options.save and not options.quick:
         rows = with_saved(rows)
-    return conclude("pretraining", content(rows), list(bounds(rows)), options)
+    content = {"steps": STEPS, "rows_of_a_step": ROWS, "row_tokens": ROW_TOKENS, "rows": list(rows)}
+    return conclude("pretraining", content, list(bounds(rows)), options)
 
 
 def _seeds(case: str, options: argparse.Namespace) -> Sequence[int]:
@@ -287,11 +294,6 @@ def measure(corpus: Corpus, case: str, seed: int, *, quick: bool) -> dict[str, A
     if case == "masks":
         return measure_masks(corpus, 20 if quick else None)
     return measure_pairs(corpus, case, seed, 20 if quick else STEPS[case])
-
-
-def content(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """What is saved."""
-    return {"steps": STEPS, "rows_of_a_step": ROWS, "row_tokens": ROW_TOKENS, "rows": list(rows)}
 
 
 if __name__ == "__main__":
