@@ -113,14 +113,12 @@ def _laid_out_alike(arg: Any) -> Any:
     and those of a part change with the whole. Anything else is returned as it is."""
     if not isinstance(arg, Tensor):
         return arg
-    base = arg._base
-    if arg.is_contiguous() and (base is None or base.is_contiguous()):
+    if not arg.is_contiguous():
+        return arg.clone(memory_format=torch.contiguous_format)
+    if arg._base is None or arg._base.is_contiguous():
         return arg
-    copy = arg.clone(memory_format=torch.contiguous_format)
     # A graph is also made for a view, or for none.
-    if base is None:
-        return copy
-    return copy.view(copy.shape)
+    return arg.clone().view(arg.shape)
 
 
 def _tensors(args: tuple[Any, ...]) -> Iterator[Tensor]:
