@@ -91,10 +91,12 @@ def check_models(how_many: int):
                 execution=Execution(keep, chunk_tokens=chunk_tokens),
             )
             got = step(model, split(batch_of(kind), mesh, layout, source_layout))
+            # A gradient that is 0 in theory (a source of one token has one key) is the rounding of others' sizes.
+            least = 1e-3 * max(value.abs().max() for key, value in wanted[name, kind].items() if key != "loss")
             for key, value in wanted[name, kind].items():
                 if world > 1:
                     dist.all_reduce(got[key])
-                error = (got[key] - value).abs().max() / value.abs().max().clamp(min=1e-3)
+                error = (got[key] - value).abs().max() / value.abs().max().clamp(min=least)
                 assert error <= 1e-12, f"{name}, {kind}, {layout} × {source_layout}, {way}, {keep}: {key} {error}"
 
 
