@@ -35,20 +35,20 @@ MODELS = {
     "sparse, linear": dense_config(**BOTH, layers=("sparse", "linear"), window=2, sparse_stride=3),
 }
 PACKED = ((5, 9), (1, 4), (0, 3), (7, 0), (6, 13), (21, 17))
-"""Tokens of both sides; with padding they are 48 and 60, which 1 to 4 ranks divide."""
+"""Tokens of both sides; with padding they are 48 and 72, which 1 to 4 ranks divide in every layout."""
 SETS = {"packed": PACKED, "one pair": ((48, 60),), "short sides": ((1, 55), (40, 1), (0, 2))}
 
 
 def batch_of(name: str, seed: int = 0) -> Batch:
     pairs = SETS[name]
-    missing = (48 - sum(target for target, _ in pairs), 60 - sum(source for _, source in pairs))
+    missing = (48 - sum(target for target, _ in pairs), 72 - sum(source for _, source in pairs))
     return pair_batch(pairs, vocab=97, padding=missing, seed=seed)
 
 
 def split(batch: Batch, mesh: Mesh, layout: str, source_layout: str) -> Batch:
     """This rank's tokens of both sides, each in a layout of its own."""
     own = SequenceLayout.build(layout, 48, mesh.context, batch.documents, mesh.ulysses)
-    theirs = SequenceLayout.build(source_layout, 60, mesh.context, batch.source.documents, mesh.ulysses, causal=False)
+    theirs = SequenceLayout.build(source_layout, 72, mesh.context, batch.source.documents, mesh.ulysses, causal=False)
     source = batch.source.map_tokens(lambda x: theirs.split(x, mesh.context_rank, 1))
     mine = batch.map_tokens(lambda x: own.split(x, mesh.context_rank, 1))
     return replace(mine, placement=own, source=replace(source, placement=theirs))
