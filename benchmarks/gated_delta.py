@@ -4,8 +4,10 @@
 
 * layer: convolution, gates and rule, forward and backward, one thread: ours over transformers' (Qwen3-Next's chunks,
   and Kimi Linear's for decays by channel), in CPU seconds; both in float32, of 4 key heads of 128.
-* ranks: one document over two ranks of one thread each, in a contiguous layout: one process's wall time over twice
-  theirs, the best of rounds; and the bytes that a rank sends in a pass beside those computed from the sizes.
+* ranks: one document over two ranks of one thread each, in a contiguous layout: wall time of two processes that each
+  have half of it as a document of their own, at once, over theirs, the best of rounds (where two cores share what they
+  compute with, one process's time says nothing of two; its time over twice theirs stands beside it); and the bytes that
+  a rank sends in a pass beside those computed from the sizes.
 
 Exit code 1 when a row is outside its bounds; ``benchmarks/results/KIND/gated_delta.json`` keeps the figures.
 """
@@ -109,9 +111,9 @@ def measure_layer(kind: str, tokens: int, rounds: int) -> dict[str, Any]:
     return row
 
 
-def on_rank(tokens: int, rounds: int) -> dict[str, Any]:
+def on_rank(tokens: int, context: int, rounds: int) -> dict[str, Any]:
     """Wall seconds of a rank's layer, and the bytes that it sends in forward and backward."""
-    mesh = Mesh.build(context=dist.get_world_size())
+    mesh = Mesh.build(context=context)
     given, weights, dout = problem("gated_delta", tokens)
     layout = SequenceLayout.build("contiguous", tokens, mesh.context)
     values = torch.cat((given.v_BtKGV.flatten(3), given.a_BtKGX.flatten(3), given.b_BtKG), -1)
@@ -139,14 +141,16 @@ def on_rank(tokens: int, rounds: int) -> dict[str, Any]:
 
 
 def measure_ranks(tokens: int, rounds: int) -> dict[str, Any]:
-    """One process beside two ranks."""
-    alone = run_ranks(on_rank, 1, tokens, rounds)[0]["seconds"]
-    ranks = run_ranks(on_rank, 2, tokens, rounds)
+    """Two ranks beside two processes with half the tokens each, and beside one with all of them."""
+    alone = run_ranks(on_rank, 1, tokens, 1, rounds)[0]["seconds"]
+    apart = max(process["seconds"] for process in run_ranks(on_rank, 2, tokens // 2, 1, rounds))
+    ranks = run_ranks(on_rank, 2, tokens, 2, rounds)
     slowest = max(rank["seconds"] for rank in ranks)
     # A pair (U, M) a value head and the last tokens, forward and backward.
     states = 2 * KEY_HEADS * DIM * (DIM + DIM)
     wanted = 2 * 4 * (states + (CONV - 1) * KEY_HEADS * 4 * DIM)
-    row = {"case": "ranks", "tokens": tokens, "alone": alone, "two": slowest, "scaling": alone / (2 * slowest)}
+    row = {"case": "ranks", "tokens": tokens, "alone": alone, "apart": apart, "two": slowest}
+    row |= {"of_one": alone / (2 * slowest), "scaling": apart / slowest}
     row |= {"bytes": ranks[0]["bytes"], "bytes_computed": wanted}
     print(row, flush=True)
     return row

@@ -112,14 +112,14 @@ def of_tuning(result: dict[str, Any]) -> Table:
 
 def of_delta(result: dict[str, Any]) -> Table:
     """The gated delta rule beside transformers', and over two ranks."""
-    head = ["", "tokens", "transformers, or one process", "ours, or two ranks", "ratio", "bytes sent a pass"]
+    head = ["", "tokens", "transformers, or two processes apart", "ours, or two ranks", "ratio", "bytes sent a pass"]
     lines = []
     for row in result["rows"]:
         if row["case"] == "layer":
             seconds = [f"{row[who]:.2f} CPU s" for who in ("transformers", "longctx")]
             lines.append([row["kind"], f"{row['tokens']:,}", *seconds, f"{row['ratio']:.2f} ×", "–"])
             continue
-        seconds = [f"{row[who]:.2f} s" for who in ("alone", "two")]
+        seconds = [f"{row[who]:.2f} s" for who in ("apart", "two")]
         sent = f"{row['bytes'] // 2:,}"
         lines.append(["two ranks", f"{row['tokens']:,}", *seconds, f"{row['scaling']:.2f} of perfect", sent])
     return head, lines

@@ -108,6 +108,7 @@ def test_a_template_travels_from_the_shards_to_an_answer_and_to_transformers(cap
     assert found[0]["id"] == 7
 
 
+@pytest.mark.few(1)
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize("start", ["", "hf"])
 def test_transformers_reads_the_control_tokens_that_a_template_wrote(capsys, world, run, tmp_path, start):

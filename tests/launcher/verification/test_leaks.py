@@ -127,6 +127,7 @@ def leak(change: Callable[[Stream], Stream], changed: dict[str, Any], said: str)
 
 
 @pytest.mark.timeout(100)
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     ("change", "changed", "said"),
     [

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -23,16 +25,22 @@ DOCUMENTS = {
 }
 
 
-def run_one(layout, bounds, mesh, X, chunk):
-    """This rank's output and gradients of tokens, all ranks' gradients of weights, and the recurrence's."""
-    tokens, weights = make(layout.num_tokens, X=X, batch=1)
-    rank = mesh.context_rank
-    want, _ = plain(tokens, weights, bounds)
+@functools.cache
+def recurrence(name, X):
+    """Tokens and weights, the plain recurrence's output, a gradient of it, and those of tokens and weights."""
+    tokens, weights = make(T, X=X, batch=1)
+    want, _ = plain(tokens, weights, DOCUMENTS[name])
     dout = torch.randn(want.shape, generator=torch.Generator().manual_seed(1), dtype=want.dtype)
-    wanted = torch.autograd.grad(want, (*tokens, *weights), dout)
+    return tokens, weights, want.detach(), dout, torch.autograd.grad(want, (*tokens, *weights), dout)
+
+
+def run_one(layout, name, mesh, X, chunk):
+    """This rank's output and gradients of tokens, all ranks' gradients of weights, and the recurrence's."""
+    tokens, weights, want, dout, wanted = recurrence(name, X)
+    rank = mesh.context_rank
     mine = Tokens(*(layout.split(x.detach(), rank, 1).requires_grad_() for x in tokens))
     own = Weights(*(x.detach().requires_grad_() for x in weights))
-    states = StatePlan.build(layout, bounds)
+    states = StatePlan.build(layout, DOCUMENTS[name])
     exchange = JoinSegments(mesh, states) if mesh.context > 1 else None
     options = Options(segments=states.segments(rank), exchange=exchange, chunk=chunk, block_chunks=2)
     out, _ = gated_delta(mine, own, options)
@@ -53,7 +61,7 @@ def test_every_layout_and_packing_is_the_recurrence():
         for name, bounds in DOCUMENTS.items():
             layout = SequenceLayout.build(kind, T, mesh.context, bounds)
             for X in (1, 6):
-                got, want = run_one(layout, bounds, mesh, X, 16)
+                got, want = run_one(layout, name, mesh, X, 16)
                 where = f"{kind}, {name}, {X} decays, rank {mesh.rank}"
                 for n, (a, b) in enumerate(zip(got, want, strict=True)):
                     error = ((a - b).norm() / b.norm().clamp(min=1e-6)).item()
