@@ -47,6 +47,7 @@ NAMES = (
     "saving",
     "delivery",
     "build",
+    "quantized",
     "audit",
     "silent_errors",
 )

@@ -34,7 +34,8 @@ from longctx.kernels.gated_delta.front import Tokens, Weights
 from longctx.kernels.gated_delta.rule import Options, gated_delta
 from longctx.kernels.linear_attention import Segments
 from longctx.model.attention.core import AttentionShapes
-from parallel.attention.gated_delta import ContextParallelGatedDelta, DeltaPlan
+from parallel.attention.gated_delta import ContextParallelGatedDelta
+from parallel.attention.state_plans import StatesOfBatch
 from parallel.layout.sequence import SequenceLayout
 from parallel.mesh import Mesh
 from parallel.schedule.states import StatePlan
@@ -122,7 +123,7 @@ def on_rank(tokens: int, context: int, rounds: int) -> dict[str, Any]:
     )
     mine = layout.split(dout.detach(), mesh.context_rank, 1).unflatten(2, (KEY_HEADS, -1)).flatten(3)
     shapes = AttentionShapes.of(q, k, v, Scores(scale=1.0))
-    plan = DeltaPlan.build(StatePlan.build(layout), mesh, shapes)
+    plan = StatesOfBatch.build(StatePlan.build(layout), mesh, shapes, what="gated delta rule")
     core = ContextParallelGatedDelta(mesh, "contiguous")
     gather, sent = dist.all_gather_into_tensor, []
 

@@ -110,6 +110,17 @@ def of_tuning(result: dict[str, Any]) -> Table:
     return ["beside TRL", "figure", "bound"], rows
 
 
+def of_quantized(result: dict[str, Any]) -> Table:
+    """Imports of quantised folders."""
+    head = ["scheme", "on disk", "seconds", "memory rises by", "a tensor in float32", "equal to the formula"]
+    lines = []
+    for row in result["rows"]:
+        memory = [f"{row[key] / 1e6:.0f} MB" for key in ("risen", "largest")]
+        equal = f"{row['equal']} of {row['quantized']} tensors"
+        lines.append([row["scheme"], f"{row['bytes'] / 1e9:.2f} GB", f"{row['seconds']:.0f}", *memory, equal])
+    return head, lines
+
+
 def of_delta(result: dict[str, Any]) -> Table:
     """The gated delta rule beside transformers', and over two ranks."""
     head = ["", "tokens", "transformers, or two processes apart", "ours, or two ranks", "ratio", "bytes sent a pass"]

@@ -11,6 +11,7 @@ import dataclasses
 import errno
 import json
 import platform
+import shutil
 import socket
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -33,7 +34,7 @@ from longctx.checkpoint_format import (
 from longctx.checkpoint_manifest import VALUE_BYTES
 from longctx.config import ModelConfig
 from longctx.errors import CheckpointError
-from longctx.files import sync_path, write_synced
+from longctx.files import list_checkpoints, sync_path, write_synced
 from longctx.storage.hashed_file import HashedWriter, Written, read_back
 from longctx.storage.safetensors import encoded_header, header_fields
 from parallel.comm.messages.sums import Sum, is_sum_of
@@ -43,6 +44,44 @@ if TYPE_CHECKING:  # importing DeepSpeed takes seconds, and decides on a device
 
 BLOCK_VALUES = 1 << 22
 """Values that leave their device at a time: 16 MiB."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Carried:
+    """Files that no step changes: every checkpoint of a run has them, once on the disk where it has hard links."""
+
+    origin: Path
+    """The checkpoint that the run goes on from."""
+    files: Mapping[str, Mapping[str, Any]]
+    """What its manifest says of them, by name."""
+
+    def put_into(self, folder: Path, run_folder: Path) -> list[WrittenFile]:
+        """Link or copy them from the run's newest checkpoint, or from the origin, and return what is there."""
+        # The origin may be gone by now; a run has a checkpoint left at any time.
+        sources = [*list_checkpoints(run_folder)[::-1], self.origin]
+        return [self._put(folder, name, entry, sources) for name, entry in self.files.items()]
+
+    def _put(self, folder: Path, name: str, entry: Mapping[str, Any], sources: Sequence[Path]) -> WrittenFile:
+        found = (one / name for one in sources if _has_size(one / name, entry["bytes"]))
+        source, path = next(found, None), folder / name
+        if source is None:
+            raise CheckpointError(
+                f"{name}, which holds other parts of the imported model, is neither in {self.origin} nor in a "
+                "checkpoint of the run.\nPut it back, then go on with --run.resume latest."
+            )
+        try:
+            path.hardlink_to(source)
+        except OSError:
+            # Another file system, or one without links.
+            shutil.copyfile(source, path)
+            sync_path(path)
+            _check_read_back(path, entry["hash"])
+        return WrittenFile(name, entry["bytes"], entry["hash"], block_hashes=entry.get("blocks", ""))
+
+
+def _has_size(path: Path, num_bytes: int) -> bool:
+    """Return whether a plain file of this size is there."""
+    return path.is_file() and path.stat().st_size == num_bytes
 
 
 class WrittenFile(NamedTuple):
@@ -76,6 +115,8 @@ class Contents:
     training: Mapping[str, Any]
     tokenizer_files: Mapping[str, bytes]
     """Copied along: a checkpoint is of use without its run's data."""
+    carried: Carried | None = None
+    """Tensors of an imported model's other parts, if it has any."""
 
 
 def write_rank_file(
@@ -138,6 +179,8 @@ def commit(target: Path, files: Sequence[WrittenFile], contents: Contents, recor
     partial, listed = hidden_folder(target), list(files)
     for name, content in contents.tokenizer_files.items():
         listed.append(_write_beside(partial / name, content))
+    if contents.carried is not None:
+        listed += contents.carried.put_into(partial, target.parent.parent)
     manifest = _manifest(contents, listed)
     text = json.dumps(manifest).encode()
     path = partial / MANIFEST

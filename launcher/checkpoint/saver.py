@@ -27,6 +27,7 @@ from launcher.checkpoint.mirror import Mirror
 from launcher.checkpoint.names import folder_of, hidden_folder, make_empty
 from launcher.checkpoint.retention import VALIDATION_LOSS, Proof, Retention, is_in_range, prune, write_proof
 from launcher.checkpoint.save import (
+    Carried,
     Contents,
     WrittenFile,
     commit,
@@ -94,6 +95,7 @@ class Saver:
         *,
         model: ModelConfig,
         tokenizer_files: Mapping[str, bytes],
+        carried: Carried | None = None,
         retention: Retention = KEEP_ALL,
         copies: bool = False,
         ranks_here: int = 1,
@@ -103,8 +105,8 @@ class Saver:
         """``copies`` lets training go on meanwhile, where the machine has memory for the copies of its ``ranks_here``.
         Rank 0's ``mirror`` sends what is committed to a store. ``records`` are on the disk before a checkpoint is."""
         self._folder, self._engine, self._records = run_folder, engine, records
-        same = {"model": model, "shapes": engine.shapes, "dtype": engine.dtype, "tokenizer_files": tokenizer_files}
-        self._contents = partial(Contents, **same)
+        same = {"model": model, "shapes": engine.shapes, "dtype": engine.dtype}
+        self._contents = partial(Contents, **same, tokenizer_files=tokenizer_files, carried=carried)
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="saver", initializer=_let_training_go_first)
         self._copies = Copies(engine, self._thread, wanted=copies, ranks_here=ranks_here)
         self.kept = Kept(run_folder, retention, self._thread, mirror)
@@ -193,8 +195,7 @@ class Saver:
 
     def _poll(self) -> None:
         """Take the save under way to its next stage, if no rank is at work any more. Collective."""
-        save = self._save
-        if save is None:
+        if (save := self._save) is None:
             return
         is_done = save.work is None or save.work.done()
         is_well = save.work is None or not is_done or save.work.exception() is None
@@ -319,6 +320,7 @@ def run_saver(
     engine: ZeroEngine,
     model: ModelConfig,
     tokenizer_files: Mapping[str, bytes],
+    carried: Carried | None,
     *,
     step: int,
     ranks_here: int,
@@ -332,6 +334,7 @@ def run_saver(
         engine,
         model=model,
         tokenizer_files=tokenizer_files,
+        carried=carried,
         retention=retention,
         copies=copies_checkpoints(config, step),
         ranks_here=ranks_here,

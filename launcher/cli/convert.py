@@ -31,6 +31,7 @@ def convert(
     dtype: Annotated[str | None, one_of("float32", "bfloat16", "float16")] = None,
     tokenizer: Annotated[str | None, arg(metavar="TOKENIZER|none")] = None,
     verify: Annotated[str, one_of("auto", "tensors", "logits", "none", bare="auto")] = "auto",
+    text_only: bool = False,
     execute_pickles: bool = False,
 ) -> None:
     """Convert checkpoints to and from Hugging Face.
@@ -53,11 +54,15 @@ def convert(
         dtype: Dtype of the written weights, even if bits are lost; with --from, what later exports default to.
         tokenizer: With --to, the tokenizer to export instead of the checkpoint's (a file or a folder), or none.
         verify: What to compare of what was written.
+        text_only: With --from hf, leave out what the decoder does not have: vision towers, layers for multi-token
+            prediction. Without it they are carried along, and exports have them again.
         execute_pickles: With --from deepspeed: its files are pickles, and loading one runs whatever its writer put
             there, with all that your account may do. Say this only of files that you wrote or trust so far.
     """
     if execute_pickles and origin != "deepspeed":
         raise ConfigError("--execute-pickles goes with --from deepspeed alone: nothing else is ever executed.")
+    if text_only and origin != "hf":
+        raise ConfigError("--text-only goes with --from hf alone: it says what of the folder is read.")
     if upcycle is not None:
         if dtype or verify != "auto":
             raise ConfigError("--upcycle writes float32 masters, always read back: leave --dtype and --verify out.")
@@ -69,7 +74,7 @@ def convert(
 
     from longctx.conversion import export_checkpoint, import_deepspeed, import_hf
     from longctx.conversion.weights.json_files import read_json
-    from longctx.families import FAMILIES
+    from longctx.families import auto_class
 
     if to == "hf":
         run, kind = partial(export_checkpoint, tokenizer=tokenizer), "a Hugging Face folder"
@@ -78,7 +83,7 @@ def convert(
     elif origin == "deepspeed":
         run, kind = partial(import_deepspeed, execute_pickles=execute_pickles), "a checkpoint of step 0"
     else:
-        run, kind = import_hf, "a checkpoint of step 0"
+        run, kind = partial(import_hf, text_only=text_only), "a checkpoint of step 0"
     with progress(f"converting {source}") as update:
 
         def count(done_to_them: str, done: int, total: int) -> None:
@@ -93,8 +98,7 @@ def convert(
     for line in _verified(done):
         say(line)
     if to == "hf":
-        model_type = read_json(done.folder / "config.json")["model_type"]
-        say(f'Next: {FAMILIES[model_type].auto_class}.from_pretrained("{done.folder}")')
+        say(f'Next: {auto_class(read_json(done.folder / "config.json"))}.from_pretrained("{done.folder}")')
     else:
         say(f"Next: {one_machine('--config', 'run.toml', '--run.start_from', done.folder)}")
 

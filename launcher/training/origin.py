@@ -15,6 +15,7 @@ import xxhash
 
 from launcher.checkpoint.folder import find_resume
 from launcher.checkpoint.load import check_model, check_start, check_training
+from launcher.checkpoint.save import Carried
 from launcher.checkpoint.store import Store, check_unused, store_at
 from launcher.config.model import find_start, is_hf_folder, started_model
 from launcher.config.sections import AUTO, NEWEST, RunConfig
@@ -23,6 +24,7 @@ from launcher.run_folder import IMPORTED
 from longctx.architecture.size import count_parameters
 from longctx.checkpoint_format import MANIFEST, CheckpointReader, list_checkpoints, model_config
 from longctx.config import ModelConfig
+from longctx.conversion.carried import carried_files
 from longctx.conversion.checks import check_tensors
 from longctx.errors import CheckpointError
 from longctx.tokenizer.templates import find_templates
@@ -135,6 +137,17 @@ def _started(start_from: str, model: ModelConfig) -> Origin:
     check_start(reader, model)
     check_tensors(reader)
     return Origin(kind="started", folder=folder, model=model_config(reader))
+
+
+def carried_by(origin: Origin) -> Carried | None:
+    """Return the files of other parts in the checkpoint that a run goes on from; None if there are none."""
+    if origin.folder is None:
+        return None
+    files = CheckpointReader(origin.folder).manifest["files"]
+    found = {name: files[name] for name in carried_files(files)}
+    if not found:
+        return None
+    return Carried(origin=origin.folder, files=found)
 
 
 def hf_type(origin: Origin) -> str | None:

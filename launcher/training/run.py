@@ -13,6 +13,7 @@ from torch import Tensor
 
 from data_pipeline.loader import Loader, ValidationLoader
 from data_pipeline.rows.batches import Share
+from launcher.checkpoint.save import Carried
 from launcher.checkpoint.saver import Saver, run_saver
 from launcher.cluster.stopping import Stop
 from launcher.config.resolved import ResolvedConfig
@@ -81,6 +82,8 @@ class Run:
     """Where the run begins."""
     tokenizer_files: dict[str, bytes]
     """What every checkpoint holds of the tokenizer, by name; read by rank 0 alone."""
+    carried: Carried | None
+    """What every checkpoint holds of an imported model's other parts; known to rank 0 alone."""
     expected: Expected
     """What the plan says of a step."""
     stop: Stop
@@ -112,7 +115,8 @@ class Run:
     def saver(self) -> Saver:
         """What saves the run's checkpoints."""
         step, ranks_here = self.progress.step, self.mesh.ranks_per_node
-        return run_saver(self.config, self.engine, self.model, self.tokenizer_files, step=step, ranks_here=ranks_here)
+        beside = self.tokenizer_files, self.carried
+        return run_saver(self.config, self.engine, self.model, *beside, step=step, ranks_here=ranks_here)
 
     @property
     def expert_layers(self) -> list[int]:

@@ -18,7 +18,7 @@ from launcher.training.data import leaves_remainders, open_data
 from launcher.training.history import History
 from launcher.training.machine import device_of_ranks, machine_of_ranks
 from launcher.training.model import build_task
-from launcher.training.origin import Origin, converted, find_origin, hf_type
+from launcher.training.origin import Origin, carried_by, converted, find_origin, hf_type
 from launcher.training.place import prepare_place
 from launcher.training.routing_files import RoutingFiles
 from launcher.training.run import Progress, Run
@@ -62,6 +62,9 @@ def build_run(asked: RunConfig, device: torch.device, stop: Stop | None = None) 
     # The others wait: rank 0 alone needs a first block of rows now.
     expected = on_rank_0(lambda: say_start(config, model, device, origin, loader, mesh=mesh))
     origin = converted(origin, folder)
+    carried = None
+    if mesh.rank == 0:
+        carried = carried_by(origin)
 
     begin("building the model")
     # Allocates the model: from here on an error costs the start-up time of every rank.
@@ -88,6 +91,7 @@ def build_run(asked: RunConfig, device: torch.device, stop: Stop | None = None) 
         model_type=hf_type(origin),
         progress=progress,
         tokenizer_files=tokenizer_files,
+        carried=carried,
         expected=expected,
         stop=stop or Stop(),
     )

@@ -116,6 +116,8 @@ class DeltaFields:
     """Width of one of their value heads; 0 is that of a key head."""
     delta_conv: int = 4
     """Tokens that the convolution before the rule reads, the newest included; 1 weighs each token alone."""
+    delta_norm_eps: float = 0.0
+    """Epsilon of the norm inside of these layers; 0 is norm_eps."""
     delta_negative: bool = False
     """Whether a step may write up to twice the difference, so that a state can change its sign (Olmo-Hybrid)."""
 
@@ -148,8 +150,8 @@ class BlockFields:
     norm: str = "rmsnorm"
     """rmsnorm or layernorm."""
     norm_order: str = "pre"
-    """Norm before each part (pre), after each sum (post), before and after each part (sandwich, Gemma 2), or after
-    each part alone (output, OLMo 2)."""
+    """Norm before each part (pre), after each sum (post), before and after each part (sandwich, Gemma 2), after each
+    part alone (output, OLMo 2), or pre in layers with a gated delta rule and output in others (hybrid, OLMo Hybrid)."""
     norm_offset: bool = False
     """Whether norms multiply by 1 + weight (Gemma)."""
     norm_eps: float = 1e-6

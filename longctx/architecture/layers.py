@@ -25,6 +25,8 @@ class LayerSpec:
     ffn: Literal["dense", "experts"]
     rope: Rope | None
     """None if its queries and keys are not rotated."""
+    norm_order: str
+    """Of the config, but for the value that depends on the layer: never hybrid."""
 
 
 @lru_cache(maxsize=64)
@@ -39,7 +41,8 @@ def layer_specs(config: ModelFields) -> tuple[LayerSpec, ...]:
         rope = None
         if config.has_rope(layer):
             rope = config.rope_of(layer)
-        specs.append(LayerSpec(_mixer(config, layer), ffn, rope))
+        mixer = _mixer(config, layer)
+        specs.append(LayerSpec(mixer, ffn, rope, _norm_order(config, mixer)))
     return tuple(specs)
 
 
@@ -52,6 +55,14 @@ def mixers_of(config: ModelFields) -> Mapping[Mixer, int]:
         mixer = _mixer(config, layer)
         counts[mixer] = counts.get(mixer, 0) + 1
     return MappingProxyType(counts)
+
+
+def _norm_order(config: ModelFields, mixer: Mixer) -> str:
+    if config.norm_order != "hybrid":
+        return config.norm_order
+    if mixer.core == "gated_delta":
+        return "pre"
+    return "output"
 
 
 def _mixer(config: ModelFields, layer: int) -> Mixer:

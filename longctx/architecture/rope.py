@@ -22,6 +22,7 @@ _READ_BY = {
     "mscale": ("yarn",),
     "mscale_all_dim": ("yarn",),
     "truncate": ("yarn",),
+    "query_growth": ("dynamic", "yarn", "longrope", "llama3"),
     "low_freq_factor": ("llama3",),
     "high_freq_factor": ("llama3",),
     "short_factor": ("longrope",),
@@ -31,7 +32,7 @@ _READ_BY = {
 
 _AT_MOST = {"theta": 1e30, "factor": 1e9, "original_max_positions": 2**40}
 _AT_MOST |= dict.fromkeys(("beta_fast", "beta_slow", "low_freq_factor", "high_freq_factor"), 1e9)
-_AT_MOST |= dict.fromkeys(("attention_factor", "mscale", "mscale_all_dim"), 1e9)
+_AT_MOST |= dict.fromkeys(("attention_factor", "mscale", "mscale_all_dim", "query_growth"), 1e9)
 """Far beyond any model, and low enough that no power of them overflows."""
 
 
@@ -67,6 +68,8 @@ class Rope:
     """yarn: the same for the part that scales whole scores and not only rotated channels (DeepSeek)."""
     truncate: bool = True
     """yarn: whether the bounds between kept and divided pairs are whole pairs."""
+    query_growth: float = 0.0
+    """Queries grow with 1 + query_growth · ln(1 + ⌊position / original_max_positions⌋) (Ministral 3); 0 is none."""
     low_freq_factor: float = 1.0
     """llama3: wavelengths above original_max_positions over this are divided by factor."""
     high_freq_factor: float = 4.0
@@ -177,6 +180,11 @@ def _check_kind(rope: Rope) -> None:
             f"model.rope.kind={rope.kind!r} with model.rope.original_max_positions={rope.original_max_positions}: "
             "it needs the length that the model was trained for, such as 4096."
         )
+    if rope.query_growth and rope.partial != 1:
+        raise ConfigError(
+            f"model.rope.query_growth={rope.query_growth} scales whole queries, and model.rope.partial={rope.partial} "
+            "rotates a part of them. Use model.rope.partial=1."
+        )
     if rope.kind == "llama3" and rope.high_freq_factor <= rope.low_freq_factor:
         raise ConfigError(
             f"model.rope.high_freq_factor={rope.high_freq_factor} must be above "
@@ -195,7 +203,7 @@ def _check_numbers(rope: Rope) -> None:
             raise ConfigError(f"model.rope.{name}={getattr(rope, name)} must be a positive number.")
     if not 0 < rope.partial <= 1:
         raise ConfigError(f"model.rope.partial={rope.partial} must lie above 0 and at most at 1.")
-    for name in ("attention_factor", "mscale", "mscale_all_dim", "original_max_positions"):
+    for name in ("attention_factor", "mscale", "mscale_all_dim", "query_growth", "original_max_positions"):
         if not 0 <= getattr(rope, name) < math.inf:
             raise ConfigError(f"model.rope.{name}={getattr(rope, name)} must not be negative; 0 means not given.")
     for name, most in _AT_MOST.items():

@@ -14,7 +14,7 @@ from longctx.untrusted.reading import shown
 
 CHOICES: dict[str, tuple[str, ...]] = {
     "norm": ("rmsnorm", "layernorm"),
-    "norm_order": ("pre", "post", "sandwich", "output"),
+    "norm_order": ("pre", "post", "sandwich", "output", "hybrid"),
     "activation": ("swiglu", "geglu", "geglu_tanh", "swiglu_oai", "gelu", "gelu_tanh", "relu", "relu2", "silu"),
     "qk_norm": ("none", "head", "full"),
     "position": ("rope", "none", "learned", "sinusoidal", "sinusoidal_halves", "alibi", "t5", "relative"),
@@ -142,7 +142,7 @@ def _check_encoder(config: ModelFields) -> None:
                 f"model.{name}={getattr(config, name)} goes with no encoder (model.encoder_layers="
                 f"{config.encoder_layers}): {why}. Set model.{name}={str(value).lower()}."
             )
-    if config.norm_order in ("sandwich", "output"):
+    if config.norm_order not in ("pre", "post"):
         raise ConfigError(
             f"model.norm_order={config.norm_order!r} goes with no encoder (model.encoder_layers="
             f"{config.encoder_layers}). Try 'pre' or 'post'."
@@ -259,6 +259,11 @@ def _check_mixers(config: ModelFields) -> None:
     if config.attention_gate and not any(mixer.core in ("softmax", "linear") for mixer in mixers):
         raise ConfigError(
             f"model.attention_gate=true gates softmax layers; model.layers={list(config.layers)} has none. Set false."
+        )
+    if config.norm_order == "hybrid" and len({mixer.core == "gated_delta" for mixer in mixers}) == 1:
+        raise ConfigError(
+            f"model.norm_order='hybrid' tells gated_delta and kda layers from others; model.layers="
+            f"{list(config.layers)} has one sort alone. Use 'pre' or 'output'."
         )
     for mixer in mixers:
         mixer.check(config)

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from longctx.checkpoint_format import FORMAT, MANIFEST, ROLES, VERSION, CheckpointReader, canonical_hash
 from longctx.config import ModelConfig
+from longctx.conversion.carried import CarriedPart
 from longctx.conversion.casts import dtype_name
 from longctx.conversion.hf import Progress
 from longctx.conversion.tensors import each_once, parameter_shapes
@@ -31,6 +32,7 @@ def save_masters(
     dtype: torch.dtype,
     training: dict[str, Any],
     carried: Mapping[str, Path] | None = None,
+    other_parts: CarriedPart | None = None,
     shard_bytes: int = 5_000_000_000,
     progress: Progress | None = None,
 ) -> Path:
@@ -38,7 +40,8 @@ def save_masters(
 
     ``tensors`` come in any order, each exactly once; memory holds one. ``dtype`` is what exports of the checkpoint
     default to, ``training`` the manifest's entry of that name, written after the last tensor. ``carried``
-    are files to copy along, by the names that they get: the tokenizer's among them. Every tensor is read back.
+    are files to copy along, by the names that they get: the tokenizer's among them. ``other_parts`` are of the model
+    that the decoder was taken from. Every tensor is read back.
     CheckpointError where they are not the tensors of the config.
     """
     shapes = parameter_shapes(config)
@@ -50,6 +53,8 @@ def save_masters(
                 progress(done, len(shapes))
         # From here on the files have their names, and the manifest can list them.
         file_of = writer.finish()
+        if other_parts is not None:
+            other_parts.write(staging, shard_bytes)
         for name, path in (carried or {}).items():
             shutil.copyfile(path, staging / name)
         files = sorted(staging.iterdir())

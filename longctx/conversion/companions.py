@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from longctx.checkpoint_format import CheckpointReader
+from longctx.conversion.carried import PROCESSORS
 from longctx.conversion.differences import listing
 from longctx.conversion.tokenizer import FAST_FILES
 from longctx.conversion.weights.folder import check_is_fetched, checked_path
@@ -33,13 +34,13 @@ _NOT_NAMED = (".gitattributes", ".gitignore", ".DS_Store")
 """Files that belong to no model."""
 
 
-def find_companions(folder: Path) -> dict[str, Path]:
-    """Return the folder's files to carry, by their names in a checkpoint.
+def find_companions(folder: Path, *, of_images: bool = False) -> dict[str, Path]:
+    """Return the folder's files to carry, by their names in a checkpoint; ``of_images`` those of other parts too.
 
     CheckpointError for a link that leads out of the folder, and for a Git LFS pointer.
     """
     found: dict[str, Path] = {}
-    for name in CARRIED_FILES:
+    for name in CARRIED_FILES + PROCESSORS * of_images:
         path = folder / name
         # A link that leads nowhere does not exist; it is refused instead of left out.
         if path.exists() or path.is_symlink():
@@ -112,7 +113,7 @@ def log_passed_over(folder: Path, keys: Mapping[str, Any]) -> None:
 def carried_names(reader: CheckpointReader) -> list[str]:
     """Return the carried files of a checkpoint, as its manifest lists them."""
     files = reader.manifest["files"]
-    others = sorted(name for name in files if is_template(name) or is_notice(name))
+    others = sorted(name for name in files if is_template(name) or is_notice(name) or name in PROCESSORS)
     return [name for name in CARRIED_FILES if name in files] + others
 
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial, reduce
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +15,7 @@ from torch import Tensor
 
 from longctx.checkpoint_format import CheckpointReader, is_buffer, model_config
 from longctx.config import ModelConfig
+from longctx.conversion.carried import PROCESSORS, CarriedPart, carried_part
 from longctx.conversion.casts import dtype_name, export_dtypes, lossy_casts, own_dtypes, read_master
 from longctx.conversion.checkpoint_writer import save_masters
 from longctx.conversion.checks import check_folders, check_tensors, open_checked
@@ -25,6 +28,7 @@ from longctx.conversion.companions import (
     log_left_behind,
     log_passed_over,
 )
+from longctx.conversion.differences import listing
 from longctx.conversion.hf import HfReader, save_hf
 from longctx.conversion.tokenizer import config_ids, log_remarks, replaced_ids
 from longctx.conversion.verify import (
@@ -37,6 +41,7 @@ from longctx.conversion.verify import (
 )
 from longctx.conversion.weights.folder import has_usual_names
 from longctx.errors import CheckpointError, ConfigError
+from longctx.families import ALIASES
 from longctx.files import staged_folder
 from longctx.tokenizer import Tokenizer, load_tokenizer
 from longctx.tokenizer.load import GENERATION_CONFIG, JSON_FILE, MODEL_FILE, has_tokenizer
@@ -46,6 +51,8 @@ Progress = Callable[[str, int, int], None]
 """A function that takes what is done to tensors (``written``, ``verified``), to how many, and of how many."""
 
 Items = Iterable[tuple[str, Tensor]]
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,7 +96,7 @@ def export_checkpoint(
     check_folders(checkpoint, output)
     reader = open_checked(checkpoint)
     training = reader.manifest["training"]
-    config, origin = model_config(reader), training.get("imported", {})
+    config, origin, other_parts = model_config(reader), training.get("imported", {}), carried_part(reader)
     dtypes = export_dtypes(reader, dtype)
     written, size = _widest(dtypes), _num_values(reader)
     no_logits = _why_no_logits(verify, config, size, written)
@@ -109,6 +116,7 @@ def export_checkpoint(
             # Of a run that started from an import, its manifest has it.
             model_type=origin.get("model_type", training.get("model_type")),
             token_ids=_token_ids(reader, origin, copied),
+            carried=_recorded_part(other_parts, prints, verify),
             shard_bytes=shard_bytes,
             progress=_count_written(progress),
         )
@@ -116,7 +124,8 @@ def export_checkpoint(
         tensors, logits = None, None
         if verify != "none":
             # Through the table that reads strangers' folders: a mistake in writing cannot undo itself.
-            tensors = prints.check(_counted(HfReader(staging), len(dtypes), progress), "the output")
+            back = HfReader(staging)
+            tensors = prints.check(chain(_counted(back, len(dtypes), progress), back.carried or ()), "the output")
         # After the tensors, which are cheap: the logits of a wrong tensor say nothing new.
         if no_logits is None:
             logits = compare_logits(config, masters, staging, num_parameters=size, dtype=written)
@@ -129,7 +138,7 @@ def export_checkpoint(
 def _choose_tokenizer(reader: CheckpointReader, chosen: str | Path | None) -> tuple[Tokenizer | None, list[str]]:
     """The tokenizer to export, and the checkpoint's files to copy as they are."""
     names = carried_names(reader)
-    notices = [name for name in names if is_notice(name)]
+    notices = [name for name in names if is_notice(name) or name in PROCESSORS]
     settings = [name for name in names if name == GENERATION_CONFIG]
     if chosen is not None and str(chosen) == "none":
         return None, settings + notices
@@ -164,6 +173,7 @@ def import_hf(
     *,
     dtype: torch.dtype | None = None,
     verify: str = "tensors",
+    text_only: bool = False,
     shard_bytes: int = 5_000_000_000,
     source_id: str | None = None,
     progress: Progress | None = None,
@@ -171,7 +181,8 @@ def import_hf(
     """Write a Hugging Face folder as a checkpoint of step 0 to train on from.
 
     It holds fp32 masters and no optimiser moments. ``dtype`` is what exports of it default to (default: each tensor's
-    own). Tokenizer files and generation settings come along byte for byte (``companions``). ``verify`` (see
+    own). Tokenizer files and generation settings come along byte for byte (``companions``), and so do the tensors of
+    parts that the decoder does not have (``carried``), unless ``text_only``. ``verify`` (see
     ``verify.KINDS``) reads every master back and compares it, cast to the dtype it came in, with the source's bytes,
     and compares logits with transformers'. ``source_id`` is noted in the manifest, for a caller who wants to know the
     source again. The checkpoint appears verified or not at all.
@@ -180,7 +191,8 @@ def import_hf(
     check_folders(folder, output)
     reader = HfReader(folder)
     log_passed_over(reader.folder, reader.passed_over)
-    companions = find_companions(reader.folder)
+    other_parts = _parts_to_carry(reader, text_only=text_only)
+    companions = find_companions(reader.folder, of_images=other_parts is not None)
     log_left_behind(reader.folder, reader.files().union(map(hf_path, companions)))
     source_dtype = reader.dtype
     # Asked before anything is written: a conversion that cannot be verified as wished ends here.
@@ -214,6 +226,7 @@ def import_hf(
             dtype=dtype or source_dtype,
             training={"imported": origin},
             carried=companions,
+            other_parts=_recorded_part(other_parts, prints, verify),
             shard_bytes=shard_bytes,
             progress=_count_written(progress),
         )
@@ -223,7 +236,8 @@ def import_hf(
             written = CheckpointReader(staging)
             check_tensors(written)
             back = ((name, read_master(written, name, dtypes[name], exactly=True)) for name in written.names())
-            tensors = prints.check(_counted(back, len(dtypes), progress), "the output")
+            others = carried_part(written) or ()
+            tensors = prints.check(chain(_counted(back, len(dtypes), progress), others), "the output")
         if no_logits is None:
             masters = partial(_masters, CheckpointReader(staging), dict.fromkeys(dtypes, torch.float32))
             logits = compare_logits(reader.config, masters, reader.folder, num_parameters=size, dtype=source_dtype)
@@ -231,6 +245,18 @@ def import_hf(
         folder=Path(output), dtype=dtype or source_dtype, lossy_casts={}, carried=tuple(map(hf_path, companions)),
         tensors=tensors, logits=logits, no_logits=no_logits or None,
     )  # fmt: skip
+
+
+def _parts_to_carry(reader: HfReader, *, text_only: bool) -> CarriedPart | None:
+    """Return the parts that come along beside the decoder; the log says which, or what is left out."""
+    parts = reader.carried
+    if parts is None:
+        return None
+    if text_only:
+        log.warning("%s: left out as asked, and from exports too: %s.", reader.folder, listing(parts.names, limit=6))
+        return None
+    parts.tell(reader.folder)
+    return parts
 
 
 def _why_no_logits(
@@ -255,6 +281,8 @@ def _why_not_loaded(reader: HfReader) -> str | None:
     """Return why transformers does not load a folder that we read; None if it does, as far as is known."""
     if not has_usual_names(reader.folder):
         return f"transformers does not find weights of the names that they have in {reader.folder}"
+    if reader.model_type_on_disk in ALIASES:
+        return f"transformers has no {reader.model_type_on_disk} of its own; exports are {reader.model_type}"
     rows = reader.config.vocab_size
     for key in replaced_ids(reader.token_ids, rows):
         named = f"{key}={reader.token_ids[key]}"
@@ -267,6 +295,14 @@ def _recorded(items: Items, prints: Fingerprints, verify: str) -> Items:
     if verify == "none":
         return items
     return prints.record(items)
+
+
+def _recorded_part(part: CarriedPart | None, prints: Fingerprints, verify: str) -> CarriedPart | None:
+    """Other parts of a model, recorded as its parameters are."""
+    if part is None or verify == "none":
+        return part
+    read = part.read
+    return replace(part, read=lambda name: next(prints.record([(name, read(name))]))[1])
 
 
 def _count_written(progress: Progress | None) -> Callable[[int, int], None] | None:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import logging
-import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import reduce
 from pathlib import Path
@@ -20,6 +19,7 @@ from torch import Tensor
 from longctx.checkpoint_format import check_size, is_buffer
 from longctx.checkpoint_manifest import check_token_ids, refuse_deepspeed
 from longctx.config import ModelConfig
+from longctx.conversion.carried import CarriedPart, part_of_folder
 from longctx.conversion.casts import dtype_name
 from longctx.conversion.differences import listing, raise_differences
 from longctx.conversion.tensors import (
@@ -29,15 +29,17 @@ from longctx.conversion.tensors import (
     assemble,
     disassemble,
     each_once,
-    ignored_name,
+    is_carried,
+    matches,
     tensor_specs,
 )
 from longctx.conversion.tokenizer import check_tokenizer, export_tokenizer, is_qwen, replaced_ids
 from longctx.conversion.weights.folder import INDEX, WeightsFolder
 from longctx.conversion.weights.json_files import read_json, write_json
 from longctx.conversion.weights.quantized import DequantizedFolder
+from longctx.conversion.weights.renamed import RenamedFolder
 from longctx.errors import CheckpointError, ConfigError
-from longctx.families import FAMILIES, config_to_hf, left_behind, passed_over
+from longctx.families import FAMILIES, config_to_hf, left_behind, passed_over, unwrapped, wrapper_of
 from longctx.families.quantization import quantization_of
 from longctx.families.spec import START_KEY, TARGET_ID_KEYS
 from longctx.files import staged_folder
@@ -67,22 +69,30 @@ class HfReader:
             refuse_deepspeed(self.folder)
         hf_config = read_json(self.folder / "config.json")
         self.config = ModelConfig.from_hf(hf_config)
-        self.model_type: str = hf_config["model_type"]
+        text = unwrapped(hf_config)
+        self.model_type: str = text["model_type"]
+        """The text model's, if there are other parts; of several names of one network the one that is written."""
+        self.model_type_on_disk: str = hf_config["model_type"]
         self.passed_over = passed_over(hf_config)
         """Keys of config.json that other tools left there, and that no network reads."""
-        named = {**FAMILIES[self.model_type].absent_ids, **hf_config}
+        named = {**FAMILIES[self.model_type].absent_ids, **text}
         self.token_ids = {key: _token_id(key, named.get(key)) for key in _token_id_keys(self.config)}
-        self.quantization = quantization_of(hf_config)
+        self.quantization = quantization_of(text)
         """How some weights are stored, which are read as bfloat16; None if none is quantised."""
         self._disk = WeightsFolder(self.folder)
         if self.quantization is not None:
             self._disk = DequantizedFolder(self._disk, self.quantization)
             log.info("%s: quantised weights (%s) are read as bfloat16.", self.folder, self.quantization)
+        wrapper = wrapper_of(hf_config)
+        if wrapper is not None:
+            self._disk = RenamedFolder(self._disk, wrapper)
         # Names and shapes come from the headers: a folder that does not fit is refused before a value is read.
-        on_disk = self._names_on_disk(hf_config)
+        on_disk, carried = self._names_on_disk(text)
+        self.carried = part_of_folder(self._disk, hf_config, carried)
+        """Parts that the decoder does not have; None if there are none."""
         check_size(self.config, [self._disk.shape(name) for name in on_disk], str(self.folder))
         self._specs = {spec.name: spec for spec in tensor_specs(self.config, model_type=self.model_type)}
-        self._layouts = {name: _choose_layout(spec, on_disk) for name, spec in self._specs.items()}
+        self._layouts = {name: self._choose_layout(spec, on_disk) for name, spec in self._specs.items()}
         self._check_names(on_disk)
         if self.config.has_constant_gates:
             log.warning(
@@ -122,29 +132,37 @@ class HfReader:
         for name in self._specs:
             yield name, self.read(name)
 
-    def _names_on_disk(self, hf_config: dict[str, Any]) -> set[str]:
-        """The tensors that parameters are made of; a warning names further layers that the family leaves out."""
+    def _names_on_disk(self, text: dict[str, Any]) -> tuple[set[str], set[str]]:
+        """The tensors that parameters are made of, and those of other parts; a warning names heads that stay behind."""
         names = self._disk.names()
         family = FAMILIES[self.model_type]
         extra = 0
         if family.extra_layers_key:
-            extra = hf_config.get(family.extra_layers_key, 0)
-        left_out = {name for name in names if ignored_name(family, self.config, extra).fullmatch(name)}
-        if extra and any(name.startswith("model.layers.") for name in left_out):
-            log.warning(
-                "%s: %s=%d further layers are no part of this decoder and are left out: %s",
-                self.folder, family.extra_layers_key, extra, listing(left_out, limit=3),
-            )  # fmt: skip
+            extra = text.get(family.extra_layers_key, 0)
+        names = {name for name in names if not matches(family.ignored_tensors, name)}
+        # Before heads: a layer for multi-token prediction has a head of its own.
+        carried = {name for name in names if is_carried(name, family, self.config, extra)}
+        if isinstance(self._disk, RenamedFolder):
+            carried |= {name for name in names if self._disk.naming.is_other(name)}
         heads = set[str]()
         if self.config.pair_head == "none":
-            heads = {name for name in names if any(re.fullmatch(pattern, name) for pattern in family.other_heads)}
+            heads = {name for name in names if matches(family.other_heads, name)}
         if heads:
             log.warning(
                 "%s: tensors of heads that the model does not have here are left out: %s",
                 self.folder,
                 listing(heads, limit=4),
             )
-        return names - left_out - heads
+        return names - carried - heads, carried
+
+    def _choose_layout(self, spec: TensorSpec, on_disk: set[str]) -> Layout:
+        """The first layout that is complete on disk, of the right shapes if there is one. Without one, the layout that
+        we write: its missing parts are named."""
+        complete = [layout for layout in spec.layouts if all(part.name in on_disk for part in layout.parts)]
+        for layout in complete:
+            if all(self._disk.shape(part.name) == part.shape for part in layout.parts):
+                return layout
+        return next(iter(complete), spec.layouts[0])
 
     def _check_names(self, on_disk: set[str]) -> None:
         """CheckpointError unless the tensors on disk are exactly those of the parameters, of the same shapes."""
@@ -199,6 +217,7 @@ def save_hf(
     tokenizer: Tokenizer | str | Path | None = None,
     model_type: str | None = None,
     token_ids: Mapping[str, Any] | None = None,
+    carried: CarriedPart | None = None,
     shard_bytes: int = 5_000_000_000,
     progress: Progress | None = None,
 ) -> Path:
@@ -208,7 +227,8 @@ def save_hf(
     iterator, and memory holds one of them. ``dtype`` casts them (default: as they come). ``tokenizer`` is written as
     ``export_tokenizer`` says and compared with what transformers makes of it; it also gives the begin, end and padding
     ids, which ``token_ids`` gives otherwise. ``model_type`` chooses where several families have the model's shape.
-    The folder appears complete or not at all.
+    ``carried`` are parts that it was imported with, and that it is written with. The folder appears complete or not at
+    all.
     """
     folder = Path(folder)
     if isinstance(tokenizer, str | Path):
@@ -227,9 +247,16 @@ def save_hf(
         items = tensors.items()
     with staged_folder(folder, error=CheckpointError) as staging:
         writer = ShardWriter(staging, "model", shard_bytes)
+        # A wrapped model's tensors have the names that they came with.
+        add = writer.add
+        if carried is not None and carried.naming is not None:
+            naming = carried.naming
+            add = lambda name, tensor: writer.add(naming.wrapped(name), tensor)  # noqa: E731
         dtypes = _write_parameters(
-            config, items, writer, model_type=hf_config["model_type"], dtype=dtype, progress=progress
+            config, items, add, model_type=hf_config["model_type"], dtype=dtype, progress=progress
         )
+        for name, tensor in carried or ():
+            add(name, tensor)
         file_of = writer.finish()
         # transformers looks for an index only where there is no model.safetensors.
         if len(set(file_of.values())) > 1:
@@ -242,7 +269,10 @@ def save_hf(
         ids = _loadable(ids, config.vocab_size) | {key: hf_config[key] for key in ids if key in hf_config}
         name = dtype_name(reduce(torch.promote_types, dtypes))
         # transformers 5 reads dtype, 4 reads torch_dtype; a null id keeps a class default (llama's 1 and 2) out.
-        write_json(staging / "config.json", hf_config | ids | {"dtype": name, "torch_dtype": name, "use_cache": True})
+        hf_config |= ids | {"dtype": name, "torch_dtype": name, "use_cache": True}
+        if carried is not None:
+            hf_config = carried.whole_config(hf_config)
+        write_json(staging / "config.json", hf_config)
         # A tokenizer that came with a model brings its own.
         if not (staging / "generation_config.json").exists():
             write_json(staging / "generation_config.json", {k: v for k, v in ids.items() if v is not None})
@@ -303,22 +333,16 @@ def _token_id(key: str, value: Any) -> Any:
     return value
 
 
-def _choose_layout(spec: TensorSpec, on_disk: set[str]) -> Layout:
-    """The first layout that is complete on disk. Without one, the layout that we write: its missing parts are named."""
-    complete = (layout for layout in spec.layouts if all(part.name in on_disk for part in layout.parts))
-    return next(complete, spec.layouts[0])
-
-
 def _write_parameters(
     config: ModelConfig,
     items: Iterable[tuple[str, Tensor]],
-    writer: ShardWriter,
+    add: Callable[[str, Tensor], None],
     *,
     model_type: str,
     dtype: torch.dtype | None,
     progress: Progress | None,
 ) -> set[torch.dtype]:
-    """Hand every parameter's tensors on disk to the writer; the set of dtypes written, buffers' not among them."""
+    """Hand every parameter's tensors on disk to ``add``; the set of dtypes written, buffers' not among them."""
     specs = {spec.name: spec for spec in tensor_specs(config, model_type=model_type)}
     dtypes: set[torch.dtype] = set()
     waiting: dict[str, Tensor] = {}
@@ -332,7 +356,7 @@ def _write_parameters(
         layout = specs[name].layouts[0]
         if all(member in waiting for member in layout.members):
             for part, values in disassemble(layout, [waiting.pop(member) for member in layout.members]):
-                writer.add(part, values)
+                add(part, values)
         if progress is not None:
             progress(done, len(specs))
     return dtypes

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache, reduce
 
@@ -87,6 +87,12 @@ STEPS: dict[str, Step] = {
         our_view=lambda x: x,
         shape=lambda shape: (1, *shape),
     ),
+    # [1, 1, H, 1]: a number for each head.
+    "per_head": Step(
+        disk_view=lambda x: x.flatten(),
+        our_view=lambda x: x,
+        shape=lambda shape: (1, 1, *shape, 1),
+    ),
     # [E, 2F, …]: gate and up rows alternate on disk, all gate rows come first in the decoder.
     "alternating": Step(
         disk_view=lambda x: x.unflatten(1, (-1, 2)).transpose(1, 2),
@@ -103,7 +109,11 @@ def tensor_specs(config: ModelConfig, *, model_type: str | None = None) -> list[
     """
     family = family_of(config, model_type=model_type)
     shapes = parameter_shapes(config)
-    rules = {name: rule for rule in family.tensors if rule.holds(config) for name in rule.parameters}
+    rules: dict[str, list[TensorRule]] = {}
+    for rule in family.tensors:
+        if rule.holds(config):
+            for name in rule.parameters:
+                rules.setdefault(name, []).append(rule)
     return [_spec(name, rules, shapes, config) for name in shapes]
 
 
@@ -131,13 +141,17 @@ def each_once(tensors: Iterable[tuple[str, Tensor]], shapes: Mapping[str, Shape]
     raise_differences("the model", missing=remaining, unexpected=())
 
 
-def ignored_name(family: Family, config: ModelConfig, extra_layers: int) -> re.Pattern[str]:
-    """A pattern of the tensors on disk that belong to no parameter, as the family has it."""
-    patterns = list(family.ignored_tensors)
-    for n in range(extra_layers):
-        patterns.append(rf"model\.layers\.{config.num_layers + n}\..*")
-    # Without any pattern: (?!) matches nothing, and the empty one would match the empty name.
-    return re.compile("|".join(patterns) or r"(?!)")
+def is_carried(name: str, family: Family, config: ModelConfig, extra_layers: int) -> bool:
+    """Return whether a tensor on disk is of a part that the decoder does not have: layers beyond its own, or others."""
+    found = re.match(r"model\.layers\.(\d{1,6})\.", name)
+    if found is not None and 0 <= int(found[1]) - config.num_layers < extra_layers:
+        return True
+    return matches(family.carried_tensors, name)
+
+
+def matches(patterns: Iterable[str], name: str) -> bool:
+    """Return whether a whole name is of one of the patterns."""
+    return any(re.fullmatch(pattern, name) for pattern in patterns)
 
 
 def assemble(spec: TensorSpec, layout: Layout, disk: WeightsFolder) -> Tensor:
@@ -214,10 +228,14 @@ def _disk_shape(layout: Layout) -> Shape:
     return reduce(lambda shape, step: STEPS[step].shape(shape), layout.steps, layout.whole)
 
 
-def _spec(name: str, rules: dict[str, TensorRule], shapes: dict[str, Shape], config: ModelConfig) -> TensorSpec:
+def _spec(name: str, rules: dict[str, list[TensorRule]], shapes: dict[str, Shape], config: ModelConfig) -> TensorSpec:
     """A parameter's layouts by the family's rule; without a rule it is on disk under its own name."""
     pattern, layer = _without_number(name)
-    rule = rules.get(pattern) or TensorRule(parameters=(name,), layouts=(OnDisk(names=(name,)),))
+    rule = TensorRule(parameters=(name,), layouts=(OnDisk(names=(name,)),))
+    for one in rules.get(pattern, ()):
+        # A tensor of the whole model is of no layer.
+        if not layer or one.of_layer(config, int(layer)):
+            rule = one
     members = tuple(member.format(layer=layer) for member in rule.parameters)
     layouts = tuple(_layout(on_disk, members, name, shapes, layer, config) for on_disk in rule.layouts)
     return TensorSpec(name=name, shape=shapes[name], layouts=layouts)
@@ -232,7 +250,7 @@ def _layout(
     start = sum(rows[: members.index(name)])
     whole = (sum(rows), *shapes[name][1:])
     layout = Layout(parts=(), whole=whole, steps=on_disk.steps, members=members, rows=(start, start + shapes[name][0]))
-    parts = tuple(_parts(on_disk.names, _disk_shape(layout), layer, config.num_experts))
+    parts = tuple(_parts(on_disk, _disk_shape(layout), layer, config))
     # An index and no view: parts of different widths alternate on disk, which no strides can say.
     order = None
     if on_disk.rows is not None:
@@ -240,13 +258,18 @@ def _layout(
     return replace(layout, parts=parts, order=order)
 
 
-def _parts(names: tuple[str, ...], shape: Shape, layer: str, experts: int) -> Iterator[Part]:
-    """The tensors of these names; those of one expert share its second axis in equal parts."""
+def _parts(on_disk: OnDisk, shape: Shape, layer: str, config: ModelConfig) -> Iterator[Part]:
+    """The tensors of one layout, parts of the first axis; those of one expert are equal parts of its second one."""
+    names = on_disk.names
     if not any("{expert}" in name for name in names):
-        yield from (Part(name=name.format(layer=layer), shape=shape) for name in names)
+        widths: Sequence[int] = [shape[0] // max(1, len(names))] * len(names)
+        if on_disk.widths is not None:
+            widths = on_disk.widths(config)
+        for name, width in zip(names, widths, strict=True):
+            yield Part(name=name.format(layer=layer), shape=(width, *shape[1:]))
         return
     of_one = (shape[1] // len(names), *shape[2:])
-    for expert in range(experts):
+    for expert in range(config.num_experts):
         for name in names:
             yield Part(name=name.format(layer=layer, expert=expert), shape=of_one)
 

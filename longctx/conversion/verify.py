@@ -24,7 +24,7 @@ from longctx.conversion.casts import dtype_name
 from longctx.conversion.differences import listing
 from longctx.conversion.weights.json_files import read_json
 from longctx.errors import CheckpointError, ConfigError
-from longctx.families import FAMILIES
+from longctx.families import auto_class
 from longctx.kernels.memory import available_bytes
 from longctx.tensor_bytes import content_of
 
@@ -175,10 +175,16 @@ def compare_logits(
     if config.encoder_layers:
         source_S = torch.randint(first, config.vocab_size, (num_tokens,), generator=generator)
     moves = config.position == "rope" and config.rope.kind not in _STRETCHED_BY_LENGTH
-    auto_class = FAMILIES[read_json(folder / "config.json")["model_type"]].auto_class
+    loaded_by = auto_class(read_json(folder / "config.json"))
     has_states = any(mixer.core == "gated_delta" for mixer in mixers_of(config))
     theirs = _their_logits(
-        folder, tokens_T, source_S, compute, auto_class=auto_class, moves=moves, has_states=has_states
+        folder,
+        tokens_T,
+        source_S,
+        compute,
+        auto_class=loaded_by,
+        moves=moves,
+        has_states=has_states,
     )
     ours_TV = _our_logits(config, parameters(), tokens_T, source_S, compute)
     check = judge_logits(ours_TV, theirs, dtype=compute)

@@ -6,17 +6,32 @@ key is ever lost. Parameters have the decoder's names on disk, which are Llama's
 otherwise: renamed, transposed, cut into a tensor an expert, several in one tensor.
 """
 
-from longctx.families.config_json import config_from_hf, config_to_hf, effective, family_of, left_behind, passed_over
+from longctx.families.config_json import (
+    auto_class,
+    config_from_hf,
+    config_to_hf,
+    effective,
+    family_of,
+    left_behind,
+    passed_over,
+)
 from longctx.families.spec import Family
 from longctx.families.table import FAMILIES
+from longctx.families.wrapped import ALIASES, WRAPPERS, rewrapped, unwrapped, wrapper_of
 
 __all__ = [
+    "ALIASES",
     "FAMILIES",
+    "WRAPPERS",
     "Family",
+    "auto_class",
     "config_from_hf",
     "config_to_hf",
     "effective",
     "family_of",
     "left_behind",
     "passed_over",
+    "rewrapped",
+    "unwrapped",
+    "wrapper_of",
 ]

@@ -15,6 +15,7 @@ from longctx.families.quantization import quantization_of
 from longctx.families.rotary import effective_rope
 from longctx.families.spec import IGNORED_KEYS, Family
 from longctx.families.table import FAMILIES
+from longctx.families.wrapped import ALIASES, WRAPPERS, unwrapped, wrapper_of
 from longctx.untrusted.reading import printable, shown
 
 _NAMED_KEYS = 12
@@ -25,8 +26,10 @@ _NOT_AT_ALL = "all of it"
 def config_from_hf(config: dict[str, Any]) -> dict[str, Any]:
     """The fields of ModelConfig, by name, that a Hugging Face config.json describes.
 
-    ConfigError where it asks for anything this decoder does not do: it names the key, the value and what is supported.
+    Of a model of several parts it is the text model's. ConfigError where it asks for anything this decoder does not do:
+    it names the key, the value and what is supported.
     """
+    config = unwrapped(config)
     family = _family_named(config.get("model_type"))
     named = config.get("architectures")
     if named not in (None, [family.architecture]) and named not in [[name] for name in family.other_architectures]:
@@ -54,12 +57,21 @@ def config_from_hf(config: dict[str, Any]) -> dict[str, Any]:
 
 def passed_over(config: dict[str, Any]) -> dict[str, Any]:
     """Return the keys of a config.json, with their values, that other tools left and no network reads."""
+    config = unwrapped(config)
     return leftover_keys(config, _known_keys(_family_named(config.get("model_type"))))
+
+
+def auto_class(config: dict[str, Any]) -> str:
+    """Return the class of transformers that loads the model of a config.json."""
+    wrapper = wrapper_of(config)
+    if wrapper is not None:
+        return wrapper.auto_class
+    return _family_named(unwrapped(config).get("model_type")).auto_class
 
 
 def _known_keys(family: Family) -> frozenset[str]:
     """Return every key of config.json that the family's rules read, or that says nothing in any family."""
-    return IGNORED_KEYS.union(family.ignored_keys, *(rule.keys for rule in family.rules))
+    return IGNORED_KEYS.union(family.ignored_keys, family.carried_keys, *(rule.keys for rule in family.rules))
 
 
 def config_to_hf(config: ModelFields, *, model_type: str | None = None, own_tokenizer: bool = False) -> dict[str, Any]:
@@ -192,7 +204,5 @@ def _family_named(model_type: Any) -> Family:
     """The family of a model_type; ConfigError for one that this decoder cannot be."""
     if isinstance(model_type, str) and model_type in FAMILIES:
         return FAMILIES[model_type]
-    hint = ""
-    if model_type == "gemma3":
-        hint = " Of gemma3, export the text model alone: gemma3_text."
-    raise ConfigError(f"model_type={shown(model_type)} is not supported; these are: {sorted(FAMILIES)}.{hint}")
+    supported = sorted({*FAMILIES, *WRAPPERS, *ALIASES})
+    raise ConfigError(f"model_type={shown(model_type)} is not supported; these are: {supported}.")

@@ -1,7 +1,7 @@
 """DeepSeek-V2 and V3: latent attention, groups of experts, shared experts, dense first layers.
 
-The layers for multi-token prediction that follow V3's own on disk are not part of this decoder: they are left out when
-a checkpoint is read, which is logged, and ``num_nextn_predict_layers`` is 0 in what is written.
+The layers for multi-token prediction that follow V3's own on disk are not part of this decoder: they are carried from
+import to export, and ``num_nextn_predict_layers`` is 0 in what is written without them.
 
 transformers 4 leaves ``mscale_all_dim`` out of V2's scores; transformers 5, DeepSeek's own code and this decoder do
 not.
@@ -20,6 +20,7 @@ from longctx.families.rules import (
     REQUIRED,
     both_biases,
     constant,
+    first_of,
     integer,
     kv_heads,
     llama_like,
@@ -55,17 +56,28 @@ def _head_sizes() -> Rule:
     return Rule(keys=(plain, rotary_key, "head_dim", "qk_head_dim"), read=read, write=write)
 
 
-def shared_experts() -> Rule:
-    """Shared experts are one of their width together; at least one, for transformers always has them."""
-    key = "n_shared_experts"
+VALUE_SIZE = Rule(
+    keys=("v_head_dim",),
+    read=lambda hf: {"value_head_dim": integer(hf, "v_head_dim")},
+    write=lambda config: {"v_head_dim": config.value_dim},
+)
+"""Channels of a head's values."""
+
+
+def shared_experts(*keys: str, default: Any = REQUIRED) -> Rule:
+    """Shared experts are one of their width together; at least one, for transformers always has them.
+
+    The first of ``keys`` is written, ``default`` is their number where none of them is there.
+    """
+    keys = keys or ("n_shared_experts",)
 
     def read(hf: HfConfig) -> dict[str, Any]:
-        count = integer(hf, key)
+        count = integer({keys[0]: first_of(hf, keys, default)}, keys[0])
         if count < 1:
-            raise ConfigError(f"{key}={count} in config.json must be at least 1.")
+            raise ConfigError(f"{keys[0]}={count} in config.json must be at least 1.")
         return {"shared_ffn_size": count * integer(hf, "moe_intermediate_size"), "shared_gate": False}
 
-    return Rule(keys=(key,), read=read, write=lambda c: {key: c.shared_ffn_size // c.expert_ffn_size})
+    return Rule(keys=keys, read=read, write=lambda c: {keys[0]: c.shared_ffn_size // c.expert_ffn_size})
 
 
 def _groups_by_method() -> Rule:
@@ -91,7 +103,7 @@ def _groups_by_method() -> Rule:
 
 
 def no_further_layers() -> Rule:
-    """Layers for multi-token prediction: any number is read, and none is written."""
+    """Layers for multi-token prediction: any number is read, and none is written but what is carried."""
 
     def read(hf: HfConfig) -> dict[str, Any]:
         count = integer(hf, MTP_KEY, 0)
@@ -104,17 +116,12 @@ def no_further_layers() -> Rule:
 
 def _deepseek(*, dense: int, scores: str, q_lora: Any) -> tuple[Rule, ...]:
     """The rules that V2 and V3 share."""
-    return (
-        *llama_like(),
+    return llama_like(
         kv_heads(default_is_heads=True),
         full_attention(),
         first_dense(dense),
         _head_sizes(),
-        Rule(
-            keys=("v_head_dim",),
-            read=lambda hf: {"value_head_dim": integer(hf, "v_head_dim")},
-            write=lambda config: {"v_head_dim": config.value_dim},
-        ),
+        VALUE_SIZE,
         shared_experts(),
         same("kv_lora_rank", "kv_lora_rank", least=1),
         optional("q_lora_rank", "q_lora_rank", default=q_lora),
@@ -176,4 +183,5 @@ DEEPSEEK_V3 = Family(
     tensors=SHARED_EXPERTS,
     ignored_keys=_KEYS,
     extra_layers_key=MTP_KEY,
+    carried_keys=(MTP_KEY,),
 )

@@ -30,8 +30,7 @@ def _switched_norm() -> Rule:
 GLM4_MOE = Family(
     model_type="glm4_moe",
     architecture="Glm4MoeForCausalLM",
-    rules=(
-        *llama_like(eps=1e-5),
+    rules=llama_like(
         kv_heads(),
         head_dim(),
         rotary(partial=0.5),
@@ -51,8 +50,10 @@ GLM4_MOE = Family(
         same("norm_topk_prob", "normalize_gates", default=True),
         same("routed_scaling_factor", "routed_scale", default=1.0),
         no_further_layers(),
+        eps=1e-5,
     ),
     tensors=SHARED_EXPERTS,
     ignored_keys=frozenset({"output_router_logits"}),
     extra_layers_key=MTP_KEY,
+    carried_keys=(MTP_KEY,),
 )

@@ -115,7 +115,7 @@ def windows(default: int, kinds: Kinds, *, pattern_key: str = "") -> Rule:
         named = _named(config)
         written = {"sliding_window": config.window or default, "layer_types": named}
         # The old key can only say: windows, then one full layer, repeated.
-        pattern = _shortest(named)
+        pattern = shortest(named)
         if pattern_key and pattern[-1] == FULL and pattern.count(FULL) == 1:
             written[pattern_key] = len(pattern)
         return written
@@ -176,7 +176,7 @@ def rotary_layers() -> Rule:
             )
         if not any(given):
             raise ConfigError(f"{key} in config.json leaves no layer with positions, which is not supported here.")
-        return {"rope_layers": tuple(bool(value) for value in _shortest(given))}
+        return {"rope_layers": tuple(bool(value) for value in shortest(given))}
 
     def write(config: ModelFields) -> dict[str, Any]:
         return {key: [int(config.has_rope(layer)) for layer in range(config.num_layers)]}
@@ -208,7 +208,7 @@ def delta_layers(kind: str) -> Rule:
                 f"layer_types={shown(kinds)} is not supported by this decoder; supported: a list of {count}, one a "
                 f"layer, each {FULL} or {LINEAR}."
             )
-        found: dict[str, Any] = {"layers": tuple({FULL: "full", LINEAR: kind}[name] for name in _shortest(kinds))}
+        found: dict[str, Any] = {"layers": tuple({FULL: "full", LINEAR: kind}[name] for name in shortest(kinds))}
         # A model without such layers has no use for their sizes.
         if LINEAR in kinds:
             found |= {ours: integer(hf, key, usual.get(ours, 4)) for key, ours in sizes.items()}
@@ -287,7 +287,7 @@ def _layers(hf: HfConfig, kinds: list[str], window: Any) -> dict[str, Any]:
             f"{WINDOW} in layer_types={shown(kinds)}; it must be at least 1."
         )
     # The shortest pattern: a model of 32 windows says "window" once, in our files and messages too.
-    return {"layers": tuple(_OURS[kind] for kind in _shortest(kinds)), "window": window}
+    return {"layers": tuple(_OURS[kind] for kind in shortest(kinds)), "window": window}
 
 
 def _switched_on(hf: HfConfig) -> bool:
@@ -319,7 +319,7 @@ def _named(config: ModelFields) -> list[str]:
     return _kinds(config.num_layers, lambda layer: config.layer_kind(layer) == "window")
 
 
-def _shortest(kinds: list[T]) -> tuple[T, ...]:
+def shortest(kinds: list[T]) -> tuple[T, ...]:
     """The shortest beginning that, repeated, gives all."""
     count = len(kinds)
     # There always is one: all of it.

@@ -44,18 +44,39 @@ _LLAMA = (
 
 LLAMA = Family(model_type="llama", architecture="LlamaForCausalLM", rules=llama_like() + _SHARED + _LLAMA)
 
-MISTRAL = Family(
-    model_type="mistral",
-    architecture="MistralForCausalLM",
-    rules=(
-        *llama_like(),
+
+def _mistral(rope: Rule, *, window: int | None) -> tuple[Rule, ...]:
+    """The rules of Mistral and Ministral 3."""
+    return llama_like(
         DENSE,
         constant(qkv_bias=False),
         kv_heads(),
         head_dim(),
-        rotary(),
-        one_window(default=4096),
+        rope,
+        one_window(default=window),
         same("intermediate_size", "ffn_size"),
+    )
+
+
+MISTRAL = Family(model_type="mistral", architecture="MistralForCausalLM", rules=_mistral(rotary(), window=4096))
+
+_MINISTRAL_ROPE = {
+    "type": "yarn", "rope_theta": 1e6, "factor": 16.0, "original_max_position_embeddings": 16_384, "beta_fast": 32.0,
+    "beta_slow": 1.0, "mscale_all_dim": 1.0, "mscale": 1.0, "llama_4_scaling_beta": 0.1,
+}  # fmt: skip
+
+MINISTRAL3 = Family(
+    model_type="ministral3",
+    architecture="Ministral3ForCausalLM",
+    rules=_mistral(
+        rotary(
+            theta=1e6,
+            default=_MINISTRAL_ROPE,
+            growth_key="llama_4_scaling_beta",
+            # The longest length a second time.
+            ignored=frozenset({"max_position_embeddings"}),
+        ),
+        window=None,
     ),
 )
 

@@ -12,8 +12,7 @@ _EXPERT = "block_sparse_moe.experts.{expert}."
 MIXTRAL = Family(
     model_type="mixtral",
     architecture="MixtralForCausalLM",
-    rules=(
-        *llama_like(eps=1e-5),
+    rules=llama_like(
         constant(qkv_bias=False, normalize_gates=True),
         kv_heads(),
         head_dim(),
@@ -25,6 +24,7 @@ MIXTRAL = Family(
         same("router_aux_loss_coef", "balance_loss_weight", default=0.001),
         # transformers draws this jitter from its own generator; ours is model.router_jitter.
         only("router_jitter_noise", 0.0),
+        eps=1e-5,
     ),
     tensors=(
         renamed("mlp.gate.weight", "block_sparse_moe.gate.weight", "mlp.gate.weight"),
@@ -37,8 +37,7 @@ MIXTRAL = Family(
 MINIMAX_M2 = Family(
     model_type="minimax_m2",
     architecture="MiniMaxM2ForCausalLM",
-    rules=(
-        *llama_like(),
+    rules=llama_like(
         constant(qkv_bias=False, qk_norm="full", normalize_gates=True, score_function="sigmoid", selection_bias=True),
         kv_heads(),
         head_dim(128),

@@ -1,22 +1,29 @@
-"""OLMo 2 and 3: a norm on the output of each part and none before it; windows in three of four layers of OLMo 3."""
+"""OLMo 2 and 3: a norm on the output of each part and none before it; windows in three of four layers of OLMo 3.
+
+OLMo Hybrid has layers with a gated delta rule in place of the windows, with norms before their parts.
+"""
 
 from __future__ import annotations
 
-from longctx.families.layers import every_nth_full, full_attention, windows
+from collections.abc import Sequence
+from typing import Any
+
+from longctx.architecture.fields import ModelFields
+from longctx.families.layers import delta_layers, every_nth_full, full_attention, windows
 from longctx.families.llama import DENSE
 from longctx.families.rotary import global_and_local_rotary, rotary
-from longctx.families.rules import both_biases, constant, divided_head_dim, kv_heads, llama_like, same
-from longctx.families.spec import Family
+from longctx.families.rules import both_biases, constant, divided_head_dim, integer, kv_heads, llama_like, same
+from longctx.families.spec import BLOCK, Family, HfConfig, OnDisk, Rule, TensorRule, renamed
 
 # The norms keep their names from transformers' Llama, and stand behind what they stood before there.
-_OLMO = (
-    *llama_like(eps=1e-5),
+_OLMO = llama_like(
     DENSE,
     constant(qk_norm="full", norm_order="output"),
     kv_heads(default_is_heads=True),
     divided_head_dim(),
     both_biases(default=False),
     same("intermediate_size", "ffn_size"),
+    eps=1e-5,
 )
 
 _FULL = (rotary(), full_attention())
@@ -27,4 +34,116 @@ _WINDOWS = (
 
 OLMO2 = Family(model_type="olmo2", architecture="Olmo2ForCausalLM", rules=_OLMO + _FULL)
 
+
+def _hybrid_sizes() -> Rule:
+    """Sizes of gated delta layers, which follow from the model's if they are not named."""
+    named = delta_layers("gated_delta")
+
+    def read(hf: HfConfig) -> dict[str, Any]:
+        # A null says as much as a key that is absent.
+        given = {key: value for key, value in hf.items() if value is not None}
+        heads = integer(hf, "num_attention_heads")
+        sizes = {"linear_num_key_heads": heads, "linear_num_value_heads": heads, **given}
+        width = integer(hf, "hidden_size") * 3 // (4 * max(1, integer(sizes, "linear_num_key_heads")))
+        sizes = {"linear_key_head_dim": width, **sizes}
+        return named.read({"linear_value_head_dim": 2 * integer(sizes, "linear_key_head_dim"), **sizes})
+
+    return Rule(keys=named.keys, read=read, write=named.write)
+
+
+def _positions() -> Rule:
+    """Rotary positions, or none without a base."""
+    rope = rotary()
+
+    def read(hf: HfConfig) -> dict[str, Any]:
+        if hf.get("rope_theta") is None and not (hf.get("rope_parameters") or {}).get("rope_theta"):
+            return {"position": "none"}
+        return rope.read(hf)
+
+    def write(config: ModelFields) -> dict[str, Any]:
+        if config.position == "none":
+            return {"rope_parameters": None}
+        return rope.write(config)
+
+    return Rule(keys=rope.keys, read=read, write=write)
+
+
+def _widths(config: ModelFields) -> Sequence[int]:
+    """Channels of queries, keys and values of a gated delta layer."""
+    K, H, D, V, _ = config.delta_sizes
+    return K * D, K * D, H * V
+
+
+def _thirds(config: ModelFields) -> Sequence[int]:
+    """The same channels in parts as equal as they can be, which is how transformers cuts its own tensor of them."""
+    part = -(-config.delta_sizes.channels // 3)
+    return part, part, config.delta_sizes.channels - 2 * part
+
+
+def _is_delta(config: ModelFields, layer: int) -> bool:
+    return config.layer_kind(layer) == "gated_delta"
+
+
+def _of_delta(ours: str, theirs: str = "") -> TensorRule:
+    """A parameter of a gated delta layer, by default of the same name there."""
+    return renamed(f"self_attn.{ours}", f"linear_attn.{theirs or ours}")
+
+
+_CONV = tuple(f"{BLOCK}linear_attn.{part}_conv1d.weight" for part in "qkv")
+_DELTA = (
+    TensorRule(
+        parameters=(f"{BLOCK}self_attn.conv1d.weight",),
+        layouts=(
+            OnDisk(names=_CONV, widths=_widths),
+            OnDisk(names=_CONV, widths=_thirds),
+            # One tensor, as in transformers' module.
+            OnDisk(names=(f"{BLOCK}linear_attn.conv1d.weight",)),
+        ),
+    ),
+    TensorRule(
+        parameters=(f"{BLOCK}self_attn.in_proj_qkv.weight",),
+        layouts=(OnDisk(names=tuple(f"{BLOCK}linear_attn.{part}_proj.weight" for part in "qkv"), widths=_widths),),
+    ),
+    _of_delta("in_proj_z.weight", "g_proj.weight"),
+    _of_delta("in_proj_a.weight", "a_proj.weight"),
+    _of_delta("in_proj_b.weight", "b_proj.weight"),
+    _of_delta("A_log.weight", "A_log"),
+    _of_delta("dt_bias.weight", "dt_bias"),
+    _of_delta("norm.weight", "o_norm.weight"),
+    _of_delta("out_proj.weight", "o_proj.weight"),
+    renamed("input_layernorm.weight", "attention_layer_norm.weight", "input_layernorm.weight"),
+    # transformers writes the second name in all layers.
+    renamed("post_attention_layernorm.weight", "post_attention_layernorm.weight", "feedforward_layer_norm.weight"),
+    renamed(
+        "post_attention_layernorm.weight",
+        "feedforward_layer_norm.weight",
+        "post_attention_layernorm.weight",
+        of_layer=_is_delta,
+    ),
+)
+
 OLMO3 = Family(model_type="olmo3", architecture="Olmo3ForCausalLM", rules=_OLMO + _WINDOWS)
+
+_HYBRID = (
+    DENSE,
+    # The norm inside of gated delta layers has an epsilon of its own.
+    constant(qk_norm="full", norm_order="hybrid", delta_norm_eps=1e-5),
+    kv_heads(default_is_heads=True),
+    divided_head_dim(),
+    both_biases(default=False),
+    same("intermediate_size", "ffn_size"),
+    same("linear_allow_neg_eigval", "delta_negative", default=True),
+    _hybrid_sizes(),
+    _positions(),
+)
+
+OLMO_HYBRID = Family(
+    model_type="olmo_hybrid",
+    architecture="OlmoHybridForCausalLM",
+    rules=llama_like() + _HYBRID,
+    tensors=_DELTA,
+    # How weights start.
+    ignored_keys=frozenset(
+        f"linear_{name}" for name in ("a_log_min", "a_log_max", "dt_min", "dt_max", "dt_init_floor")
+    ),
+)

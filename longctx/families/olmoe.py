@@ -10,8 +10,7 @@ from longctx.families.spec import PER_EXPERT, Family
 OLMOE = Family(
     model_type="olmoe",
     architecture="OlmoeForCausalLM",
-    rules=(
-        *llama_like(eps=1e-5),
+    rules=llama_like(
         constant(qk_norm="full"),
         kv_heads(default_is_heads=True),
         divided_head_dim(),
@@ -25,6 +24,7 @@ OLMOE = Family(
         same("router_aux_loss_coef", "balance_loss_weight", default=0.01),
         # Would clamp queries, keys and values.
         only("clip_qkv", None),
+        eps=1e-5,
     ),
     tensors=PER_EXPERT,
     ignored_keys=frozenset({"output_router_logits"}),

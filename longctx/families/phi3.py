@@ -20,8 +20,7 @@ def _joined(name: str, *members: str) -> TensorRule:
 PHI3 = Family(
     model_type="phi3",
     architecture="Phi3ForCausalLM",
-    rules=(
-        *llama_like(eps=1e-5),
+    rules=llama_like(
         DENSE,
         constant(qkv_bias=False),
         kv_heads(default_is_heads=True),
@@ -33,6 +32,7 @@ PHI3 = Family(
         only("attention_bias", False, written=False),
         only("resid_pdrop", 0.0),
         only("embd_pdrop", 0.0),
+        eps=1e-5,
     ),
     tensors=(
         _joined("self_attn.qkv_proj", "self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),

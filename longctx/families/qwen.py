@@ -21,8 +21,7 @@ _EXPERTS = (
 QWEN2_MOE = Family(
     model_type="qwen2_moe",
     architecture="Qwen2MoeForCausalLM",
-    rules=(
-        *llama_like(),
+    rules=llama_like(
         *_EXPERTS,
         kv_heads(),
         head_dim(),
@@ -38,8 +37,7 @@ QWEN2_MOE = Family(
 QWEN2 = Family(
     model_type="qwen2",
     architecture="Qwen2ForCausalLM",
-    rules=(
-        *llama_like(),
+    rules=llama_like(
         DENSE,
         constant(qkv_bias=True),
         kv_heads(),
@@ -58,8 +56,7 @@ QWEN2 = Family(
 SEED_OSS = Family(
     model_type="seed_oss",
     architecture="SeedOssForCausalLM",
-    rules=(
-        *llama_like(no_dropout=only("attention_dropout", 0.0, None, absent=0.1)),
+    rules=llama_like(
         DENSE,
         kv_heads(),
         head_dim(128),
@@ -72,14 +69,14 @@ SEED_OSS = Family(
         # Where it is absent transformers takes 0.1, which this decoder does not have here.
         only("residual_dropout", 0.0, absent=0.1),
         only("pretraining_tp", 1),
+        no_dropout=only("attention_dropout", 0.0, None, absent=0.1),
     ),
 )
 
 QWEN3 = Family(
     model_type="qwen3",
     architecture="Qwen3ForCausalLM",
-    rules=(
-        *llama_like(),
+    rules=llama_like(
         DENSE,
         constant(qk_norm="head"),
         kv_heads(),
@@ -94,8 +91,7 @@ QWEN3 = Family(
 QWEN3_MOE = Family(
     model_type="qwen3_moe",
     architecture="Qwen3MoeForCausalLM",
-    rules=(
-        *llama_like(),
+    rules=llama_like(
         *_EXPERTS,
         constant(qk_norm="head"),
         kv_heads(),

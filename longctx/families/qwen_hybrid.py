@@ -8,15 +8,20 @@ from longctx.architecture.fields import ModelFields
 from longctx.families.layers import delta_layers, sparse_steps
 from longctx.families.llama import DENSE
 from longctx.families.rotary import rotary
-from longctx.families.rules import both_biases, constant, head_dim, kv_heads, llama_like, same
+from longctx.families.rules import both_biases, constant, head_dim, kv_heads, llama_like, only, same
 from longctx.families.spec import BLOCK, PER_EXPERT, Family, OnDisk, TensorRule, renamed
 
-_HYBRID = (
-    *llama_like(),
+_OF_IMAGES = frozenset({"mrope_section", "mrope_interleaved"})
+"""How positions in three dimensions are spread over rotary channels; a text's three are the same number."""
+_HYBRID = llama_like(
     constant(qk_norm="head", norm_offset=True, attention_gate=True),
     kv_heads(),
     head_dim(256),
-    rotary(partial=0.25),
+    rotary(partial=0.25, ignored=_OF_IMAGES),
+    # Of these transformers has no other way; the keys are in released files.
+    only("attn_output_gate", True, written=False),
+    only("output_gate_type", "swish", written=False),
+    only("mamba_ssm_dtype", "float32", written=False),
     delta_layers("gated_delta"),
     both_biases(default=False),
 )
@@ -106,12 +111,20 @@ _TOGETHER = (
     _together("in_proj_ba", ("in_proj_b", "in_proj_a"), _gate_rows),
 )
 
+_MTP = (r"mtp\..*",)
+_CARRIED_KEYS = (
+    "mtp_num_hidden_layers", "mtp_use_dedicated_embeddings", "attn_output_gate", "output_gate_type", "mamba_ssm_dtype",
+    *(f"rope_parameters.{key}" for key in sorted(_OF_IMAGES)),
+)  # fmt: skip
+
 QWEN3_NEXT = Family(
     model_type="qwen3_next",
     architecture="Qwen3NextForCausalLM",
     rules=_HYBRID + _EXPERTS + _NEXT,
     tensors=_SHARED + _TOGETHER + PER_EXPERT,
     ignored_keys=frozenset({"output_router_logits"}),
+    carried_tensors=_MTP,
+    carried_keys=_CARRIED_KEYS,
 )
 
 QWEN3_5 = Family(
@@ -119,6 +132,8 @@ QWEN3_5 = Family(
     architecture="Qwen3_5ForCausalLM",
     rules=_HYBRID + _DENSE,
     tensors=_SHARED + _APART,
+    carried_tensors=_MTP,
+    carried_keys=_CARRIED_KEYS,
 )
 
 QWEN3_5_MOE = Family(
@@ -127,5 +142,7 @@ QWEN3_5_MOE = Family(
     rules=_HYBRID + _EXPERTS + _ALL_EXPERTS,
     tensors=_SHARED + _APART + PER_EXPERT,
     # No layer has the dense FFN that the last of them would size.
-    ignored_keys=frozenset({"output_router_logits", "intermediate_size"}),
+    ignored_keys=frozenset({"output_router_logits", "intermediate_size", "mlp_only_layers"}),
+    carried_tensors=_MTP,
+    carried_keys=_CARRIED_KEYS,
 )

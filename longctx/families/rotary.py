@@ -49,6 +49,8 @@ def rotary(
     partial: float | None = None,
     size_key: str = "",
     names_original: bool = False,
+    ignored: frozenset[str] = frozenset(),
+    growth_key: str = "",
 ) -> Rule:
     """One rope for all layers.
 
@@ -56,7 +58,8 @@ def rotary(
     says which channels are a pair. ``scales_scores`` is for families whose ``mscale_all_dim`` also scales whole scores
     (DeepSeek); elsewhere the two mscales only make up the attention factor. ``partial`` is the share of rotary channels
     of a config.json that names none; None for families that have all. ``size_key`` says the same as a number of
-    channels. With ``names_original`` every config.json says the length before stretching, also if there is none.
+    channels. With ``names_original`` every config.json says the length before stretching, also if there is none. Tables
+    may have the ``ignored`` keys, which say nothing of a text's positions. ``growth_key`` is that of ``query_growth``.
     """
 
     def read(hf: HfConfig) -> dict[str, Any]:
@@ -74,18 +77,30 @@ def rotary(
         if names_original and not _is_stretched(hf):
             hf = _without_original(hf)
         given = {where: _with_original(hf, _table(where, hf[where])) for where in _TABLE_KEYS if hf.get(where)}
+        given = {where: {k: v for k, v in table.items() if k not in ignored} for where, table in given.items()}
         if _ORIGINAL in hf and not given:
             raise ConfigError(f"{_ORIGINAL}={shown(hf[_ORIGINAL])} in config.json goes with no rope_scaling.")
         base = _base({"rope_theta": hf} | given, theta)
         # Each table is read by itself: they may spell one rope in two ways, and then agree as ropes.
         found = {
-            where: _rope(where, table, hf, theta=base, interleaved=pairs, scales_scores=scales_scores, partial=share)
+            where: _rope(
+                where,
+                table,
+                hf,
+                theta=base,
+                interleaved=pairs,
+                scales_scores=scales_scores,
+                partial=share,
+                growth_key=growth_key,
+            )
             for where, table in (given or {"rope_parameters": default or {}}).items()
         }
         return {"rope": _agreed(found)}
 
     def write(config: ModelFields) -> dict[str, Any]:
         written = _written(config, config.rope, scales_scores=scales_scores)
+        if config.rope.query_growth:
+            written |= {where: {**written[where], growth_key: config.rope.query_growth} for where in _TABLE_KEYS}
         if interleaved_key:
             written[interleaved_key] = config.rope.interleaved
         if partial is not None:
@@ -149,6 +164,8 @@ def effective_rope(rope: Rope, rotary_size: int) -> dict[str, Any]:
         "longrope": ("original_max_positions", "short_factor", "long_factor"),
         "llama3": ("factor", "original_max_positions", "low_freq_factor", "high_freq_factor"),
     }.get(rope.kind, ())
+    if rope.query_growth:
+        values["query_growth"] = rope.query_growth
     return values | {name: getattr(rope, name) for name in fields}
 
 
@@ -161,20 +178,23 @@ def _rope(
     interleaved: bool = False,
     scales_scores: bool = False,
     partial: float | None = None,
+    growth_key: str = "",
 ) -> Rope:
-    """The rope that one table describes; ``partial`` as for ``rotary``."""
+    """The rope that one table describes; ``partial`` and ``growth_key`` as for ``rotary``."""
     if partial is None:
         _check_partial(where, table)
         partial = 1.0
     elif table.get(_PARTIAL) is not None:
         partial = _number(where, table, _PARTIAL)
     kind = _kind(where, table)
-    if unknown := sorted(set(table) - _KEYS[kind] - _ALWAYS - IN_ROPE_TABLES):
+    if unknown := sorted(set(table) - _KEYS[kind] - _ALWAYS - IN_ROPE_TABLES - {growth_key}):
         raise ConfigError(
             f"{where}={shown(dict(table))}: {shown(unknown)} mean nothing to rope_type {shown(kind)} here.\n"
             f"{how_to_delete(unknown)}"
         )
     values: dict[str, Any] = {"theta": theta, "kind": kind, "interleaved": interleaved, "partial": partial}
+    if table.get(growth_key):
+        values["query_growth"] = _number(where, table, growth_key)
     if kind == "default":
         return Rope(**values)
     longest = integer(hf, "max_position_embeddings")

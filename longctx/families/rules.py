@@ -286,10 +286,12 @@ UNUSED = (
 NO_ATTENTION_DROPOUT = only("attention_dropout", 0.0, None)
 
 
-def llama_like(*, eps: float = 1e-6, tied: bool = False, no_dropout: Rule = NO_ATTENTION_DROPOUT) -> tuple[Rule, ...]:
-    """Rules of all families with RMSNorm and gated FFNs.
+def llama_like(
+    *others: Rule, eps: float = 1e-6, tied: bool = False, no_dropout: Rule = NO_ATTENTION_DROPOUT
+) -> tuple[Rule, ...]:
+    """Rules of all families with RMSNorm and gated FFNs, and behind them a family's ``others``.
 
-    The arguments are what keys mean that are absent; ``no_dropout`` is for a family with another class default.
+    ``eps`` and ``tied`` are what keys mean that are absent; ``no_dropout`` is for a family with another class default.
     """
     return (
         *SIZES,
@@ -298,4 +300,5 @@ def llama_like(*, eps: float = 1e-6, tied: bool = False, no_dropout: Rule = NO_A
         same("tie_word_embeddings", "tie_embeddings", default=tied),
         translated("hidden_act", "activation", GATED_ACTIVATIONS, default="silu"),
         no_dropout,
+        *others,
     )

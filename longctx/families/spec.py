@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from longctx.architecture.fields import ModelFields
@@ -58,6 +58,8 @@ class OnDisk:
     """``{layer}`` is the layer's number; names with ``{expert}`` are repeated for every expert. None at all: where the
     files leave it out it is zero (read, never written)."""
     steps: tuple[str, ...] = ()
+    widths: Callable[[ModelFields], Sequence[int]] | None = None
+    """Rows of the tensor of each name; None if they have equal parts."""
     rows: Callable[[ModelFields], Sequence[int]] | None = None
     """For each row of the parameters, laid end to end, its row on disk; None if they lie so."""
 
@@ -71,6 +73,8 @@ class TensorRule:
     """The first is written, all are read."""
     holds: Callable[[ModelFields], bool] = lambda _: True
     """Whether it is the rule of a model of this config; of several for one parameter the last that holds counts."""
+    of_layer: Callable[[ModelFields, int], bool] = lambda *_: True
+    """Whether it is the rule of this layer, of parameters that have one."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -103,7 +107,11 @@ class Family:
     auto_class: str = "AutoModelForCausalLM"
     """By which transformers loads it."""
     extra_layers_key: str = ""
-    """Key that says how many layers of another kind follow the decoder's own on disk; they are left out, and logged."""
+    """Key that says how many layers of another kind follow the decoder's own on disk; they are carried."""
+    carried_tensors: tuple[str, ...] = ()
+    """Patterns of whole names: tensors of parts that the decoder does not have; exports get them as they came."""
+    carried_keys: tuple[str, ...] = ()
+    """Keys of config.json that describe them; a dot leads into a table. None of them says anything of the decoder."""
     forces_own_tokenizer: bool = False
     """Whether transformers 5 loads the family's own tokenizer class, whatever tokenizer_config.json says."""
 
@@ -132,9 +140,9 @@ def _stacked(name: str, parts: tuple[str, ...]) -> TensorRule:
     )
 
 
-def renamed(ours: str, *theirs: str) -> TensorRule:
+def renamed(ours: str, *theirs: str, of_layer: Callable[[ModelFields, int], bool] = lambda *_: True) -> TensorRule:
     """A parameter of a block under other names, the first of which is written."""
-    return tensor(BLOCK + ours, *(BLOCK + name for name in theirs))
+    return replace(tensor(BLOCK + ours, *(BLOCK + name for name in theirs)), of_layer=of_layer)
 
 
 def tensor(ours: str, *theirs: str, holds: Callable[[ModelFields], bool] = lambda _: True) -> TensorRule:

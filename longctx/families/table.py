@@ -9,9 +9,10 @@ from longctx.families.gemma import GEMMA2, GEMMA3_TEXT
 from longctx.families.glm import GLM4_MOE
 from longctx.families.gpt import GPT1, GPT2
 from longctx.families.gpt_oss import GPT_OSS
-from longctx.families.llama import GRANITE, LLAMA, MISTRAL, SMOLLM3
+from longctx.families.kimi import KIMI_LINEAR
+from longctx.families.llama import GRANITE, LLAMA, MINISTRAL3, MISTRAL, SMOLLM3
 from longctx.families.mixtral import MINIMAX_M2, MIXTRAL
-from longctx.families.olmo import OLMO2, OLMO3
+from longctx.families.olmo import OLMO2, OLMO3, OLMO_HYBRID
 from longctx.families.olmoe import OLMOE
 from longctx.families.phi3 import PHI3
 from longctx.families.qwen import QWEN2, QWEN2_MOE, QWEN3, QWEN3_MOE, SEED_OSS
@@ -23,6 +24,7 @@ from longctx.families.t5 import T5
 _ALL = (
     LLAMA,
     MISTRAL,
+    MINISTRAL3,
     QWEN2,
     SEED_OSS,
     QWEN3,
@@ -36,6 +38,7 @@ _ALL = (
     PHI3,
     OLMO2,
     OLMO3,
+    OLMO_HYBRID,
     GLM4_MOE,
     MINIMAX_M2,
     MIXTRAL,
@@ -46,6 +49,7 @@ _ALL = (
     GPT1,
     DEEPSEEK_V2,
     DEEPSEEK_V3,
+    KIMI_LINEAR,
     GPT_OSS,
     BERT,
     ROBERTA,

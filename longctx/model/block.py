@@ -79,11 +79,11 @@ class Block(nn.Module):
         """``experts`` are the layer's experts whose weights are here."""
         super().__init__()
         M = config.hidden_size
-        self.order = config.norm_order
+        spec = layer_specs(config)[layer]
+        self.order = spec.norm_order
         self.norms_inputs = self.order in ("pre", "sandwich")
         self.norms_outputs = self.order in ("sandwich", "output")
         self.residual_scale = config.residual_scale
-        spec = layer_specs(config)[layer]
         self.self_attn: MixerNetwork = NETWORKS[spec.mixer.name](config, spec)
         if spec.ffn == "experts":
             # Statistics and replays count layers of experts, not all layers.

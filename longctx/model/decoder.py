@@ -389,7 +389,7 @@ def _host_store(
     """Where a stack's layers keep what they save for backward; None is the device."""
     if decoder.execution.store != "host" or not torch.is_grad_enabled():
         return None
-    shared = [x for table in tables if table is not None for x in (table.cos, table.sin)]
+    shared = [x for table in tables if table is not None for x in table.tensors()]
     if source is not None:
         shared.append(source.hidden_BsM)
     # What has less than a byte a token does not grow with the row: to move it takes longer than to keep it.

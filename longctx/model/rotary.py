@@ -32,16 +32,31 @@ class RotaryTable(NamedTuple):
     sin: Tensor
     twice: tuple[Tensor, Tensor] | None = None
     """For few tokens and whole heads: the cosines twice, and −sines before sines, [B, t, 1, 2C]."""
+    of_queries: tuple[Tensor, Tensor] | None = None
+    """Cosines and sines of queries that grow with their position; None if they are those of keys."""
 
     def of_tokens(self, tokens: slice) -> RotaryTable:
         """The table of some of the tokens."""
-        return RotaryTable(self.cos[:, tokens], self.sin[:, tokens])
+        of_queries = None
+        if self.of_queries is not None:
+            cos, sin = self.of_queries
+            of_queries = cos[:, tokens], sin[:, tokens]
+        return RotaryTable(self.cos[:, tokens], self.sin[:, tokens], of_queries=of_queries)
+
+    def tensors(self) -> list[Tensor]:
+        """What a backward pass reads of it."""
+        return [self.cos, self.sin, *(self.of_queries or ())]
 
     @classmethod
     def build(
         cls, positions_Bt: Tensor, rope: Rope, rotary_size: int, dtype: torch.dtype, *, length: int, head_dim: int
     ) -> RotaryTable:
         """The table of these positions, for heads of this size (``rotary_table``)."""
+        if rope.query_growth:
+            cos, sin = rotary_table(positions_Bt, rope, rotary_size, dtype, length=length)
+            # A factor of the whole query is one of its rotation, where all channels rotate.
+            growth = query_growth(positions_Bt, rope).to(cos.dtype)
+            return cls(cos, sin, of_queries=(cos * growth, sin * growth))
         if torch.is_grad_enabled() or positions_Bt.numel() > _FEW_TOKENS or rotary_size != head_dim:
             return cls(*rotary_table(positions_Bt, rope, rotary_size, dtype, length=length))
         # Both halves at once, for a cosine is even and a sine is odd.
@@ -67,6 +82,12 @@ def rotary_table(
     return (cos * scale).to(partial).unsqueeze(-2), (sin * scale).to(partial).unsqueeze(-2)
 
 
+def query_growth(positions_Bt: Tensor, rope: Rope) -> Tensor:
+    """Factors [B, t, 1, 1] of queries, 1 within the length that the frequencies were trained for."""
+    passed_Bt = positions_Bt.div(rope.original_max_positions, rounding_mode="floor").double()
+    return (1 + rope.query_growth * torch.log1p(passed_Bt))[..., None, None]
+
+
 def apply_rotary(
     x_BtHD: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool = False, only_graph: bool = False
 ) -> Tensor:
@@ -85,7 +106,8 @@ def apply_rotary_to_both(
 ) -> tuple[Tensor, Tensor]:
     """``apply_rotary`` of queries and of keys, to the same bits."""
     if table.twice is None or interleaved or q_BtHD.dtype != table.cos.dtype:
-        q = apply_rotary(q_BtHD, table.cos, table.sin, interleaved=interleaved, only_graph=only_graph)
+        cos, sin = table.of_queries or (table.cos, table.sin)
+        q = apply_rotary(q_BtHD, cos, sin, interleaved=interleaved, only_graph=only_graph)
         return q, apply_rotary(k_BtKD, table.cos, table.sin, interleaved=interleaved, only_graph=only_graph)
     # The two are rotated as one, halves side by side: where tokens are few, the number of operations counts.
     x, (cos, sin) = torch.cat((q_BtHD, k_BtKD), dim=-2), table.twice

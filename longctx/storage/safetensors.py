@@ -24,9 +24,12 @@ from longctx.untrusted.reading import parse_json, shown
 
 DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 """safetensors' names of the dtypes that fit the fp32 masters without loss."""
-STORED = DTYPES | {"F8_E4M3": torch.float8_e4m3fn, "U8": torch.uint8}
-"""With those of quantised values."""
-_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+STORED = DTYPES | {
+    "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2, "F64": torch.float64, "BOOL": torch.bool,
+    "U8": torch.uint8, "I8": torch.int8, "I16": torch.int16, "I32": torch.int32, "I64": torch.int64,
+}  # fmt: skip
+"""With those of quantised values and of buffers, which are read as they are stored."""
+_NAMES = {dtype: name for name, dtype in STORED.items()}
 # Dtypes that no reader takes have a size too: their ranges are checked like the others'.
 _ITEM_BYTES: dict[str, int] = dict.fromkeys(("F64", "I64", "U64"), 8)
 _ITEM_BYTES |= dict.fromkeys(("F32", "I32", "U32"), 4)

@@ -3,93 +3,40 @@
 A rank computes its own segments; what enters them comes from ``JoinSegments``. What a document's first segment gives
 needs nothing of others, and its last gives nothing: with a contiguous layout no rank computes a state twice.
 
-Axes: B batch, t this rank's tokens, K key heads, D key head size, X channels of values, decay and β of a key head.
+With a cache the state of all tokens before a chunk, and the last of them, are on every rank. Every rank composes all
+segments of the chunk, in one order, so that states stay the same to the bit; single tokens send nothing.
+
+Axes: B batch, t this rank's tokens, K key heads, D key head size, X channels of values, decay and β of a key head,
+H value heads, V value head size, R tokens that the convolution reads, C channels of a key head.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import chain
-from typing import Any
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 
-from longctx.errors import ConfigError
 from longctx.kernels.attention.contract import Scores
 from longctx.kernels.devices import on_cpu
 from longctx.kernels.gated_delta.front import Weights
-from longctx.kernels.gated_delta.rule import Options, gated_delta
-from longctx.kernels.linear_attention import Segments
+from longctx.kernels.gated_delta.rule import Carried, Options, gated_delta
 from longctx.model.attention.cache import LayerCache
-from longctx.model.attention.core import AttentionShapes
-from longctx.model.attention.mask import AttentionMask
-from longctx.model.mixers.gated_delta import as_tokens
+from longctx.model.attention.core import check_no_gradient
+from longctx.model.mixers.gated_delta import LocalDeltaPlan, LocalGatedDelta, as_tokens
 from longctx.model.recompute import RecomputeCache
-from parallel.attention.agreement import agree, degree_problem
-from parallel.attention.cached_delta import CachedDeltaPlan
 from parallel.attention.join_segments import JoinSegments
-from parallel.attention.plan import CoreOverRanks, build_layout, flattened, tokens_problem
-from parallel.mesh import Mesh
-from parallel.schedule.states import StatePlan
+from parallel.attention.state_plans import CoreOfStates, StatesOfBatch, StatesOfChunk, no_backward
 
 
-@dataclass(frozen=True, eq=False)
-class DeltaPlan:
-    """Which segments of a batch meet, in every gated delta layer of one forward pass."""
+class ContextParallelGatedDelta(CoreOfStates):
+    """The core of gated delta layers."""
 
-    mesh: Mesh
-    states: StatePlan
-    shapes: AttentionShapes
-    segments: Segments
-
-    @classmethod
-    def build(cls, states: StatePlan, mesh: Mesh, shapes: AttentionShapes) -> DeltaPlan:
-        """Return the plan for these shapes. Collective.
-
-        ConfigError on every rank if one has a problem, ClusterError if ranks differ or one is too late.
-        """
-        problem = degree_problem(states.layout, mesh)
-        if problem is None:
-            num_local = states.layout.num_local(mesh.context_rank)
-            shapes = flattened(shapes, num_local)
-            problem = tokens_problem(shapes, num_local, mesh)
-        heads = f"{shapes.num_kv_heads} key heads of {shapes.head_dim} (values {shapes.value_dim})"
-        agree(states, mesh, f"gated delta rule, {shapes.batch} × {heads}, {shapes.dtype}", problem)
-        return cls(mesh, states, shapes, states.segments(mesh.context_rank))
-
-    @property
-    def exchange(self) -> JoinSegments | None:
-        """The exchange of a layer; None if no document is on several ranks."""
-        if self.mesh.context == 1 or not self.states.num_given:
-            return None
-        return JoinSegments(self.mesh, self.states)
-
-
-class ContextParallelGatedDelta(CoreOverRanks):
-    """The core of gated delta layers; none of the options changes it.
-
-    Ranks that split heads in other layers (``parallel.ulysses``) hold rows of their own here as any others do.
-    """
-
-    @staticmethod
-    def check_layout(layout: str, ring_degree: int) -> None:
-        """ConfigError if single tokens are dealt to several ranks: every token would be a segment of its own."""
-        if layout == "striped" and ring_degree > 1:
-            raise ConfigError(
-                "parallel.layout='striped' deals single tokens to ranks, and gated delta layers (model.layers) pass a "
-                "state from token to token.\nTry parallel.layout='contiguous' (or zigzag or balanced)."
-            )
-
-    def plan(
-        self, mask: AttentionMask, shapes: AttentionShapes, placement: Any = None, key_placement: Any = None
-    ) -> DeltaPlan | CachedDeltaPlan:
-        """Return the segments of the mask's documents or of a cache's chunk, on which the ranks agree. Collective."""
-        if shapes.cached_tokens is not None:
-            return CachedDeltaPlan.build(mask, shapes, placement, self.mesh)
-        layout = placement or build_layout(self.layout, self.mesh, mask)
-        return DeltaPlan.build(StatePlan.build(layout, mask.documents), self.mesh, shapes)
+    what: ClassVar[str] = "gated delta rule"
+    why_not_striped: ClassVar[str] = "gated delta layers (model.layers) pass a state from token to token"
 
     def __call__(
         self,
@@ -97,7 +44,7 @@ class ContextParallelGatedDelta(CoreOverRanks):
         k_BtKD: Tensor,
         v_BtKX: Tensor,
         *,
-        plan: DeltaPlan | CachedDeltaPlan,
+        plan: StatesOfBatch | StatesOfChunk,
         cache: LayerCache | None = None,
         scores: Scores | None = None,
         weights: Sequence[Tensor] = (),
@@ -106,15 +53,17 @@ class ContextParallelGatedDelta(CoreOverRanks):
         """Return the output [B, t, K, G·V] of this rank's tokens, equal to one process's but for rounding."""
         B, t, K = q_BtKD.shape[:3]
         batch, given = plan.shapes.batch, Weights._make(weights)
-        if isinstance(plan, CachedDeltaPlan):
+        if isinstance(plan, StatesOfChunk):
             assert cache is not None, "the plan of a cached chunk came without the layer's cache"
-            return plan.attend(q_BtKD, k_BtKD, v_BtKX, given, cache)
+            return _attend_cached(q_BtKD, k_BtKD, v_BtKX, given, plan, cache)
         q, k, v = (x.reshape(batch, -1, *x.shape[2:]) for x in (q_BtKD, k_BtKD, v_BtKX))
         plan.shapes.check_call(q, None)
-        groups = 1
+        groups, exchange = 1, None
+        if plan.mesh.context > 1 and plan.states.num_given:
+            exchange = JoinSegments(plan.mesh, plan.states)
         # A rank waits for the state of the one before it: head by head, it waits for the first head alone. A GPU takes
         # all heads at once in the time of one.
-        if plan.exchange is not None and on_cpu(q):
+        if exchange is not None and on_cpu(q):
             groups = K
         kept = _ByGroup(recompute_cache, groups)
         parts = zip(*(x.chunk(groups, 2) for x in (q, k, v)), *(x.chunk(groups) for x in given), strict=True)
@@ -123,13 +72,67 @@ class ContextParallelGatedDelta(CoreOverRanks):
             options = Options(
                 segments=plan.segments,
                 beta_scale=plan.shapes.beta_scale,
-                exchange=plan.exchange,
+                exchange=exchange,
                 saved=kept.of_group(group),
             )
             of_group = Weights._make(weights_h)
             outs.append(gated_delta(as_tokens(q_h, k_h, v_h, of_group), of_group, options)[0])
         kept.finish()
         return torch.cat(outs, 2).view(B, t, K, -1)
+
+
+def _attend_cached(
+    q_BtKD: Tensor, k_BtKD: Tensor, v_BtKX: Tensor, weights: Weights, plan: StatesOfChunk, cache: LayerCache
+) -> Tensor:
+    """Return the output [B, t, K, G·V] of new tokens, which the cached state then covers. Collective."""
+    plan.shapes.check_call(q_BtKD, None)
+    check_no_gradient(q_BtKD)
+    if plan.states is None:
+        local = LocalDeltaPlan(plan.segments, plan.shapes.beta_scale)
+        return LocalGatedDelta()(q_BtKD, k_BtKD, v_BtKX, plan=local, cache=cache, weights=weights)
+    exchange = _AfterState(JoinSegments(plan.mesh, plan.states, cache.state))
+    options = Options(segments=plan.segments, beta_scale=plan.shapes.beta_scale, exchange=exchange)
+    out, _ = gated_delta(as_tokens(q_BtKD, k_BtKD, v_BtKX, weights), weights, options)
+    cache.set_state(Carried(exchange.state, exchange.newest), plan.num_tokens)
+    return out.unflatten(2, (q_BtKD.shape[2], -1)).flatten(3)
+
+
+class _AfterState:
+    """An exchange of which one result more is asked for: what follows the chunk's last token."""
+
+    state: Tensor
+    """After the chunk, [1, B, H, D, V]."""
+    newest: Tensor
+    """Channels of the chunk's last tokens, [1, B, R, K, C]."""
+
+    def __init__(self, join: JoinSegments) -> None:
+        self.join = join
+
+    def rows(self, tails_sBRKC: Tensor) -> Callable[[], Tensor]:
+        arriving = self.join.rows(tails_sBRKC)
+
+        def finish() -> Tensor:
+            before = arriving()
+            self.newest = before[-1:]
+            return before[:-1]
+
+        return finish
+
+    def states(self, pairs_sBHDW: Tensor) -> Callable[[], Tensor]:
+        arriving = self.join.states(pairs_sBHDW)
+
+        def finish() -> Tensor:
+            entering = arriving()
+            self.state = entering[-1:]
+            return entering[:-1]
+
+        return finish
+
+    def rows_back(self, dbefore_sBRKC: Tensor) -> Callable[[], Tensor]:
+        return no_backward(dbefore_sBRKC)
+
+    def states_back(self, pairs_sBHDW: Tensor) -> Callable[[], Tensor]:
+        return no_backward(pairs_sBHDW)
 
 
 class _ByGroup:

@@ -48,8 +48,8 @@ class CoreOverRanks(AttentionCore):
     """Kind of the layout if a batch names none."""
     options: AttentionOptions = field(default_factory=AttentionOptions)
 
-    @staticmethod
-    def check_layout(layout: str, ring_degree: int) -> None:
+    @classmethod
+    def check_layout(cls, layout: str, ring_degree: int) -> None:
         """ConfigError if the core cannot have a sequence that so many ring ranks hold in this layout."""
 
     def new_cache(self) -> ShardedKVCache:

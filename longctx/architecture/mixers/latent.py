@@ -28,11 +28,16 @@ class Latent(Softmax):
             )
         if config.attention_gate:
             raise ConfigError("model.attention_gate=true goes with no latent attention (model.kv_lora_rank).")
-        if config.position != "rope" or config.qk_norm != "none" or config.rope.partial != 1:
+        if config.position not in ("rope", "none") or config.qk_norm != "none" or config.rope.partial != 1:
             raise ConfigError(
                 f"latent attention (model.kv_lora_rank={config.kv_lora_rank}) has rotary positions on "
-                "model.rope_head_dim channels, and norms in its latents: use model.position=rope, "
+                "model.rope_head_dim channels, or none, and norms in its latents: use model.position=rope (or none), "
                 "model.rope.partial=1, model.qk_norm=none."
+            )
+        if config.rope.query_growth:
+            raise ConfigError(
+                f"model.rope.query_growth={config.rope.query_growth} scales whole queries, of which latent attention "
+                "rotates a part. Leave it out."
             )
         if not 0 < config.rope_head_dim < config.head_dim:
             raise ConfigError(

@@ -61,6 +61,17 @@ class DequantizedFolder(WeightsFolder):
             return torch.bfloat16
         return self._disk.dtype(name)
 
+    def stored_dtype(self, name: str) -> torch.dtype | None:
+        if name in self._scale_of:
+            return torch.bfloat16
+        return self._disk.stored_dtype(name)
+
+    def read_stored(self, name: str) -> Tensor:
+        """The tensor, dequantised too, or of any other dtype."""
+        if name in self._scale_of:
+            return self.read(name)
+        return self._disk.read_stored(name)
+
     def read(self, name: str) -> Tensor:
         """The tensor, dequantised if it is stored so."""
         scale = self._scale_of.get(name)

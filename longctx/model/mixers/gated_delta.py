@@ -51,7 +51,7 @@ class GatedDeltaNet(nn.Module):
         self.conv1d = Weight(self.sizes.channels, 1, self.sizes.conv)
         self.A_log = Weight(H)
         self.dt_bias = Weight(H)
-        self.norm = GatedNorm(self.sizes.value_dim, config.norm_eps, functional.silu)
+        self.norm = GatedNorm(self.sizes.value_dim, config.delta_norm_eps or config.norm_eps, functional.silu)
         self.out_proj = Linear(values, M, bias=False)
 
     def core_weights(self) -> tuple[Tensor, ...]:
@@ -114,7 +114,7 @@ class KimiDeltaAttention(GatedDeltaNet):
         self.b_proj = Linear(M, K, bias=False)
         self.g_a_proj = Linear(M, D, bias=False)
         self.g_b_proj = Linear(D, K * D, bias=False)
-        self.o_norm = GatedNorm(D, config.norm_eps, torch.sigmoid)
+        self.o_norm = GatedNorm(D, config.delta_norm_eps or config.norm_eps, torch.sigmoid)
         self.o_proj = Linear(K * D, M, bias=False)
 
     @staticmethod

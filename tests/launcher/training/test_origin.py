@@ -22,6 +22,7 @@ from longctx.errors import CheckpointError
 from longctx.model.decoder import Decoder
 from tests.launcher.runs import tiny_start
 from tests.launcher.workers import leave_out_pictures, rows, run
+from tests.longctx.families.whole_models import bits, whole_model
 from tests.longctx.samples import dense_config
 
 LLAMA = dense_config(vocab_size=512, qkv_bias=False, tie_embeddings=False, max_positions=256, expert_ffn_size=128)
@@ -149,3 +150,36 @@ def test_what_came_with_a_model_goes_out_after_training(started, tmp_path):
     for name in names - {"config.json", "model.safetensors"}:
         assert (exported / name).read_bytes() == (given / name).read_bytes(), name
     assert json.loads((exported / "config.json").read_text())["model_type"] == "mistral"
+
+
+# Parts that are not trained.
+
+
+def start_from_whole(shards: Path, source: Path, output: Path) -> None:
+    leave_out_pictures()
+    changed = {"run.start_from": source, "train.lr": 1e-3, "checkpoint.keep_last": 1, "data.seq_len": 64}
+    changed |= {"train.tokens_per_step": 128, "validation.rows": 1}
+    Trainer(build_run(tiny_start(shards, output, changed), torch.device("cpu"))).train()
+
+
+def test_a_vision_tower_and_layers_for_more_tokens_come_out_of_a_run_as_they_went_in(shards, tmp_path):
+    transformers = pytest.importorskip("transformers")
+    whole_model("qwen3_5", tmp_path / "hf", vocab_size=512)
+    (tmp_path / "hf" / "preprocessor_config.json").write_text('{"size": 16}')
+    run(start_from_whole, 2, shards, tmp_path / "hf", tmp_path / "run")
+    (checkpoint,) = list_checkpoints(tmp_path / "run")
+    assert CheckpointReader(checkpoint).verify() == []
+    # Once on the disk: of the imported model and of the run's checkpoint.
+    assert (checkpoint / "carried.safetensors").stat().st_nlink == 2
+    # With Qwen's type transformers takes Qwen's tokenizer class, whatever lies there.
+    exported = export_checkpoint(tmp_path / "run", tmp_path / "exported", verify="logits", tokenizer="none")
+    assert exported.logits is not None
+    before, after = bits(tmp_path / "hf"), bits(exported.folder)
+    assert before.keys() == after.keys()
+    carried = {name for name in before if name.startswith(("model.visual.", "mtp."))}
+    assert all(before[name] == after[name] for name in carried)
+    changed = {name for name in before if before[name][2] != after[name][2]}
+    assert changed == before.keys() - carried, "every weight of the text model was trained"
+    model = transformers.AutoModelForImageTextToText.from_pretrained(str(exported.folder))
+    assert model.config.vision_config.depth == 2
+    assert (exported.folder / "preprocessor_config.json").read_text() == '{"size": 16}'

@@ -100,6 +100,14 @@ CASES = {
         _rope("llama3", factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=32),
     ),
     "mistral": Case("Mistral", {"sliding_window": 7, "head_dim": 12}),
+    "ministral3": Case(
+        "Ministral3",
+        {"head_dim": 12}
+        | _rope(
+            "yarn", factor=4.0, original_max_position_embeddings=16, beta_fast=2.0, mscale=1.0, mscale_all_dim=1.0,
+            llama_4_scaling_beta=0.3,
+        ),
+    ),
     "mistral full": Case("Mistral", {"sliding_window": None}),
     "qwen2": Case("Qwen2", {"use_sliding_window": True, "sliding_window": 5, "max_window_layers": 1}),
     "qwen2 full": Case("Qwen2", {"tie_word_embeddings": True}),
@@ -212,6 +220,21 @@ CASES = {
         "DeepseekV3",
         _LATENT | {"rope_interleave": False, "norm_topk_prob": False, "first_k_dense_replace": 2, "q_lora_rank": None},
     ),
+    "kimi_linear": Case(
+        "KimiLinear",
+        {key: value for key, value in _LATENT.items() if key not in ("n_group", "topk_group", "n_routed_experts")}
+        | {"q_lora_rank": None, "num_experts": 8, "n_group": 4, "topk_group": 2, "linear_num_heads": 3}
+        | {"linear_head_dim": 6, "layer_types": ["linear_attention", "full_attention", "linear_attention"]},
+        std=0.1,
+    ),
+    "olmo_hybrid": Case("OlmoHybrid", _DELTA | {"rms_norm_eps": 1e-6}, std=0.1),
+    "olmo_hybrid rotary": Case(
+        "OlmoHybrid",
+        _DELTA
+        | {"linear_allow_neg_eigval": False, "linear_num_value_heads": 2, "num_hidden_layers": 4, "layer_types": None}
+        | _rope("default"),
+        std=0.1,
+    ),
     "gpt_oss": Case(
         "GptOss",
         {"head_dim": 12, "sliding_window": 6, "num_local_experts": 5, "num_experts_per_tok": 2}
@@ -311,7 +334,9 @@ def in_float64(model: Any) -> Any:
     """A copy of a model whose weights and rotary frequencies are float64."""
     copied = copy.deepcopy(model).double()
     copied.set_experts_implementation("eager")
-    rotary = copied.model.rotary_emb
+    rotary = getattr(copied.model, "rotary_emb", None)
+    if rotary is None:
+        return copied
     channels = 2 * len(rotary.inv_freq)
     theta = copied.config.rope_parameters["rope_theta"]
     rotary.inv_freq = theta ** (-torch.arange(0, channels, 2, dtype=torch.float64) / channels)
@@ -360,7 +385,9 @@ def gradients_by_our_names(model: Any, folder: Path) -> dict[str, Tensor]:
     folder.mkdir()
     # A file of weights has no float64.
     found = {name: p.grad.float() for name, p in model.named_parameters() if p.grad is not None}
-    found |= {name: torch.zeros_like(b) for name, b in model.named_buffers() if name.endswith("correction_bias")}
+    found |= {
+        name: torch.zeros_like(b).float() for name, b in model.named_buffers() if name.endswith("correction_bias")
+    }
     save_file({name: tensor.contiguous() for name, tensor in found.items()}, folder / "model.safetensors")
     model.config.save_pretrained(folder)
     return load_hf(folder)[1]

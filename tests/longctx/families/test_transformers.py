@@ -87,6 +87,10 @@ FOLDERS = [name for name in CASES if not name.startswith("llama ")] + ["llama wi
 """Ropes change a folder's config alone, which ``test_conversion_families`` looks at."""
 
 
+MAKERS_NAMES = ("kimi_linear", "olmo_hybrid", "olmo_hybrid rotary")
+"""Cases whose makers' files have names and parts that transformers reads, and of which it writes others."""
+
+
 @pytest.mark.few(8)
 @pytest.mark.parametrize("name", FOLDERS)
 def test_a_folder_comes_back_bit_for_bit(name, models, tmp_path):
@@ -95,6 +99,9 @@ def test_a_folder_comes_back_bit_for_bit(name, models, tmp_path):
     model_type = theirs.config.model_type
     save_hf(config, tensors, tmp_path / "again", model_type=model_type, shard_bytes=50_000)
     before, after = hf_models.on_disk(folder), hf_models.on_disk(tmp_path / "again")
+    if name in MAKERS_NAMES:
+        assert before.keys() != after.keys()
+        before, after = tensors, load_hf(tmp_path / "again")[1]
     assert before.keys() == after.keys()
     for key, tensor in before.items():
         assert tensor.dtype == after[key].dtype

@@ -11,7 +11,8 @@ import torch.distributed as dist
 from longctx.errors import ClusterError, ConfigError
 from longctx.kernels.attention.contract import Scores
 from longctx.model.attention.core import AttentionShapes
-from parallel.attention.linear import ContextParallelLinearPlan, linear_attend_planned
+from parallel.attention.linear import linear_attend_planned
+from parallel.attention.state_plans import StatesOfBatch
 from parallel.layout.sequence import SequenceLayout
 from parallel.mesh import Mesh
 from parallel.schedule.states import StatePlan
@@ -30,7 +31,9 @@ HEADS = (4, 2, 6, 5)
 def linear_attend(q, k, v, *, layout, cu_seqlens=None, mesh, causal=True, **options):
     """Linear attention by a plan of its own."""
     shapes = AttentionShapes.of(q, k, v, Scores(scale=1.0))
-    plan = ContextParallelLinearPlan.build(StatePlan.build(layout, cu_seqlens, causal=causal), mesh, shapes)
+    plan = StatesOfBatch.build(
+        StatePlan.build(layout, cu_seqlens, causal=causal), mesh, shapes, what="linear attention"
+    )
     return linear_attend_planned(q, k, v, plan, **options)
 
 

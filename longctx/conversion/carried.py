@@ -1,0 +1,153 @@
+"""Parts of an imported model that the decoder does not have: vision towers, layers for multi-token prediction.
+
+A checkpoint holds their tensors as they came (``carried*.safetensors``) beside the config.json that describes them
+(``imported_config.json``). Training does not read them; an export has them again.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import re
+from collections.abc import Callable, Collection, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from longctx.checkpoint_format import CheckpointReader
+from longctx.conversion.differences import listing
+from longctx.conversion.weights.folder import WeightsFolder
+from longctx.conversion.weights.json_files import read_json, write_json
+from longctx.errors import CheckpointError, ConfigError
+from longctx.families import FAMILIES, rewrapped, unwrapped, wrapper_of
+from longctx.families.wrapped import Naming
+from longctx.storage.safetensors import SafetensorsFile, ShardWriter
+
+log = logging.getLogger(__name__)
+
+IMPORTED_CONFIG = "imported_config.json"
+PROCESSORS = ("preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json")
+"""How images become inputs of such a part."""
+_STEM = "carried"
+_WEIGHTS = re.compile(rf"{_STEM}(-\d{{5}}-of-\d{{5}})?\.safetensors")
+
+
+@dataclass(frozen=True, kw_only=True)
+class CarriedPart:
+    """The tensors, by the names that they have beside a text model alone, and the whole model's config.json."""
+
+    config: Mapping[str, Any]
+    names: tuple[str, ...]
+    num_bytes: int
+    read: Callable[[str], Tensor]
+
+    def __iter__(self) -> Iterator[tuple[str, Tensor]]:
+        for name in self.names:
+            yield name, self.read(name)
+
+    @property
+    def naming(self) -> Naming | None:
+        """How tensors are named in the whole model; None if it is a text model alone."""
+        wrapper = wrapper_of(self.config)
+        if wrapper is None:
+            return None
+        return wrapper.naming_of(self.names)
+
+    def whole_config(self, text: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the config.json of all parts, of which ``text`` is the text model's.
+
+        ConfigError if it is another kind of model than the one that was imported.
+        """
+        theirs = unwrapped(self.config)
+        if text["model_type"] != theirs["model_type"]:
+            raise ConfigError(
+                f"the model was imported as {theirs['model_type']} with parts beside it, and is a "
+                f"{text['model_type']} now, which has none of them.\n"
+                "Import it with --text-only, which leaves them out."
+            )
+        # Keys of layers that only the carried tensors are of: the decoder's own config.json says there are none.
+        family = FAMILIES[text["model_type"]]
+        merged = _with_keys(text, theirs, family.carried_keys)
+        if wrapper_of(self.config) is None:
+            return merged
+        return rewrapped(self.config, merged)
+
+    def write(self, folder: Path, shard_bytes: int) -> None:
+        """Write them beside a checkpoint's own files."""
+        write_json(folder / IMPORTED_CONFIG, dict(self.config))
+        # Of a wrapped model without other tensors the config.json is all that says so.
+        if not self.names:
+            return
+        writer = ShardWriter(folder, _STEM, shard_bytes)
+        for name, tensor in self:
+            writer.add(name, tensor)
+        writer.finish()
+
+    def tell(self, folder: Path) -> None:
+        """Log what is carried."""
+        if self.names:
+            log.warning(
+                "%s: %d tensors (%.2f GiB) are no part of the decoder: not trained, and written to exports as they "
+                "came: %s",
+                folder, len(self.names), self.num_bytes / 2**30, listing(self.names, limit=3),
+            )  # fmt: skip
+
+
+def carried_files(names: Mapping[str, Any]) -> list[str]:
+    """Return those of a checkpoint's files that are of carried parts."""
+    small = {IMPORTED_CONFIG}.union(PROCESSORS)
+    return sorted(name for name in names if name in small or _WEIGHTS.fullmatch(name))
+
+
+def part_of_folder(disk: WeightsFolder, hf_config: Mapping[str, Any], names: Collection[str]) -> CarriedPart | None:
+    """Return the part of a folder that has tensors of these names; None if there is none.
+
+    CheckpointError for a tensor whose dtype cannot be written again.
+    """
+    # A wrapped model whose other parts were taken out is written as a wrapped one all the same.
+    if not names and wrapper_of(hf_config) is None:
+        return None
+    sizes, unknown = [], []
+    for name in names:
+        dtype = disk.stored_dtype(name)
+        if dtype is None:
+            unknown.append(name)
+        else:
+            sizes.append(math.prod(disk.shape(name)) * dtype.itemsize)
+    if unknown:
+        raise CheckpointError(f"{disk.folder}: dtypes that cannot be carried along: {listing(unknown)}.")
+    return CarriedPart(config=hf_config, names=tuple(sorted(names)), num_bytes=sum(sizes), read=disk.read_stored)
+
+
+def carried_part(reader: CheckpointReader) -> CarriedPart | None:
+    """Return what a checkpoint carries; None if that is nothing."""
+    listed = reader.manifest["files"]
+    if IMPORTED_CONFIG not in listed:
+        return None
+    # What the manifest lists and no other file that happens to lie there.
+    files = [SafetensorsFile(reader.folder / name) for name in sorted(listed) if _WEIGHTS.fullmatch(name)]
+    file_of = {name: file for file in files for name in file.names()}
+    entries = [file.entry(name) for name, file in file_of.items()]
+    return CarriedPart(
+        config=read_json(reader.folder / IMPORTED_CONFIG),
+        names=tuple(sorted(file_of)),
+        num_bytes=sum(entry.stop - entry.start for entry in entries if entry is not None),
+        read=lambda name: file_of[name].read_stored(name),
+    )
+
+
+def _with_keys(text: Mapping[str, Any], original: Mapping[str, Any], keys: tuple[str, ...]) -> dict[str, Any]:
+    """Return ``text`` with such keys of the original."""
+    # A copy of all tables: the caller's stay as they are.
+    found: dict[str, Any] = json.loads(json.dumps(text))
+    for key in keys:
+        *tables, last = key.split(".")
+        source, target = original, found
+        for table in tables:
+            source, target = source.get(table) or {}, target.setdefault(table, {})
+        if last in source:
+            target[last] = source[last]
+    return found

@@ -1,0 +1,42 @@
+"""The weights of a model of several parts, under the names that they have without the other parts."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from longctx.conversion.weights.folder import WeightsFolder
+from longctx.families.wrapped import Wrapper
+
+
+class RenamedFolder(WeightsFolder):
+    """A folder whose text model looks as if it were alone; tensors of other parts keep their names."""
+
+    def __init__(self, disk: WeightsFolder, wrapper: Wrapper) -> None:
+        """``disk`` is the folder as it is stored."""
+        self.folder, self._disk = disk.folder, disk
+        # Folders of one type differ in their names, by who wrote them; one folder has one way.
+        self.naming = wrapper.naming_of(disk.names())
+        self._stored = {self.naming.plain(name): name for name in disk.names()}
+
+    def files(self) -> set[str]:
+        return self._disk.files()
+
+    def names(self) -> set[str]:
+        """Every tensor, by its name beside a text model alone."""
+        return set(self._stored)
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return self._disk.shape(self._stored[name])
+
+    def dtype(self, name: str) -> torch.dtype:
+        return self._disk.dtype(self._stored[name])
+
+    def read(self, name: str) -> Tensor:
+        return self._disk.read(self._stored[name])
+
+    def stored_dtype(self, name: str) -> torch.dtype | None:
+        return self._disk.stored_dtype(self._stored[name])
+
+    def read_stored(self, name: str) -> Tensor:
+        return self._disk.read_stored(self._stored[name])

@@ -1,0 +1,230 @@
+"""Text models within a model of several parts: Gemma 3, Mistral Small 3, Qwen3.5 beside a vision tower.
+
+The config.json of such a model has its text model's under ``text_config``. The text model is a family of
+``families.table``; tensors of the other parts, and the keys that describe them, are carried from import to export.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+from longctx.errors import ConfigError
+from longctx.families.leftover import is_leftover
+from longctx.families.spec import IGNORED_KEYS, HfConfig
+from longctx.untrusted.reading import printable, shown
+
+TEXT = "text_config"
+_TIE = "tie_word_embeddings"
+_QUANTIZED = "quantization_config"
+_OF_THE_WHOLE = (_QUANTIZED, "bos_token_id", "eos_token_id", "pad_token_id")
+"""Keys that count for the text model too, if the whole model's config.json has them."""
+_PLAIN, _PLAIN_HEAD = "model.", "lm_head."
+"""Beginnings of the names that tensors of a text model alone have."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Naming:
+    """One way in which the tensors of the parts are named."""
+
+    text: str
+    """What stands for ``model.`` of a text model alone."""
+    head: str
+    """What stands for ``lm_head.``."""
+    others: tuple[str, ...]
+    """Beginnings of the other parts' names."""
+
+    @cached_property
+    def _others(self) -> re.Pattern[str]:
+        return re.compile("|".join(map(re.escape, self.others)))
+
+    def is_other(self, name: str) -> bool:
+        """Return whether a tensor belongs to another part than the text model."""
+        return self._others.match(name) is not None
+
+    def plain(self, name: str) -> str:
+        """Return the name that a tensor has in a text model alone; that of another part stays."""
+        for wrapped, plain in ((self.text, _PLAIN), (self.head, _PLAIN_HEAD)):
+            if name.startswith(wrapped) and not self.is_other(name):
+                return plain + name.removeprefix(wrapped)
+        return name
+
+    def wrapped(self, name: str) -> str:
+        """Return the name that ``plain`` was made of."""
+        for wrapped, plain in ((self.text, _PLAIN), (self.head, _PLAIN_HEAD)):
+            if name.startswith(plain) and not self.is_other(name):
+                return wrapped + name.removeprefix(plain)
+        return name
+
+
+@dataclass(frozen=True, kw_only=True)
+class Wrapper:
+    """A model type whose text model can be trained."""
+
+    model_type: str
+    architecture: str
+    text_types: tuple[str, ...]
+    """Model types that the text model may have; a config.json that names none means the first."""
+    namings: tuple[Naming, ...]
+    """All are read; a folder without other parts is written by the first."""
+    keys: frozenset[str]
+    """Keys of config.json beside ``text_config``; they describe the other parts and what joins them."""
+    ties: bool
+    """What transformers takes for ``tie_word_embeddings`` where it is absent."""
+    defaults: Mapping[str, Any] = field(default_factory=dict)
+    """Keys of ``text_config`` that the makers' files leave to transformers' class."""
+    auto_class: str = "AutoModelForImageTextToText"
+
+    def naming_of(self, names: Iterable[str]) -> Naming:
+        """Return the naming of a folder with tensors of these names, of the text model or of others."""
+        names = list(names)
+        fitting = (one for one in self.namings if any(one.is_other(n) or one.plain(n) != n for n in names))
+        # Neither parts nor a text model under such names: what is there is said by the checks of names.
+        return next(fitting, self.namings[0])
+
+
+_LLAVA = (
+    Naming(
+        text="language_model.model.",
+        head="language_model.lm_head.",
+        others=("vision_tower.", "multi_modal_projector."),
+    ),
+    Naming(
+        text="model.language_model.", head="lm_head.", others=("model.vision_tower.", "model.multi_modal_projector.")
+    ),
+)
+"""As most makers' files have it, and as modules are called in memory."""
+_QWEN = (Naming(text="model.language_model.", head="lm_head.", others=("model.visual.",)),)
+_QWEN_KEYS = frozenset(
+    {"vision_config", "image_token_id", "video_token_id", "vision_start_token_id", "vision_end_token_id"}
+)
+_GEMMA3_TEXT: dict[str, Any] = {
+    "vocab_size": 262_208,
+    "hidden_size": 2304,
+    "intermediate_size": 9216,
+    "num_hidden_layers": 26,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "head_dim": 256,
+    "hidden_activation": "gelu_pytorch_tanh",
+    "max_position_embeddings": 131_072,
+    "rms_norm_eps": 1e-6,
+    "query_pre_attn_scalar": 256,
+    "sliding_window": 4096,
+}
+
+_ALL = (
+    Wrapper(
+        model_type="gemma3",
+        architecture="Gemma3ForConditionalGeneration",
+        text_types=("gemma3_text",),
+        namings=_LLAVA,
+        keys=frozenset(
+            {"vision_config", "mm_tokens_per_image", "boi_token_index", "eoi_token_index", "image_token_index"}
+            | {"initializer_range"}
+        ),
+        ties=True,
+        defaults=_GEMMA3_TEXT,
+    ),
+    Wrapper(
+        model_type="mistral3",
+        architecture="Mistral3ForConditionalGeneration",
+        text_types=("mistral", "ministral3"),
+        namings=_LLAVA,
+        keys=frozenset(
+            {"vision_config", "image_token_index", "projector_hidden_act", "vision_feature_layer"}
+            | {"multimodal_projector_bias", "spatial_merge_size"}
+        ),
+        # transformers ties nothing where a file has two matrices, and these files have.
+        ties=False,
+    ),
+    Wrapper(
+        model_type="qwen3_5",
+        architecture="Qwen3_5ForConditionalGeneration",
+        text_types=("qwen3_5_text",),
+        namings=_QWEN,
+        keys=_QWEN_KEYS,
+        ties=False,
+    ),
+    Wrapper(
+        model_type="qwen3_5_moe",
+        architecture="Qwen3_5MoeForConditionalGeneration",
+        text_types=("qwen3_5_moe_text",),
+        namings=_QWEN,
+        keys=_QWEN_KEYS,
+        ties=False,
+    ),
+)
+WRAPPERS: dict[str, Wrapper] = {wrapper.model_type: wrapper for wrapper in _ALL}
+
+
+ALIASES = {"kimi_k2": "deepseek_v3"}
+"""Types whose network, config.json and tensors are another's; they are written as that one, which transformers has."""
+
+
+def wrapper_of(config: HfConfig) -> Wrapper | None:
+    """Return what wraps the text model of a config.json; None if it is a text model's own."""
+    model_type = config.get("model_type")
+    if not isinstance(model_type, str):
+        return None
+    return WRAPPERS.get(model_type)
+
+
+def unwrapped(config: HfConfig) -> dict[str, Any]:
+    """Return the text model's config: the ``text_config`` of a wrapped one, completed, or the config itself.
+
+    Its ``model_type`` is that of a family, where the config's is another name of one.
+
+    ConfigError where the text model is none that is read here, and for keys beside it whose meaning nobody knows.
+    """
+    wrapper = wrapper_of(config)
+    if wrapper is None:
+        model_type = config.get("model_type")
+        if isinstance(model_type, str) and model_type in ALIASES:
+            return {**config, "model_type": ALIASES[model_type]}
+        return dict(config)
+    _check_around(config, wrapper)
+    # The table itself is a stranger's, as everything in the file is.
+    text = config.get(TEXT)
+    if not isinstance(text, dict):
+        raise ConfigError(f"{TEXT}={shown(text)} in a {wrapper.model_type} config.json must be a table.")
+    found = {"model_type": wrapper.text_types[0], **wrapper.defaults, **text}
+    if found["model_type"] not in wrapper.text_types:
+        raise ConfigError(
+            f"{TEXT}.model_type={shown(found['model_type'])} is not supported within {wrapper.model_type}; supported: "
+            f"{', '.join(wrapper.text_types)}."
+        )
+    # The whole model's word counts, and not that of a part.
+    found[_TIE] = config.get(_TIE, text.get(_TIE, wrapper.ties))
+    # A text model in it has another class, or none.
+    found.pop("architectures", None)
+    return found | {key: config[key] for key in _OF_THE_WHOLE if config.get(key) is not None}
+
+
+def _check_around(config: HfConfig, wrapper: Wrapper) -> None:
+    """ConfigError for another class, and for keys beside the text model that are not known."""
+    if config.get("architectures") not in (None, [wrapper.architecture]):
+        raise ConfigError(
+            f"architectures={shown(config['architectures'])} is not supported; {wrapper.model_type} means "
+            f"{wrapper.architecture}."
+        )
+    known = wrapper.keys | IGNORED_KEYS | {TEXT, _TIE, _QUANTIZED}
+    unknown = sorted(key for key in set(config) - known if not is_leftover(key, config[key]))
+    if unknown:
+        listed = ", ".join(f"{printable(key)}={shown(config[key])}" for key in unknown[:12])
+        raise ConfigError(
+            f"keys of config.json that mean nothing to a {wrapper.model_type} model here: {listed}.\n"
+            "If they say nothing of the text model, delete them; if they do, it is not supported."
+        )
+
+
+def rewrapped(original: HfConfig, text: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the config.json of a wrapped model whose text model has this one; other parts are as in ``original``."""
+    # Where the classes of the text model and of the whole differ, the whole model's is the one that loads it.
+    found = {**original, TEXT: {key: value for key, value in text.items() if key != "architectures"}}
+    found.pop(_QUANTIZED, None)
+    of_both = {key: text[key] for key in (*_OF_THE_WHOLE, "torch_dtype") if key in original and key in text}
+    return found | of_both | {_TIE: text[_TIE], "dtype": text["dtype"]}
