@@ -230,6 +230,10 @@ class Stream:
             targets = _targets(self)
         return int((targets != IGNORED_TARGET).sum())
 
+    def num_ahead(self, most: int) -> int:
+        """Targets that lie at least 2, 3, … ``most`` + 1 tokens behind where they are predicted, in its document."""
+        return _num_ahead(_targets(self), self.positions, most)
+
     def flatten_rows(self) -> Self:
         """The same tokens as one row [1, B·T]: the shape that a sequence layout splits."""
         flat, source = self.map_tokens(lambda x: x.reshape(1, -1)), self.source
@@ -299,6 +303,9 @@ class Batch(Stream):
         """Tokens whose prediction counts in the loss."""
         return int((self.targets != IGNORED_TARGET).sum())
 
+    def num_ahead(self, most: int) -> int:
+        return _num_ahead(self.targets, self.positions, most)
+
     def per_token(self) -> dict[str, Tensor]:
         return {**super().per_token(), "targets": self.targets}
 
@@ -333,6 +340,11 @@ def _targets(stream: Stream) -> Tensor:
     if stream.counted is None:
         return stream.following
     return stream.following.masked_fill(~stream.counted, IGNORED_TARGET)
+
+
+def _num_ahead(targets: Tensor, positions: Tensor, most: int) -> int:
+    """How often a target can be predicted from 1, 2, … ``most`` tokens before its own place."""
+    return int(((targets != IGNORED_TARGET) * positions.clamp(max=most)).sum())
 
 
 def _fault(bounds: Sequence[Any], num_tokens: int | None) -> str | None:

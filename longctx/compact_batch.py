@@ -117,6 +117,10 @@ class CompactBatch:
         """Documents of two segments whose first token is here."""
         return 0 if self.firsts is None else self.firsts.shape[1]
 
+    def num_ahead(self, most: int) -> int:
+        """``Batch.num_ahead``."""
+        return most * self.num_targets - _num_too_near(self, most)
+
     def unpack(self, device: torch.device | str = "cpu", prepare: Callable[[Stream], Batch] = asked_for) -> Batch:
         """The batch with its per-token tensors [B, t], int64, on ``device``; the host waits for nothing.
 
@@ -194,6 +198,29 @@ class CompactBatch:
                 found["counted"][local : local + count] = _inside(self.counted, index)
             local += count
         return found
+
+
+def _num_too_near(batch: CompactBatch, most: int) -> int:
+    """Return how often a target lies too near to its document's beginning to be predicted from 1 … ``most`` before."""
+    missing, bounds = 0, batch.documents.bounds
+    for start, count, step, _ in batch.spans.tolist():
+        for number, first, last in batch.documents.within(start, start + (count - 1) * step + 1):
+            begin = bounds[number]
+            # The first tokens of a document alone, of which this rank may have some.
+            for index in range(begin, min(last, begin + most)):
+                if index >= first and not (index - start) % step and _has_target(batch, number, index):
+                    missing += most - (index - begin)
+    return missing
+
+
+def _has_target(batch: CompactBatch, number: int, index: int) -> bool:
+    """Return whether a token of a document is followed by one that counts."""
+    end = int(batch.ends[number])
+    if end == DocumentEnd.PADDING:
+        return False
+    if end == DocumentEnd.NOTHING and index + 1 == batch.documents.bounds[number + 1]:
+        return False
+    return batch.counted is None or bool(_inside(batch.counted, torch.tensor([index])))
 
 
 def looked_up(batch: CompactBatch, device: torch.device | str) -> dict[str, Tensor]:

@@ -53,9 +53,12 @@ class ModelConfig(ModelFields):
         return _from_plain(cls, values, "model")
 
     @classmethod
-    def from_hf(cls, config: dict[str, Any]) -> Self:
-        """The config a Hugging Face ``config.json`` describes; ConfigError where this decoder cannot be that model."""
-        return cls(**families.config_from_hf(config))
+    def from_hf(cls, config: dict[str, Any], *, mtp: bool = False) -> Self:
+        """The config a Hugging Face ``config.json`` describes; ConfigError where this decoder cannot be that model.
+
+        With ``mtp`` its blocks for multi-token prediction are the decoder's too.
+        """
+        return cls(**families.config_from_hf(config, mtp=mtp))
 
     def to_hf(self) -> dict[str, Any]:
         """A Hugging Face ``config.json`` for this model; ConfigError where no supported family has its shape."""

@@ -16,6 +16,7 @@ from longctx.model.experts.dispatch import TokenDispatcher
 from longctx.model.training_pass import Execution
 from longctx.objectives.build import NEXT_TOKEN, Objective, build_objective
 from longctx.objectives.task import Task
+from longctx.objectives.token_prediction import Shift, shifted
 from parallel.attention.cores import CORES, build_cores
 from parallel.attention.plan import AttentionOptions
 from parallel.experts.dispatcher import AllToAllDispatcher, ReplicatedExperts
@@ -59,7 +60,7 @@ def build_parallel_model(
     if seed is not None:
         decoder.initialize(seed)
     # 3. The objective outermost: DeepSpeed wraps one module, and under ZeRO-3 gathers weights for its forward alone.
-    return build_objective(decoder, objective, _context_sum(mesh))
+    return build_objective(decoder, objective, _context_sum(mesh), _shift_over(mesh))
 
 
 def build_empty_decoder(
@@ -118,6 +119,23 @@ def _dispatcher(config: ModelConfig, mesh: Mesh) -> TokenDispatcher:
     if mesh.expert == 1:
         return ReplicatedExperts(mesh)
     return AllToAllDispatcher(mesh, config.num_experts)
+
+
+_SHIFTING = "telling what follows the last tokens of a rank"
+
+
+def _shift_over(mesh: Mesh) -> Shift:
+    """Return ``shifted`` over the ranks that share a sequence: every rank is sent eight bytes of each token."""
+
+    def shift(values_Bt: Tensor, batch: Batch) -> Tensor:
+        if mesh.context_group is None or batch.placement is None:
+            return shifted(values_Bt, batch)
+        # Any layout cuts where it likes, a striped one behind every token. An id is small beside a hidden state.
+        every = mesh.comm.all_gather(values_Bt, mesh.context_group, doing=_SHIFTING)
+        whole_BT = batch.placement.join(list(every), 1)
+        return batch.placement.split(whole_BT.roll(-1, 1), mesh.context_rank, 1)
+
+    return shift
 
 
 _ADDING = "adding up choices of experts"

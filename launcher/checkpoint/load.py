@@ -89,7 +89,7 @@ def check_training(reader: CheckpointReader) -> None:
             "Use another one."
         )
     load = training.get("expert_load") or []
-    layers = sum(model.has_experts(layer) for layer in range(model.num_layers))
+    layers = sum(map(model.has_experts, range(model.depth)))
     if load and (len(load), len(load[0])) != (layers, model.num_experts):
         raise CheckpointError(
             f"{reader.folder}: its expert_load is of {len(load)} layers with {len(load[0])} experts, and its model has "

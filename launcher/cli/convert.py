@@ -32,6 +32,7 @@ def convert(
     tokenizer: Annotated[str | None, arg(metavar="TOKENIZER|none")] = None,
     verify: Annotated[str, one_of("auto", "tensors", "logits", "none", bare="auto")] = "auto",
     text_only: bool = False,
+    mtp: bool = False,
     execute_pickles: bool = False,
 ) -> None:
     """Convert checkpoints to and from Hugging Face.
@@ -56,13 +57,16 @@ def convert(
         verify: What to compare of what was written.
         text_only: With --from hf, leave out what the decoder does not have: vision towers, layers for multi-token
             prediction. Without it they are carried along, and exports have them again.
+        mtp: With --from hf, read blocks for multi-token prediction as the model's own, which train.mtp_weight then
+            trains. Without it they are carried along as they are.
         execute_pickles: With --from deepspeed: its files are pickles, and loading one runs whatever its writer put
             there, with all that your account may do. Say this only of files that you wrote or trust so far.
     """
     if execute_pickles and origin != "deepspeed":
         raise ConfigError("--execute-pickles goes with --from deepspeed alone: nothing else is ever executed.")
-    if text_only and origin != "hf":
-        raise ConfigError("--text-only goes with --from hf alone: it says what of the folder is read.")
+    for flag, given in (("--text-only", text_only), ("--mtp", mtp)):
+        if given and origin != "hf":
+            raise ConfigError(f"{flag} goes with --from hf alone: it says what of the folder is read.")
     if upcycle is not None:
         if dtype or verify != "auto":
             raise ConfigError("--upcycle writes float32 masters, always read back: leave --dtype and --verify out.")
@@ -73,8 +77,6 @@ def convert(
     import torch
 
     from longctx.conversion import export_checkpoint, import_deepspeed, import_hf
-    from longctx.conversion.weights.json_files import read_json
-    from longctx.families import auto_class
 
     if to == "hf":
         run, kind = partial(export_checkpoint, tokenizer=tokenizer), "a Hugging Face folder"
@@ -83,7 +85,7 @@ def convert(
     elif origin == "deepspeed":
         run, kind = partial(import_deepspeed, execute_pickles=execute_pickles), "a checkpoint of step 0"
     else:
-        run, kind = partial(import_hf, text_only=text_only), "a checkpoint of step 0"
+        run, kind = partial(import_hf, text_only=text_only, mtp=mtp), "a checkpoint of step 0"
     with progress(f"converting {source}") as update:
 
         def count(done_to_them: str, done: int, total: int) -> None:
@@ -93,11 +95,19 @@ def convert(
         if dtype is not None:
             cast = getattr(torch, dtype)
         done = run(source, output, dtype=cast, verify=verify, progress=count)
+    _tell(done, kind, to_hf=to == "hf")
+
+
+def _tell(done: Conversion, kind: str, *, to_hf: bool) -> None:
+    """Print what was written and verified, and what to do with it."""
+    from longctx.conversion.weights.json_files import read_json
+    from longctx.families import auto_class
+
     size = human_bytes(sum(path.stat().st_size for path in done.folder.rglob("*") if path.is_file()))
     say(f"{done.folder}: {kind}, {size}, {str(done.dtype).removeprefix('torch.')}.")
     for line in _verified(done):
         say(line)
-    if to == "hf":
+    if to_hf:
         say(f'Next: {auto_class(read_json(done.folder / "config.json"))}.from_pretrained("{done.folder}")')
     else:
         say(f"Next: {one_machine('--config', 'run.toml', '--run.start_from', done.folder)}")

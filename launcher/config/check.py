@@ -153,6 +153,7 @@ def _check_ranges(config: RunConfig) -> None:
         "train.weight_decay": (config.train.weight_decay, 0),
         "train.eps": (config.train.eps, 0),
         "train.z_loss": (config.train.z_loss, 0),
+        "train.mtp_weight": (config.train.mtp_weight, 0),
         "train.skip_steps": (config.train.skip_steps, 0),
         "train.spike_sigmas": (config.train.spike_sigmas, 0),
         "checkpoint.every_steps": (config.checkpoint.every_steps, 0),

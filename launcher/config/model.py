@@ -78,7 +78,7 @@ def find_base(values: dict[str, Any]) -> ModelConfig | None:
             f"Leave model.preset out (on the command line: --model.preset {NO_PRESET}): the checkpoint's model is "
             "taken, and [model] names only what shall change."
         )
-    return started_model(start_from)
+    return started_model(start_from, mtp=bool(values.get("train", {}).get("mtp_weight")))
 
 
 def find_start(start_from: str) -> Path:
@@ -95,15 +95,15 @@ def find_start(start_from: str) -> Path:
         ) from error
 
 
-def started_model(start_from: str) -> ModelConfig:
-    """The model of ``run.start_from``."""
+def started_model(start_from: str, *, mtp: bool = False) -> ModelConfig:
+    """The model of ``run.start_from``; ``mtp`` is that of ``ModelConfig.from_hf``."""
     folder = find_start(start_from)
     try:
         if is_hf_folder(folder):
             # Seldom needed, and its imports take time.
             from longctx.conversion.weights.json_files import read_json
 
-            return ModelConfig.from_hf(read_json(folder / "config.json"))
+            return ModelConfig.from_hf(read_json(folder / "config.json"), mtp=mtp)
         return model_config(CheckpointReader(folder))
     except (CheckpointError, ConfigError) as error:
         raise type(error)(f"run.start_from={start_from!r}: {error}") from error

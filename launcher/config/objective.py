@@ -16,6 +16,7 @@ def check_objective(config: RunConfig) -> None:
     """ConfigError for a model that sees what it is to predict, and for options that the objective does not read."""
     _check_pairs(config)
     _check_pair_head(config)
+    _check_mtp(config)
     objective, causal = config.train.objective, config.model.causal
     if objective == "causal" and not causal:
         raise ConfigError(
@@ -48,6 +49,22 @@ def check_objective(config: RunConfig) -> None:
                     f"data.{name}={value} means nothing to train.objective={objective}. Leave it out, or set "
                     f"train.objective={reader}."
                 )
+
+
+def _check_mtp(config: RunConfig) -> None:
+    """ConfigError for blocks that nothing trains, and for a weight of blocks that the model does not have."""
+    blocks, weight = config.model.mtp_layers, config.train.mtp_weight
+    if blocks and not weight:
+        raise ConfigError(
+            f"model.mtp_layers={blocks}: nothing but the loss of train.mtp_weight trains these blocks, and it is 0.\n"
+            "Try --train.mtp_weight 0.1, or model.mtp_layers=0 (of a Hugging Face folder they are carried along then)."
+        )
+    if weight and not blocks:
+        raise ConfigError(
+            f"train.mtp_weight={weight} is the weight of blocks for multi-token prediction, and the model has none "
+            "(model.mtp_layers=0).\nSet model.mtp_layers=1, import a folder that has them with convert --mtp, or set "
+            "train.mtp_weight=0."
+        )
 
 
 def _check_pair_head(config: RunConfig) -> None:

@@ -208,6 +208,9 @@ class TrainSection:
     """Weight of the squared log-sum-exp of each target's logits, which keeps the softmax normalised (PaLM: 1e-4)."""
     label_smoothing: float = 0.0
     """Share of each target that is spread evenly over the vocabulary. Logged losses are those of the plain target."""
+    mtp_weight: float = 0.0
+    """Weight of the loss of blocks for multi-token prediction (model.mtp_layers), a mean over their own targets
+    (DeepSeek-V3: 0.3, at the end 0.1)."""
     compile: Literal["auto", "on", "off"] = "auto"
     """Whether torch.compile makes fused kernels of each block's parts around attention, and on GPUs of the loss; auto
     is on for GPUs where a compiler is found and off for CPUs, where it gains nothing. The first step then compiles."""

@@ -23,8 +23,11 @@ from longctx.errors import DataError
 
 
 def expert_layers(model: ModelConfig) -> list[int]:
-    """The layers that have experts, in order: the rows of every tensor with an L axis."""
-    return [layer for layer in range(model.num_layers) if model.has_experts(layer)]
+    """The layers that have experts, in order: the rows of every tensor with an L axis.
+
+    Those behind the last layer are for multi-token prediction.
+    """
+    return [layer for layer in range(model.depth) if model.has_experts(layer)]
 
 
 def max_over_mean(counts: Sequence[float]) -> float:

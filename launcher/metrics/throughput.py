@@ -37,13 +37,14 @@ def matmul_parameters(config: ModelConfig) -> int:
 
     All of ``count_matrices`` but the embedding: attention's projections, the FFN ``2·M·F`` or gated ``3·M·F``, or else
     router ``M·E``, the chosen experts ``top_k·3·M·F_expert`` and the shared expert ``3·M·F_shared`` with its gate
-    ``M``. Once a model: the output head ``V·M``, tied or not.
+    ``M``. Once a model, and once for each block for multi-token prediction: the output head ``V·M``, tied or not.
     """
     # A tied head multiplies the embedding's weights, which are looked up besides; one of its own is in the counts.
     counts, table = count_matrices(decoder_of(config), active=True, uses=True), config.vocab_size * config.embedding_dim
     multiplied = sum(counts.values())
     if not config.tie_embeddings:
         multiplied -= table
+    multiplied += config.mtp_layers * head_parameters(config)
     if config.pair_head != "none":
         # Of first tokens alone.
         multiplied -= pair_head_size(config)

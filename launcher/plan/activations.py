@@ -203,8 +203,8 @@ class _Layers(_TokenBytes):
     def activations(self) -> Activations:
         """The sums."""
         model, train = self.model, self.config.train
-        layers = [self.kept_of(layer) for layer in range(model.num_layers)]
-        head = model.vocab_size * model.embedding_dim * _FLOAT32
+        layers = [self.kept_of(layer) for layer in range(model.depth)]
+        head = (1 + model.mtp_layers) * model.vocab_size * model.embedding_dim * _FLOAT32
         # Rotary tables, ids, positions.
         shared = self.tokens * (model.head_dim * _FLOAT32 + 64)
         if model.num_experts:
@@ -214,7 +214,7 @@ class _Layers(_TokenBytes):
         if self.chunked:
             # The gradient takes the place of the last layer's output.
             last = 0
-        on_device, on_host, on_disk, stream = _places(self, layers)
+        on_device, on_host, on_disk, stream = _places(self, layers, _kept_ahead(self))
         kept = self.tokens * (sum(on_device) + last + stream) + head + shared
         # In backward of the last layer the head's gradient and the last norm's input are gone.
         below = self.tokens * sum(on_device) + shared
@@ -353,16 +353,29 @@ def _of_each_kind(layers: _Layers) -> set[int]:
     return {0, len(specs) - 1, *{spec.mixer: n for n, spec in enumerate(specs)}.values()}
 
 
-def _places(layers: _Layers, kept: list[int]) -> tuple[list[int], int, int, int]:
-    """What of layers lies on the device, on the host and on a disk, and the residual stream on the device."""
+def _kept_ahead(layers: _Layers) -> int:
+    """Bytes a token that are kept between the blocks for multi-token prediction."""
+    # Inputs of three norms, and of the projection, which is twice as wide.
+    kept = 5 * layers.x
+    if layers.chunked:
+        # What entered, what it stands beside, and the branch.
+        kept = 3 * layers.x
+    return layers.model.mtp_layers * kept
+
+
+def _places(layers: _Layers, kept: list[int], ahead: int = 0) -> tuple[list[int], int, int, int]:
+    """What of layers lies on the device, on the host and on a disk, and what stays on the device beside them.
+
+    That is the residual stream, and what is kept ``ahead`` of the last layer; in stores it lies where layers do.
+    """
     train = layers.config.train
     if train.store == "disk":
-        return [], 0, sum(kept) + layers.x, 0
+        return [], 0, sum(kept) + layers.x + ahead, 0
     if train.store == "host" and layers.chunked:
-        return [], sum(kept) + layers.x, 0, 0
+        return [], sum(kept) + layers.x + ahead, 0, 0
     if train.store == "host":
-        return kept[-1:], sum(kept[:-1]), 0, layers.x
-    return list(kept), 0, 0, layers.x
+        return kept[-1:], sum(kept[:-1]), 0, layers.x + ahead
+    return list(kept), 0, 0, layers.x + ahead
 
 
 def _within_kernel(layers: _Layers) -> int:

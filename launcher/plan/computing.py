@@ -64,10 +64,11 @@ def product_seconds(config: ResolvedConfig, tokens: int, hardware: Hardware, *, 
     chunk = min(config.train.chunk_tokens or tokens, tokens)
     total, chosen = 0.0, config.model.experts_per_token
     most_of_expert = BLOCK_TOKENS if hardware.device_type == "cpu" else math.inf
-    blocks = build_shapes(config).model.layers
+    stack = build_shapes(config).model
     # A block that is all layers is used once a layer.
-    uses = config.model.num_layers // len(blocks)
-    for weight, count in weights_in(blocks).items():
+    uses = config.model.num_layers // len(stack.layers)
+    weights = Counter({weight: uses * count for weight, count in weights_in(stack.layers).items()})
+    for weight, count in (weights + weights_in(stack.mtp)).items():
         rows, at_once = float(tokens), float(chunk)
         if weight.num_experts:
             # Every expert is chosen equally often: by the tokens of this rank, and of those that share its experts.
@@ -77,14 +78,14 @@ def product_seconds(config: ResolvedConfig, tokens: int, hardware: Hardware, *, 
             # Whole, whatever the chunks of the batch's own tokens.
             rows = at_once = float(num_source_tokens(config))
         forwards = 1 + _again(config, weight)
-        total += uses * count * _seconds(config, hardware, weight, rows, at_once, forwards)
+        total += count * _seconds(config, hardware, weight, rows, at_once, forwards)
     if not has_head:
         return total
     # The logits and their two products back, never computed again.
     model, rows = config.model.config(), tokens * config.head_share
     head = Weight(model.vocab_size, model.embedding_dim)
     at_once = min(rows, tokens_of_chunk(head.outer, head.inner, hardware.device_type))
-    total += _seconds(config, hardware, head, rows, at_once, 1)
+    total += (1 + model.mtp_layers) * _seconds(config, hardware, head, rows, at_once, 1)
     for weight, share in narrow_products(model, config.head_share).items():
         total += _seconds(config, hardware, weight, share * tokens, share * tokens, 1)
     return total
@@ -151,16 +152,16 @@ def elementwise_seconds(config: ResolvedConfig, tokens: int, hardware: Hardware,
     """Norms, rotation, activations, sums, tokens to experts, and the loss between its products."""
     train, model = config.train, config.model.config()
     of_tokens = _Tokens(config, model, hardware, tokens, min(config.train.chunk_tokens or tokens, tokens))
-    of_experts = sum(map(model.has_experts, range(model.num_layers)))
-    total = model.num_layers * _attention_seconds(of_tokens)
+    of_experts = sum(map(model.has_experts, range(model.depth)))
+    total = model.depth * _attention_seconds(of_tokens)
     if of_experts:
         total += of_experts * _expert_seconds(of_tokens)
-    if of_experts < model.num_layers:
-        total += (model.num_layers - of_experts) * _ffn_seconds(of_tokens, model.ffn_size)
+    if of_experts < model.depth:
+        total += (model.depth - of_experts) * _ffn_seconds(of_tokens, model.ffn_size)
     if has_head:
         # Logits, from products to gradient: five passes in float32.
         logits = float(_FLOAT32 * tokens * model.vocab_size)
-        total += 5 * logits / hardware.loss_bandwidth.at(train.dtype, bytes=max(1.0, logits))
+        total += 5 * (1 + model.mtp_layers) * logits / hardware.loss_bandwidth.at(train.dtype, bytes=max(1.0, logits))
     return total + _weight_sum_seconds(config, tokens, hardware)
 
 

@@ -139,7 +139,7 @@ def memory_of_rank(config: ResolvedConfig, model: ModelConfig, world_size: int) 
         in_memory += activations
     elif config.train.store == "host":
         # The last block's stay on the device.
-        in_memory += activations * (model.num_layers - 1) // model.num_layers
+        in_memory += activations * (model.depth - 1) // model.depth
     return Memory(
         weights=weights,
         gradients=gradients,
@@ -169,18 +169,18 @@ def _saved_by_blocks(config: ResolvedConfig, model: ModelConfig) -> int:
     tokens = config.data.seq_len * config.train.micro_batch_rows // config.parallel.context
     heads = model.num_heads * model.value_dim
     if config.train.keep == "inputs":
-        return tokens * model.num_layers * model.hidden_size * config.dtype.itemsize
+        return tokens * model.depth * model.hidden_size * config.dtype.itemsize
     if config.train.keep == "attention":
         # Each block's input, and attention's result: the rest is computed again.
-        return tokens * model.num_layers * (model.hidden_size + heads) * config.dtype.itemsize
+        return tokens * model.depth * (model.hidden_size + heads) * config.dtype.itemsize
     projected = model.head_dim * (model.num_heads + model.num_kv_heads) + model.num_kv_heads * model.value_dim
     if config.train.chunk_tokens:
         # What passes between a block's parts; the rest is computed again.
-        return tokens * model.num_layers * (model.hidden_size + projected + heads) * config.dtype.itemsize
+        return tokens * model.depth * (model.hidden_size + projected + heads) * config.dtype.itemsize
     # Inputs of both norms and of both parts; queries, keys, values and attention's result.
     values = 4 * model.hidden_size + projected + heads
-    ffn = sum(_ffn_values(config, model, layer) for layer in range(model.num_layers))
-    return tokens * (model.num_layers * values + ffn) * config.dtype.itemsize
+    ffn = sum(_ffn_values(config, model, layer) for layer in range(model.depth))
+    return tokens * (model.depth * values + ffn) * config.dtype.itemsize
 
 
 def _ffn_values(config: ResolvedConfig, model: ModelConfig, layer: int) -> int:

@@ -172,7 +172,7 @@ def _host_seconds(config: ResolvedConfig, tokens: int, micro_batches: float, har
         _of_stage(rate, config)
         for rate in (hardware.layer_seconds, hardware.micro_batch_seconds, hardware.step_seconds)
     )
-    layers = config.model.num_layers * chunks * (1 + again) * of_layer
+    layers = config.model.config().depth * chunks * (1 + again) * of_layer
     return micro_batches * (layers + of_micro_batch) + of_step
 
 
@@ -201,7 +201,7 @@ def _ulysses_seconds(
         passes = 3
     # Four messages a pass: queries, keys, values, output.
     bandwidth = _exchange_rate(ulysses, world, hardware).at(bytes=max(1.0, sent / 4))
-    return model.num_layers * passes * (sent / bandwidth + 4 * hardware.message_seconds)
+    return model.depth * passes * (sent / bandwidth + 4 * hardware.message_seconds)
 
 
 def _exchange_rate(ranks: int, world: World, hardware: Hardware) -> Rate:
@@ -224,7 +224,7 @@ def _expert_seconds(config: ResolvedConfig, model: ModelConfig, world: World, to
     if config.train.keep != "all" or config.train.recompute_experts == "all":
         passes = 5
     bandwidth = _exchange_rate(ranks, world, hardware).at(bytes=max(1.0, sent))
-    layers = sum(map(model.has_experts, range(model.num_layers)))
+    layers = sum(map(model.has_experts, range(model.depth)))
     return layers * passes * (sent / bandwidth + hardware.message_seconds)
 
 

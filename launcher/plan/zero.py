@@ -235,5 +235,7 @@ def _layer_of(name: str) -> str:
     """The layer that a tensor is of, with its stack's name; empty for what is of none."""
     stack, layers, behind = name.partition(".layers.")
     if not layers:
+        stack, layers, behind = name.partition(".mtp.")
+    if not layers:
         return ""
-    return f"{stack}.{behind.partition('.')[0]}"
+    return f"{stack}{layers}{behind.partition('.')[0]}"

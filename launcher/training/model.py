@@ -60,7 +60,12 @@ def build_task(
 def objective_of(config: ResolvedConfig) -> Objective:
     """Return what a run's network is trained on."""
     train = config.train
-    return Objective(train.objective, z_loss=train.z_loss, label_smoothing=train.label_smoothing)
+    return Objective(
+        train.objective,
+        z_loss=train.z_loss,
+        label_smoothing=train.label_smoothing,
+        mtp_weight=train.mtp_weight,
+    )
 
 
 def build_layout(

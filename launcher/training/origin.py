@@ -125,14 +125,14 @@ def _started(start_from: str, model: ModelConfig) -> Origin:
     """A checkpoint or a Hugging Face folder to start with; a new run without one."""
     if start_from == "no":
         return Origin(kind="new")
-    folder = find_start(start_from)
+    folder, mtp = find_start(start_from), model.mtp_layers > 0
     if is_hf_folder(folder):
         if environment_rank()[0] == 0:
             from longctx.conversion.hf import HfReader
 
             # Opening it checks names and shapes of all tensors: what cannot be converted is refused here.
-            HfReader(folder)
-        return Origin(kind="started", folder=folder, model=started_model(start_from))
+            HfReader(folder, mtp=mtp)
+        return Origin(kind="started", folder=folder, model=started_model(start_from, mtp=mtp))
     reader = CheckpointReader(folder)
     check_start(reader, model)
     check_tensors(reader)
@@ -170,13 +170,17 @@ def converted(origin: Origin, run_folder: Path) -> Origin:
     if origin.folder is None or not is_hf_folder(origin.folder):
         return origin
     source, output = origin.folder, run_folder / IMPORTED
-    on_rank_0(lambda: _convert(source, output))
+    mtp = origin.model is not None and origin.model.mtp_layers > 0
+    on_rank_0(lambda: _convert(source, output, mtp=mtp))
     return dataclasses.replace(origin, folder=output)
 
 
-def _convert(source: Path, output: Path) -> None:
+def _convert(source: Path, output: Path, *, mtp: bool) -> None:
     """Write a Hugging Face folder as a checkpoint, unless it was written from the same files before."""
     mark = _mark_of(source)
+    if mtp:
+        # The same files are another model then.
+        mark += "-mtp"
     if _is_converted(output, mark):
         log.info("%s was converted before: %s is taken.", source, output)
         return
@@ -185,7 +189,7 @@ def _convert(source: Path, output: Path) -> None:
 
     # Of another source, and made by us: nothing else is in it.
     shutil.rmtree(output, ignore_errors=True)
-    _check_disk(source, output)
+    _check_disk(source, output, mtp=mtp)
     started = noted = time.monotonic()
 
     def note(done_to_them: str, done: int, total: int) -> None:
@@ -194,7 +198,7 @@ def _convert(source: Path, output: Path) -> None:
             noted = time.monotonic()
             log.info("Converting %s: %d of %d tensors %s.", source, done, total, done_to_them)
 
-    import_hf(source, output, verify="tensors", source_id=mark, progress=note)
+    import_hf(source, output, verify="tensors", mtp=mtp, source_id=mark, progress=note)
     log.info("Converted %s into %s in %.1f s; every tensor was read back.", source, output, time.monotonic() - started)
 
 
@@ -217,9 +221,9 @@ def _mark_of(source: Path) -> str:
     return xxhash.xxh3_128_hexdigest(json.dumps(files).encode())
 
 
-def _check_disk(source: Path, output: Path) -> None:
+def _check_disk(source: Path, output: Path, *, mtp: bool) -> None:
     """CheckpointError where the float32 masters of the model would fill the disk."""
-    needed = 4 * sum(count_parameters(started_model(str(source))).values())
+    needed = 4 * sum(count_parameters(started_model(str(source), mtp=mtp)).values())
     output.parent.mkdir(parents=True, exist_ok=True)
     free = shutil.disk_usage(output.parent).free
     if needed > free:

@@ -147,6 +147,7 @@ class TrainStep:
             **source_record(step.data.after),
             **degree_record(step.data.degrees),
             **pair_record(totals, counts),
+            **mtp_record(totals, counts),
             **expert_record(totals, run.expert_layers, counts["tokens"]),
         }
 
@@ -204,6 +205,13 @@ def pair_record(totals: StepTotals, counts: Counts) -> Record:
         return {}
     pairs = max(1, counts["pairs"])
     return {"pair_loss": totals.sums["pair"] / pairs, "pair_accuracy": totals.sums["right_pairs"] / pairs}
+
+
+def mtp_record(totals: StepTotals, counts: Counts) -> Record:
+    """The field of a train record about multi-token prediction; none without it."""
+    if "mtp_nll" not in totals.sums:
+        return {}
+    return {"mtp_loss": totals.sums["mtp_nll"] / max(1, counts["ahead"])}
 
 
 def expert_record(totals: StepTotals, layers: Sequence[int], num_tokens: int) -> Record:

@@ -79,6 +79,7 @@ def _model(model: ModelConfig, share: float, expert_degree: int) -> dict[str, An
     values: dict[str, Any] = {
         "num_layers": layers,
         "encoder_layers": min(model.encoder_layers, layers),
+        "mtp_layers": min(model.mtp_layers, 2),
         "hidden_size": min(model.hidden_size, WIDTH),
         "ffn_size": min(model.ffn_size, FFN_WIDTH),
         "vocab_size": min(model.vocab_size, VOCABULARY),

@@ -50,6 +50,9 @@ class Sizes:
     encoder_layers: int = 0
     """Blocks of an encoder beside the decoder, whose layers read it by cross attention (Transformer, BART, T5); 0 for
     none."""
+    mtp_layers: int = 0
+    """Blocks behind the last layer for multi-token prediction, each of one token further ahead (DeepSeek-V3: 1). They
+    have full attention, and experts if the model has any; they are trained by train.mtp_weight and do not generate."""
     shared_layers: bool = False
     """Whether all layers are one block with one set of weights (ALBERT)."""
     num_heads: int = 2
@@ -328,13 +331,22 @@ class ModelFields(
             stretched = self.rope.score_scale()
         return (self.attention_scale or self.head_dim**-0.5) * stretched
 
+    @property
+    def depth(self) -> int:
+        """Blocks with weights of their own kind: the layers, and those behind them for multi-token prediction."""
+        return self.num_layers + self.mtp_layers
+
     def layer_kind(self, layer: int) -> str:
         """Kind of this layer's attention."""
+        if layer >= self.num_layers:
+            return "full"
         return self.layers[layer % len(self.layers)]
 
     def has_rope(self, layer: int) -> bool:
         """Whether this layer has rotary positions."""
-        return self.position == "rope" and self.rope_layers[layer % len(self.rope_layers)]
+        if self.position != "rope":
+            return False
+        return layer >= self.num_layers or self.rope_layers[layer % len(self.rope_layers)]
 
     def rope_of(self, layer: int) -> Rope:
         """The rotary positions of this layer."""

@@ -31,9 +31,9 @@ class LayerSpec:
 
 @lru_cache(maxsize=64)
 def layer_specs(config: ModelFields) -> tuple[LayerSpec, ...]:
-    """The layers of a model, from the first to the last."""
+    """The layers of a model, from the first to the last, and behind them those for multi-token prediction."""
     specs = []
-    for layer in range(config.num_layers):
+    for layer in range(config.depth):
         # The config's patterns are repeated over the depth; a spec is of one layer.
         ffn: Literal["dense", "experts"] = "dense"
         if config.has_experts(layer):
@@ -51,7 +51,7 @@ def mixers_of(config: ModelFields) -> Mapping[Mixer, int]:
     """The different mixers of a model, in the order of its layers, and how many layers have each."""
     counts: dict[Mixer, int] = {}
     # Not by ``layer_specs``: rules ask before rotary positions are known to be right.
-    for layer in range(config.num_layers):
+    for layer in range(config.depth):
         mixer = _mixer(config, layer)
         counts[mixer] = counts.get(mixer, 0) + 1
     return MappingProxyType(counts)

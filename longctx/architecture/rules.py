@@ -43,6 +43,7 @@ _AT_LEAST_ONE = (
 _POSITIVE = ("norm_eps", "init_std", "embedding_scale", "residual_scale", "logit_scale", "routed_scale")
 _NOT_NEGATIVE = (
     "encoder_layers",
+    "mtp_layers",
     "embedding_size",
     "segments",
     "position_offset",
@@ -73,6 +74,7 @@ MOST_LAYERS = 4096
 AT_MOST = {
     "num_layers": MOST_LAYERS,
     "encoder_layers": MOST_LAYERS,
+    "mtp_layers": 64,
     "num_experts": 2**16,
     "vocab_size": 2**32,
     "hidden_size": 2**20,
@@ -125,6 +127,39 @@ def check_model(config: ModelFields) -> None:
         _check_experts(config)
     if config.encoder_layers:
         _check_encoder(config)
+    if config.mtp_layers:
+        _check_mtp(config)
+
+
+def _check_mtp(config: ModelFields) -> None:
+    """ConfigError for models whose embeddings or streams blocks for multi-token prediction would read in another way.
+
+    They read the table of tokens, and hidden states behind the last norm.
+    """
+    wanted = {
+        "causal": True,
+        "encoder_layers": 0,
+        "shared_layers": False,
+        "embedding_size": 0,
+        "embedding_norm": False,
+        "segments": 0,
+        "head_transform": False,
+    }
+    found = {name: getattr(config, name) for name in wanted}
+    wrong = [
+        f"model.{name}={shown(found[name])} (needs {shown(value)})"
+        for name, value in wanted.items()
+        if found[name] != value
+    ]
+    if config.position not in ("rope", "none", "alibi"):
+        wrong.append(f"model.position={shown(config.position)} (needs rope, none or alibi)")
+    if config.norm_order == "post":
+        wrong.append("model.norm_order='post' (needs another one)")
+    if wrong:
+        raise ConfigError(
+            f"model.mtp_layers={config.mtp_layers} does not go with {', '.join(wrong)}: such a block reads the next "
+            "token's row of the embedding table beside a hidden state.\nTry model.mtp_layers=0."
+        )
 
 
 def _check_encoder(config: ModelFields) -> None:

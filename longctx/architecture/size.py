@@ -25,10 +25,12 @@ COMPONENTS = (
     "router",
     "routed_experts",
     "shared_expert",
+    "mtp",
     "norms",
     "head",
 )
-"""What parameters are counted by. ``positions`` are tables of positions and Transformer-XL's relative weights."""
+"""What parameters are counted by. ``positions`` are tables of positions and Transformer-XL's relative weights, ``mtp``
+the projections before the blocks for multi-token prediction."""
 
 
 def count_parameters(config: ModelFields, *, active: bool = False) -> dict[str, int]:
@@ -41,6 +43,8 @@ def count_parameters(config: ModelFields, *, active: bool = False) -> dict[str, 
     # With norms after each sum the last block ends in one already.
     if config.norm_order != "post":
         vectors["norms"] += norm_size(config, config.hidden_size)
+    # Of such a block's two inputs, and behind it.
+    vectors["norms"] += 3 * config.mtp_layers * norm_size(config, config.hidden_size)
     vectors["positions"] += _position_table(config)
     _add_front(config, vectors)
     _add_head(config, vectors)
@@ -62,6 +66,7 @@ def count_matrices(config: ModelFields, *, active: bool = False, uses: bool = Fa
     if config.encoder_layers:
         counts.update(_sum(encoder_of(config), _block_matrices))
     E = config.embedding_dim
+    counts["mtp"] = 2 * config.mtp_layers * config.hidden_size**2
     counts["embedding"] = config.vocab_size * E
     if not config.tie_embeddings:
         counts["head"] = counts["embedding"]
@@ -93,9 +98,9 @@ def _active(config: ModelFields, routed: int) -> int:
 def _sum(
     config: ModelFields, of_block: Callable[[ModelFields, int], dict[str, int]], *, uses: bool = False
 ) -> Counter[str]:
-    """Parameters by component, over all layers; shared ones count once, or with ``uses`` as often as they are used."""
+    """Parameters by component, over all blocks; shared ones count once, or with ``uses`` as often as they are used."""
     total: Counter[str] = Counter()
-    for layer in range(config.num_layers):
+    for layer in range(config.depth):
         if layer and config.shared_layers and not uses:
             break
         total.update(of_block(config, layer))

@@ -124,7 +124,7 @@ def export_checkpoint(
         tensors, logits = None, None
         if verify != "none":
             # Through the table that reads strangers' folders: a mistake in writing cannot undo itself.
-            back = HfReader(staging)
+            back = HfReader(staging, mtp=config.mtp_layers > 0)
             tensors = prints.check(chain(_counted(back, len(dtypes), progress), back.carried or ()), "the output")
         # After the tensors, which are cheap: the logits of a wrong tensor say nothing new.
         if no_logits is None:
@@ -174,6 +174,7 @@ def import_hf(
     dtype: torch.dtype | None = None,
     verify: str = "tensors",
     text_only: bool = False,
+    mtp: bool = False,
     shard_bytes: int = 5_000_000_000,
     source_id: str | None = None,
     progress: Progress | None = None,
@@ -182,14 +183,15 @@ def import_hf(
 
     It holds fp32 masters and no optimiser moments. ``dtype`` is what exports of it default to (default: each tensor's
     own). Tokenizer files and generation settings come along byte for byte (``companions``), and so do the tensors of
-    parts that the decoder does not have (``carried``), unless ``text_only``. ``verify`` (see
-    ``verify.KINDS``) reads every master back and compares it, cast to the dtype it came in, with the source's bytes,
-    and compares logits with transformers'. ``source_id`` is noted in the manifest, for a caller who wants to know the
-    source again. The checkpoint appears verified or not at all.
+    parts that the decoder does not have (``carried``), unless ``text_only``. With ``mtp`` blocks for multi-token
+    prediction are the decoder's, to be trained. ``verify`` (see ``verify.KINDS``) reads every master back and compares
+    it, cast to the dtype it came in, with the source's bytes, and compares logits with transformers'. ``source_id`` is
+    noted in the manifest, for a caller who wants to know the source again. The checkpoint appears verified or not at
+    all.
     """
     check_kind(verify)
     check_folders(folder, output)
-    reader = HfReader(folder)
+    reader = HfReader(folder, mtp=mtp)
     log_passed_over(reader.folder, reader.passed_over)
     other_parts = _parts_to_carry(reader, text_only=text_only)
     companions = find_companions(reader.folder, of_images=other_parts is not None)

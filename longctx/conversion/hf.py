@@ -31,6 +31,7 @@ from longctx.conversion.tensors import (
     each_once,
     is_carried,
     matches,
+    mtp_copies,
     tensor_specs,
 )
 from longctx.conversion.tokenizer import check_tokenizer, export_tokenizer, is_qwen, replaced_ids
@@ -61,15 +62,17 @@ class HfReader:
     Everything is checked on opening: each tensor on disk belongs to exactly one parameter, and has its shape.
     """
 
-    def __init__(self, folder: str | Path) -> None:
+    def __init__(self, folder: str | Path, *, mtp: bool = False) -> None:
+        """With ``mtp`` blocks for multi-token prediction are the decoder's; ConfigError if there are none."""
         self.folder = Path(folder)
         if not self.folder.is_dir():
             raise CheckpointError(f"{self.folder} is no folder. Give the one that holds config.json.")
         if not (self.folder / "config.json").exists():
             refuse_deepspeed(self.folder)
         hf_config = read_json(self.folder / "config.json")
-        self.config = ModelConfig.from_hf(hf_config)
+        self.config = ModelConfig.from_hf(hf_config, mtp=mtp)
         text = unwrapped(hf_config)
+        _check_has_mtp(self.folder, self.config, wanted=mtp)
         self.model_type: str = text["model_type"]
         """The text model's, if there are other parts; of several names of one network the one that is written."""
         self.model_type_on_disk: str = hf_config["model_type"]
@@ -136,12 +139,12 @@ class HfReader:
         """The tensors that parameters are made of, and those of other parts; a warning names heads that stay behind."""
         names = self._disk.names()
         family = FAMILIES[self.model_type]
-        extra = 0
-        if family.extra_layers_key:
-            extra = text.get(family.extra_layers_key, 0)
+        count = 0
+        if family.mtp is not None:
+            count = text.get(family.mtp.key, 0)
         names = {name for name in names if not matches(family.ignored_tensors, name)}
         # Before heads: a layer for multi-token prediction has a head of its own.
-        carried = {name for name in names if is_carried(name, family, self.config, extra)}
+        carried = {name for name in names if is_carried(name, family, self.config, count)}
         if isinstance(self._disk, RenamedFolder):
             carried |= {name for name in names if self._disk.naming.is_other(name)}
         heads = set[str]()
@@ -172,6 +175,9 @@ class HfReader:
         copies = dict(family.copies)
         if self.config.tie_embeddings:
             copies[family.head] = self._embeddings
+        # What such a block shares with the model it may have once more.
+        for copy, parameter in mtp_copies(family, self.config).items():
+            copies[copy] = self._layouts[parameter].parts[0].name
         for copy, original in copies.items():
             if {copy, original} <= on_disk:
                 self._check_copy(copy, original)
@@ -191,20 +197,33 @@ class HfReader:
         if first.dtype == second.dtype and torch.equal(first, second):
             return
         advice = "Export the model again."
-        if original == self._embeddings and not FAMILIES[self.model_type].copies:
+        family = FAMILIES[self.model_type]
+        if copy == family.head and not family.copies:
             advice = "Set tie_word_embeddings to false to keep both."
+        if copy in mtp_copies(family, self.config):
+            advice = "Leave out --mtp (train.mtp_weight): then such blocks are carried along with what they have."
         raise CheckpointError(
             f"{self.folder}: {copy} differs from {original}, of which it is a copy (tie_word_embeddings="
             f"{str(self.config.tie_embeddings).lower()}).\n{advice}"
         )
 
 
-def load_hf(folder: str | Path) -> tuple[ModelConfig, dict[str, Tensor]]:
+def _check_has_mtp(folder: Path, config: ModelConfig, *, wanted: bool) -> None:
+    # Asked for by name: to import a folder without them would leave a weight of a loss that nothing has.
+    if wanted and not config.mtp_layers:
+        raise ConfigError(
+            f"{folder} has no blocks for multi-token prediction, by its config.json. Leave --mtp out, and "
+            "train.mtp_weight at 0."
+        )
+
+
+def load_hf(folder: str | Path, *, mtp: bool = False) -> tuple[ModelConfig, dict[str, Tensor]]:
     """The config and the weights of a Hugging Face folder, ready for ``Decoder(config).load_state_dict``.
 
-    Weights keep their dtype. ConfigError or CheckpointError for anything but a model that this decoder can be.
+    Weights keep their dtype; with ``mtp`` blocks for multi-token prediction are among them. ConfigError or
+    CheckpointError for anything but a model that this decoder can be.
     """
-    reader = HfReader(folder)
+    reader = HfReader(folder, mtp=mtp)
     return reader.config, dict(reader)
 
 
@@ -344,6 +363,9 @@ def _write_parameters(
 ) -> set[torch.dtype]:
     """Hand every parameter's tensors on disk to ``add``; the set of dtypes written, buffers' not among them."""
     specs = {spec.name: spec for spec in tensor_specs(config, model_type=model_type)}
+    copies: dict[str, list[str]] = {}
+    for copy, parameter in mtp_copies(FAMILIES[model_type], config).items():
+        copies.setdefault(specs[parameter].layouts[0].parts[0].name, []).append(copy)
     dtypes: set[torch.dtype] = set()
     waiting: dict[str, Tensor] = {}
     for done, (name, tensor) in enumerate(each_once(items, {n: spec.shape for n, spec in specs.items()}), start=1):
@@ -357,6 +379,8 @@ def _write_parameters(
         if all(member in waiting for member in layout.members):
             for part, values in disassemble(layout, [waiting.pop(member) for member in layout.members]):
                 add(part, values)
+                for copy in copies.get(part, ()):
+                    add(copy, values)
         if progress is not None:
             progress(done, len(specs))
     return dtypes

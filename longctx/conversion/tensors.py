@@ -15,9 +15,10 @@ from longctx.config import ModelConfig
 from longctx.conversion.differences import raise_differences
 from longctx.conversion.weights.folder import WeightsFolder
 from longctx.families.config_json import family_of
-from longctx.families.spec import Family, OnDisk, TensorRule
+from longctx.families.spec import Family, MtpOnDisk, OnDisk, TensorRule
 
 EMBEDDINGS = "model.embed_tokens.weight"
+HEAD = "lm_head.weight"
 
 Shape = tuple[int, ...]
 
@@ -114,7 +115,7 @@ def tensor_specs(config: ModelConfig, *, model_type: str | None = None) -> list[
         if rule.holds(config):
             for name in rule.parameters:
                 rules.setdefault(name, []).append(rule)
-    return [_spec(name, rules, shapes, config) for name in shapes]
+    return [_spec(name, rules, shapes, config, family) for name in shapes]
 
 
 @lru_cache(maxsize=32)
@@ -141,12 +142,32 @@ def each_once(tensors: Iterable[tuple[str, Tensor]], shapes: Mapping[str, Shape]
     raise_differences("the model", missing=remaining, unexpected=())
 
 
-def is_carried(name: str, family: Family, config: ModelConfig, extra_layers: int) -> bool:
-    """Return whether a tensor on disk is of a part that the decoder does not have: layers beyond its own, or others."""
+def is_carried(name: str, family: Family, config: ModelConfig, mtp_layers: int) -> bool:
+    """Return whether a tensor on disk is of a part that the decoder does not have.
+
+    Of blocks for multi-token prediction the file has so many.
+    """
+    if config.mtp_layers:
+        # All of them are the decoder's.
+        return False
     found = re.match(r"model\.layers\.(\d{1,6})\.", name)
-    if found is not None and 0 <= int(found[1]) - config.num_layers < extra_layers:
+    if found is not None and 0 <= int(found[1]) - config.num_layers < mtp_layers:
         return True
     return matches(family.carried_tensors, name)
+
+
+def mtp_copies(family: Family, config: ModelConfig) -> dict[str, str]:
+    """Return names on disk that blocks for multi-token prediction have for what is the model's: to the parameter's."""
+    if family.mtp is None:
+        return {}
+    head = EMBEDDINGS
+    if not config.tie_embeddings:
+        head = HEAD
+    found = {}
+    for layer in range(config.num_layers, config.depth):
+        for name, parameter in zip(family.mtp.copies, (EMBEDDINGS, head), strict=False):
+            found[name.format(layer=layer)] = parameter
+    return found
 
 
 def matches(patterns: Iterable[str], name: str) -> bool:
@@ -228,16 +249,20 @@ def _disk_shape(layout: Layout) -> Shape:
     return reduce(lambda shape, step: STEPS[step].shape(shape), layout.steps, layout.whole)
 
 
-def _spec(name: str, rules: dict[str, list[TensorRule]], shapes: dict[str, Shape], config: ModelConfig) -> TensorSpec:
+def _spec(
+    name: str, rules: dict[str, list[TensorRule]], shapes: dict[str, Shape], config: ModelConfig, family: Family
+) -> TensorSpec:
     """A parameter's layouts by the family's rule; without a rule it is on disk under its own name."""
-    pattern, layer = _without_number(name)
-    rule = TensorRule(parameters=(name,), layouts=(OnDisk(names=(name,)),))
+    pattern, layer = _without_number(name, config)
+    rule = TensorRule(parameters=(pattern,), layouts=(OnDisk(names=(pattern,)),))
     for one in rules.get(pattern, ()):
         # A tensor of the whole model is of no layer.
         if not layer or one.of_layer(config, int(layer)):
             rule = one
-    members = tuple(member.format(layer=layer) for member in rule.parameters)
+    members = tuple(_with_number(member, layer, config) for member in rule.parameters)
     layouts = tuple(_layout(on_disk, members, name, shapes, layer, config) for on_disk in rule.layouts)
+    if layer and int(layer) >= config.num_layers and family.mtp is not None:
+        layouts = tuple(_behind_the_last(layout, int(layer), config, family.mtp) for layout in layouts)
     return TensorSpec(name=name, shape=shapes[name], layouts=layouts)
 
 
@@ -274,8 +299,38 @@ def _parts(on_disk: OnDisk, shape: Shape, layer: str, config: ModelConfig) -> It
             yield Part(name=name.format(layer=layer, expert=expert), shape=of_one)
 
 
-def _without_number(name: str) -> tuple[str, str]:
-    """``model.layers.7.x`` as (``model.layers.{layer}.x``, ``7``), and so an encoder's."""
+def _behind_the_last(layout: Layout, layer: int, config: ModelConfig, mtp: MtpOnDisk) -> Layout:
+    """The layout of a block for multi-token prediction, under the names that these have."""
+    usual, theirs = f"model.layers.{layer}.", mtp.block.format(layer=layer, k=layer - config.num_layers)
+    parts = []
+    for part in layout.parts:
+        name = part.name
+        if name.startswith(usual):
+            name = theirs + name.removeprefix(usual)
+        parts.append(replace(part, name=name))
+    return replace(layout, parts=tuple(parts))
+
+
+def _with_number(pattern: str, layer: str, config: ModelConfig) -> str:
+    """The decoder's parameter of a layer, or of a block behind the last: the inverse of ``_without_number``."""
+    if not layer or pattern.startswith("encoder.") or int(layer) < config.num_layers:
+        return pattern.format(layer=layer)
+    number = int(layer) - config.num_layers
+    return pattern.replace(_LAYERS, f"model.mtp.{number}.block.").replace(_MTP, f"model.mtp.{number}.")
+
+
+_LAYERS, _MTP = "model.layers.{layer}.", "model.mtp.{layer}."
+
+
+def _without_number(name: str, config: ModelConfig) -> tuple[str, str]:
+    """``model.layers.7.x`` as (``model.layers.{layer}.x``, ``7``), and so an encoder's.
+
+    Blocks for multi-token prediction count on from the layers, as on disk, and are else named as one of them.
+    """
+    ahead = re.match(r"model\.mtp\.(\d+)\.(block\.)?", name)
+    if ahead is not None:
+        beginning = _LAYERS if ahead[2] else _MTP
+        return beginning + name[ahead.end() :], str(config.num_layers + int(ahead[1]))
     found = re.match(r"(model|encoder)\.layers\.(\d+)\.", name)
     if found is None:
         return name, ""

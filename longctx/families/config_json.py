@@ -23,10 +23,11 @@ _NAMED_KEYS = 12
 _NOT_AT_ALL = "all of it"
 
 
-def config_from_hf(config: dict[str, Any]) -> dict[str, Any]:
+def config_from_hf(config: dict[str, Any], *, mtp: bool = False) -> dict[str, Any]:
     """The fields of ModelConfig, by name, that a Hugging Face config.json describes.
 
-    Of a model of several parts it is the text model's. ConfigError where it asks for anything this decoder does not do:
+    Of a model of several parts it is the text model's. Blocks for multi-token prediction are the decoder's with ``mtp``
+    alone. ConfigError where it asks for anything this decoder does not do:
     it names the key, the value and what is supported.
     """
     config = unwrapped(config)
@@ -52,6 +53,8 @@ def config_from_hf(config: dict[str, Any]) -> dict[str, Any]:
             f"keys of config.json that mean nothing to a {family.model_type} model here: {listed}.\n"
             f"{how_to_delete(unknown)}"
         )
+    if not mtp:
+        values.pop("mtp_layers", None)
     return values
 
 
@@ -118,7 +121,7 @@ def lost_fields(family: Family, config: ModelFields) -> dict[str, str]:
     """Fields that the family's config.json reads back as other values: name -> what they are and would become."""
     # Written and read back: what comes back differently is what the family cannot say, without a list of it.
     try:
-        back = ModelFields(**config_from_hf(_written(family, config)))
+        back = ModelFields(**config_from_hf(_written(family, config), mtp=True))
         check_model(back)
     except ConfigError as error:
         return {_NOT_AT_ALL: str(error)}

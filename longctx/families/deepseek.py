@@ -1,7 +1,7 @@
 """DeepSeek-V2 and V3: latent attention, groups of experts, shared experts, dense first layers.
 
-The layers for multi-token prediction that follow V3's own on disk are not part of this decoder: they are carried from
-import to export, and ``num_nextn_predict_layers`` is 0 in what is written without them.
+The blocks for multi-token prediction that follow V3's layers on disk are trained if that is asked for; else they are
+carried from import to export.
 
 transformers 4 leaves ``mscale_all_dim`` out of V2's scores; transformers 5, DeepSeek's own code and this decoder do
 not.
@@ -12,7 +12,6 @@ from __future__ import annotations
 from typing import Any
 
 from longctx.architecture.fields import ModelFields
-from longctx.architecture.rules import MOST_LAYERS
 from longctx.errors import ConfigError
 from longctx.families.layers import first_dense, full_attention
 from longctx.families.rotary import rotary
@@ -29,10 +28,13 @@ from longctx.families.rules import (
     same,
     width_of_heads,
 )
-from longctx.families.spec import PER_EXPERT, Family, HfConfig, Rule, renamed
+from longctx.families.spec import PER_EXPERT, Family, HfConfig, MtpOnDisk, Rule, renamed
 from longctx.untrusted.reading import shown
 
-MTP_KEY = "num_nextn_predict_layers"
+MTP = MtpOnDisk(
+    key="num_nextn_predict_layers",
+    copies=("model.layers.{layer}.embed_tokens.weight", "model.layers.{layer}.shared_head.head.weight"),
+)
 
 
 def _head_sizes() -> Rule:
@@ -102,18 +104,6 @@ def _groups_by_method() -> Rule:
     return Rule(keys=keys, read=read, write=write)
 
 
-def no_further_layers() -> Rule:
-    """Layers for multi-token prediction: any number is read, and none is written but what is carried."""
-
-    def read(hf: HfConfig) -> dict[str, Any]:
-        count = integer(hf, MTP_KEY, 0)
-        if not 0 <= count <= MOST_LAYERS:
-            raise ConfigError(f"{MTP_KEY}={count} in config.json must lie between 0 and {MOST_LAYERS}.")
-        return {}
-
-    return Rule(keys=(MTP_KEY,), read=read, write=lambda _: {MTP_KEY: 0})
-
-
 def _deepseek(*, dense: int, scores: str, q_lora: Any) -> tuple[Rule, ...]:
     """The rules that V2 and V3 share."""
     return llama_like(
@@ -178,10 +168,10 @@ DEEPSEEK_V3 = Family(
         only("topk_method", "noaux_tc"),
         same("norm_topk_prob", "normalize_gates", default=True),
         same("routed_scaling_factor", "routed_scale", default=2.5),
-        no_further_layers(),
+        MTP.count(),
     ),
-    tensors=SHARED_EXPERTS,
+    tensors=SHARED_EXPERTS + MTP.tensors(),
     ignored_keys=_KEYS,
-    extra_layers_key=MTP_KEY,
-    carried_keys=(MTP_KEY,),
+    mtp=MTP,
+    carried_keys=(MTP.key,),
 )

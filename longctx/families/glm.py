@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from longctx.architecture.fields import ModelFields
-from longctx.families.deepseek import MTP_KEY, SHARED_EXPERTS, no_further_layers, shared_experts
+from longctx.families.deepseek import MTP, SHARED_EXPERTS, shared_experts
 from longctx.families.layers import first_dense, full_attention
 from longctx.families.rotary import rotary
 from longctx.families.rules import constant, first_of, head_dim, kv_heads, llama_like, same, typed
@@ -49,11 +49,11 @@ GLM4_MOE = Family(
         same("topk_group", "groups_per_token", default=1),
         same("norm_topk_prob", "normalize_gates", default=True),
         same("routed_scaling_factor", "routed_scale", default=1.0),
-        no_further_layers(),
+        MTP.count(),
         eps=1e-5,
     ),
-    tensors=SHARED_EXPERTS,
+    tensors=SHARED_EXPERTS + MTP.tensors(),
     ignored_keys=frozenset({"output_router_logits"}),
-    extra_layers_key=MTP_KEY,
-    carried_keys=(MTP_KEY,),
+    mtp=MTP,
+    carried_keys=(MTP.key,),
 )

@@ -9,7 +9,7 @@ from typing import Any
 
 from longctx.architecture.fields import ModelFields
 from longctx.errors import ConfigError
-from longctx.families.deepseek import MTP_KEY, VALUE_SIZE, shared_experts
+from longctx.families.deepseek import MTP, VALUE_SIZE, shared_experts
 from longctx.families.layers import FULL, LINEAR, first_dense, shortest
 from longctx.families.rules import (
     both_biases,
@@ -67,11 +67,12 @@ def _delta_layers() -> Rule:
     return Rule(keys=("layer_types", _DELTA, *_SIZES), read=read, write=write)
 
 
-def _by_table(table: dict[str, Any], count: int) -> list[str | None]:
+def _by_table(table: dict[str, Any], count: int) -> list[str]:
     """Kinds of the layers that the makers' table numbers from 1; without it every fourth is full."""
     if "full_attn_layers" not in table and "kda_layers" not in table:
         return [FULL if n and n % 4 == 0 else LINEAR for n in range(count)]
-    kinds: list[str | None] = [None] * count
+    # What neither list names is no kind.
+    kinds = [""] * count
     for key, kind in (("full_attn_layers", FULL), ("kda_layers", LINEAR)):
         numbers = table.get(key)
         if not isinstance(numbers, list) or any(type(n) is not int or not 1 <= n <= count for n in numbers):
@@ -162,7 +163,7 @@ _RULES = (
     only("moe_router_activation_func", "sigmoid", written=False),
     only("moe_layer_freq", 1, written=False),
     only("rope_scaling", None, written=False),
-    only(MTP_KEY, 0, written=False),
+    only(MTP.key, 0, written=False),
     only("pretraining_tp", 1, written=False),
 )
 _TENSORS = (

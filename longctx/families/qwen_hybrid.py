@@ -3,16 +3,36 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 from longctx.architecture.fields import ModelFields
 from longctx.families.layers import delta_layers, sparse_steps
 from longctx.families.llama import DENSE
 from longctx.families.rotary import rotary
 from longctx.families.rules import both_biases, constant, head_dim, kv_heads, llama_like, only, same
-from longctx.families.spec import BLOCK, PER_EXPERT, Family, OnDisk, TensorRule, renamed
+from longctx.families.spec import BLOCK, PER_EXPERT, Family, MtpOnDisk, OnDisk, Rule, TensorRule, renamed
 
 _OF_IMAGES = frozenset({"mrope_section", "mrope_interleaved"})
 """How positions in three dimensions are spread over rotary channels; a text's three are the same number."""
+_MTP = MtpOnDisk(
+    key="mtp_num_hidden_layers",
+    block="mtp.layers.{k}.",
+    others=(
+        "mtp.pre_fc_norm_embedding.weight",
+        "mtp.pre_fc_norm_hidden.weight",
+        "mtp.fc.weight",
+        "mtp.norm.weight",
+    ),
+    most=1,
+)
+
+
+def _mtp_count() -> Rule:
+    """The key, which is written where there are such blocks."""
+    rule = _MTP.count()
+    return replace(rule, write=lambda config: rule.write(config) if config.mtp_layers else {})
+
+
 _HYBRID = llama_like(
     constant(qk_norm="head", norm_offset=True, attention_gate=True),
     kv_heads(),
@@ -24,6 +44,7 @@ _HYBRID = llama_like(
     only("mamba_ssm_dtype", "float32", written=False),
     delta_layers("gated_delta"),
     both_biases(default=False),
+    _mtp_count(),
 )
 _DENSE = (DENSE, same("intermediate_size", "ffn_size"))
 _EXPERTS = (
@@ -111,7 +132,7 @@ _TOGETHER = (
     _together("in_proj_ba", ("in_proj_b", "in_proj_a"), _gate_rows),
 )
 
-_MTP = (r"mtp\..*",)
+_CARRIED = (r"mtp\..*",)
 _CARRIED_KEYS = (
     "mtp_num_hidden_layers", "mtp_use_dedicated_embeddings", "attn_output_gate", "output_gate_type", "mamba_ssm_dtype",
     *(f"rope_parameters.{key}" for key in sorted(_OF_IMAGES)),
@@ -121,9 +142,10 @@ QWEN3_NEXT = Family(
     model_type="qwen3_next",
     architecture="Qwen3NextForCausalLM",
     rules=_HYBRID + _EXPERTS + _NEXT,
-    tensors=_SHARED + _TOGETHER + PER_EXPERT,
+    tensors=_SHARED + _TOGETHER + PER_EXPERT + _MTP.tensors(),
     ignored_keys=frozenset({"output_router_logits"}),
-    carried_tensors=_MTP,
+    carried_tensors=_CARRIED,
+    mtp=_MTP,
     carried_keys=_CARRIED_KEYS,
 )
 
@@ -131,8 +153,9 @@ QWEN3_5 = Family(
     model_type="qwen3_5_text",
     architecture="Qwen3_5ForCausalLM",
     rules=_HYBRID + _DENSE,
-    tensors=_SHARED + _APART,
-    carried_tensors=_MTP,
+    tensors=_SHARED + _APART + _MTP.tensors(),
+    carried_tensors=_CARRIED,
+    mtp=_MTP,
     carried_keys=_CARRIED_KEYS,
 )
 
@@ -140,9 +163,10 @@ QWEN3_5_MOE = Family(
     model_type="qwen3_5_moe_text",
     architecture="Qwen3_5MoeForCausalLM",
     rules=_HYBRID + _EXPERTS + _ALL_EXPERTS,
-    tensors=_SHARED + _APART + PER_EXPERT,
+    tensors=_SHARED + _APART + PER_EXPERT + _MTP.tensors(),
     # No layer has the dense FFN that the last of them would size.
     ignored_keys=frozenset({"output_router_logits", "intermediate_size", "mlp_only_layers"}),
-    carried_tensors=_MTP,
+    carried_tensors=_CARRIED,
+    mtp=_MTP,
     carried_keys=_CARRIED_KEYS,
 )

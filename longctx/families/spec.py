@@ -7,6 +7,8 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from longctx.architecture.fields import ModelFields
+from longctx.errors import ConfigError
+from longctx.untrusted.reading import shown
 
 HfConfig = Mapping[str, Any]
 """A parsed config.json."""
@@ -78,6 +80,46 @@ class TensorRule:
 
 
 @dataclass(frozen=True, kw_only=True)
+class MtpOnDisk:
+    """Where a family's files have blocks for multi-token prediction, the k-th of them behind the last layer."""
+
+    key: str
+    """Key that says how many there are."""
+    block: str = "model.layers.{layer}."
+    """Beginning of a block's names: ``{layer}`` counts on from the layers, ``{k}`` from 0."""
+    others: tuple[str, ...] = (
+        "model.layers.{layer}.enorm.weight",
+        "model.layers.{layer}.hnorm.weight",
+        "model.layers.{layer}.eh_proj.weight",
+        "model.layers.{layer}.shared_head.norm.weight",
+    )
+    """Norms of the embedding and of hidden states, the projection of both, and the norm behind the block."""
+    copies: tuple[str, ...] = ()
+    """Names of the embedding table and of the output matrix, which a block's tensors may have once more."""
+    most: int = 64
+    """Blocks that files can have."""
+
+    def count(self) -> Rule:
+        """Return the rule of the key."""
+        key, most = self.key, self.most
+
+        def read(hf: HfConfig) -> dict[str, Any]:
+            count = hf.get(key, 0)
+            if type(count) is not int or not 0 <= count <= most:
+                raise ConfigError(f"{key}={shown(count)} in config.json must lie between 0 and {most}.")
+            return {"mtp_layers": count}
+
+        return Rule(keys=(key,), read=read, write=lambda config: {key: config.mtp_layers})
+
+    def tensors(self) -> tuple[TensorRule, ...]:
+        """Return the rules of what is no part of a block like others."""
+        return tuple(tensor(ours, theirs) for ours, theirs in zip(MTP_PARTS, self.others, strict=True))
+
+
+MTP_PARTS = tuple(f"model.mtp.{{layer}}.{name}.weight" for name in ("join.enorm", "join.hnorm", "join.eh_proj", "norm"))
+
+
+@dataclass(frozen=True, kw_only=True)
 class Family:
     """Everything in which one Hugging Face architecture differs from another."""
 
@@ -106,8 +148,8 @@ class Family:
     """The output matrix's name, which a tied model's file may have beside the embeddings."""
     auto_class: str = "AutoModelForCausalLM"
     """By which transformers loads it."""
-    extra_layers_key: str = ""
-    """Key that says how many layers of another kind follow the decoder's own on disk; they are carried."""
+    mtp: MtpOnDisk | None = None
+    """Its blocks for multi-token prediction; those that the decoder does not have are carried."""
     carried_tensors: tuple[str, ...] = ()
     """Patterns of whole names: tensors of parts that the decoder does not have; exports get them as they came."""
     carried_keys: tuple[str, ...] = ()

@@ -6,6 +6,7 @@ Axes: B rows, t tokens of this rank, M model width, V vocabulary, L layers, S do
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from itertools import groupby
 from typing import Any
@@ -40,11 +41,12 @@ from longctx.model.layers.initialize import InitialTensor
 from longctx.model.layers.linear import set_products
 from longctx.model.mixers.cross import CrossCall
 from longctx.model.mixers.table import CROSS, with_local_cores
+from longctx.model.mtp import HeadInput, look_ahead
 from longctx.model.pair_head import PairHead
 from longctx.model.plans import cross_call, place, plan_layers
 from longctx.model.rotary import RotaryTable
 from longctx.model.source import EncodedSource, joined
-from longctx.model.stack import Stack
+from longctx.model.stack import PassCalls, Stack
 from longctx.model.training_pass import (
     EVALUATION,
     Execution,
@@ -82,8 +84,7 @@ class Decoder(nn.Module):
         self.encoder: Stack | None = None
         if config.encoder_layers:
             self.encoder = Stack(encoder_of(config), owns_table=False)
-        self.joined_sources: tuple[list[EncodedSource], EncodedSource] | None = None
-        """The sources that several cached sequences read, and these as one."""
+        self.joined_sources: tuple[list[EncodedSource], EncodedSource] | None = None  # of several cached sequences
         self.lm_head = LMHead(config, execution.products, run_with(execution.compiler))
         self.pair_head: Any = None
         if config.pair_head != "none":
@@ -117,6 +118,7 @@ class Decoder(nn.Module):
         stream: ResidualStream | None = None,
         source: EncodedSource | None = None,
         segments: Tensor | None = None,
+        ahead: Sequence[Tensor] = (),
     ) -> Any:
         """Hidden states [B, t, M]; with ``return_stats`` also a list of ``RouterStats``, one a layer (none if dense).
 
@@ -127,7 +129,8 @@ class Decoder(nn.Module):
         ``training_pass`` nothing is random. With a ``cache`` the tokens continue its sequences: those of ``chunk``, by
         default one that every process has whole. A ``stream``'s handle stands for the hidden states. ``source`` is what
         ``encode`` gave, of a model with an encoder. ``segments`` [B, t] are those of the tokens in their documents;
-        None is the first for all.
+        None is the first for all. ``ahead`` [B, t] are the tokens that follow, a token further for each block for
+        multi-token prediction: then a list of ``HeadInput`` stands for the hidden states.
         """
         source = _source_of(self, cache, source)
         hidden_BtM, stats = _through(
@@ -146,6 +149,7 @@ class Decoder(nn.Module):
             stream=stream,
             source=source,
             segments=segments,
+            ahead=ahead,
         )
         return (hidden_BtM, stats) if return_stats else hidden_BtM
 
@@ -165,11 +169,8 @@ class Decoder(nn.Module):
             source.tokens,
             source.positions,
             source.documents,
-            document_ids=source.document_ids,
-            row_tokens=source.row_tokens,
-            placement=source.placement,
             training_pass=(training_pass or EVALUATION).of_source(),
-            segments=source.segments,
+            **described(source),
         )
         return EncodedSource(hidden_BsM, source.documents, source.placement, keys={} if keeps_keys else None)
 
@@ -190,22 +191,29 @@ class Decoder(nn.Module):
         hidden_BtM: Tensor,
         targets_Bt: Tensor,
         *,
-        z_loss: float = 0.0,
-        label_smoothing: float = 0.0,
         stream: ResidualStream | None = None,
+        norm: nn.Module | None = None,
+        **options: float,
     ) -> tuple[Tensor, Tensor]:
         """Σ objective, with gradient, and Σ negative log-likelihood, without: float32, and the logits are never whole.
 
-        With a ``stream`` hidden states are never whole either: its handle, which ``forward`` gave, stands for them.
-        The objective of a target is its negative log-likelihood with smoothed labels plus the z-loss (``LossOptions``).
+        With a ``stream`` its handle, which ``forward`` gave, stands for the hidden states, and its last ``norm`` is
+        applied here, by default the model's. The objective of a target is its negative log-likelihood with smoothed
+        labels plus the z-loss; ``options`` are the two of ``LossOptions``.
         """
-        by_chunks = None if stream is None else partial(chunked_loss_sums, stream, _before_head(self))
-        options = {"z_loss": z_loss, "label_smoothing": label_smoothing, "by_chunks": by_chunks}
-        return self.lm_head(hidden_BtM, table=self.model.embed_tokens, targets_Bt=targets_Bt, **options)
+        by_chunks = None if stream is None else partial(chunked_loss_sums, stream, _before_head(self, norm))
+        table = self.model.embed_tokens
+        return self.lm_head(hidden_BtM, table=table, targets_Bt=targets_Bt, by_chunks=by_chunks, **options)
 
     def token_nll(self, hidden_BtM: Tensor, targets_Bt: Tensor) -> Tensor:
         """Each token's negative log-likelihood [B, t], float32, without gradient; 0 where the target is ignored."""
         return self.lm_head(hidden_BtM, table=self.model.embed_tokens, targets_Bt=targets_Bt, per_token=True)
+
+
+def described(stream: Stream) -> dict[str, Any]:
+    """What ``Decoder.forward`` is told of a stream besides ids, positions and documents, by its parameters' names."""
+    names = ("document_ids", "row_tokens", "placement", "segments")
+    return {name: getattr(stream, name) for name in names}
 
 
 def selection_biases(decoder: Decoder) -> list[Tensor]:
@@ -261,8 +269,9 @@ def _through(
     stream: ResidualStream | None = None,
     source: EncodedSource | None = None,
     segments: Tensor | None = None,
-) -> tuple[Tensor, list[RouterStats]]:
-    """Tokens through one stack of the decoder's: hidden states [B, t, M], and with ``return_stats`` the routers'."""
+    ahead: Sequence[Tensor] = (),
+) -> tuple[Any, list[RouterStats]]:
+    """Tokens through one stack: hidden states or what stands for them, and with ``return_stats`` the routers'."""
     config = stack.config
     new_tokens, given = chunk, stream
     if cache is not None and chunk is None:
@@ -288,29 +297,25 @@ def _through(
     random = build_random(config, training_pass, documents, positions_Bt, document_ids, row_tokens=row_tokens)
     # Statistics of routers cost a pass over their scores: without documents to count for, none are made.
     counted_Bt = document_ids if return_stats else None
-    tables, scores = stack.tables(positions_Bt, longest, dtype), stack.scores(tokens_Bt.device)
+    scores, tables = stack.scores(tokens_Bt.device), stack.tables(positions_Bt, longest, dtype)
     experts = _build_moe_call(decoder, training_pass, random, documents.num_documents, counted_Bt, new_tokens)
     store = None if cache is not None or stream is not None else _host_store(decoder, config, tokens_Bt, tables, source)
-    by_chunks = None if stream is None else partial(chunked_layer, stream)
-    calls: dict[Mixer, Call] = {}
-    for mixer, plan in plans.items():
-        calls[mixer] = Call(
-            core=cores[mixer],
-            plan=plan,
-            scores=scores,
-            cache=cache,
-            dropout=random.dropout,
-            experts=experts,
-            keep=decoder.execution.keep,
-            store=store,
-            by_chunks=by_chunks,
-            run=_run_of(decoder, cache),
-            cross=cross,
-        )
-    hidden_BtM, stats = stack(
+    call = partial(
+        Call,
+        scores=scores,
+        cache=cache,
+        dropout=random.dropout,
+        experts=experts,
+        keep=decoder.execution.keep,
+        store=store,
+        by_chunks=None if stream is None else partial(chunked_layer, stream),
+        run=_run_of(decoder, cache),
+        cross=cross,
+    )
+    calls = PassCalls(tables, {mixer: call(core=cores[mixer], plan=plan) for mixer, plan in plans.items()})
+    hidden_BtM = stack(
         tokens_Bt,
         positions_Bt,
-        tables,
         calls,
         dropout=random.dropout,
         stream=stream,
@@ -321,14 +326,30 @@ def _through(
         hidden_BtM = stack.last_norm(stream.leave(hidden_BtM))
     if cache is not None and new_tokens is not None:
         cache.extend(new_tokens)
-    if not return_stats:
-        return hidden_BtM, []
-    return hidden_BtM, [RouterStats.from_tensors(layer) for layer in stats]
+    found = _look_ahead(stack, hidden_BtM, given, ahead, calls)
+    return found, [RouterStats.from_tensors(of_layer) for of_layer in calls.stats if return_stats]
 
 
-def _before_head(decoder: Decoder) -> nn.Module | None:
-    """What stands between the residual stream and the output matrix."""
-    parts = [part for part in (decoder.model.norm, decoder.lm_head.transform) if part is not None]
+def _look_ahead(
+    stack: Stack, hidden_BtM: Tensor, stream: ResidualStream | None, ahead: Sequence[Tensor], calls: PassCalls
+) -> Any:
+    """What the head reads: hidden states, or with ``ahead`` a ``HeadInput`` of the last layer and of each block."""
+    if not ahead:
+        return hidden_BtM
+
+    def run_block(number: int, x_BtM: Tensor, stream: ResidualStream | None) -> Tensor:
+        # Each of these blocks has a residual stream of its own.
+        by_chunks = None if stream is None else partial(chunked_layer, stream)
+        of_mixer = {mixer: replace(call, by_chunks=by_chunks) for mixer, call in calls.of_mixer.items()}
+        return stack.run_layer(stack.config.num_layers + number, x_BtM, replace(calls, of_mixer=of_mixer))
+
+    embedded = [stack.embedded(tokens_Bt) for tokens_Bt in ahead]
+    return look_ahead(HeadInput(hidden_BtM, stream, stack.norm), list(stack.mtp), embedded, run_block)
+
+
+def _before_head(decoder: Decoder, norm: nn.Module | None = None) -> nn.Module | None:
+    """What stands between a residual stream and the output matrix: its last ``norm``, by default the model's."""
+    parts = [part for part in (norm or decoder.model.norm, decoder.lm_head.transform) if part is not None]
     if len(parts) > 1:
         return nn.Sequential(*parts)
     return next(iter(parts), None)
@@ -393,7 +414,7 @@ def _host_store(
     if source is not None:
         shared.append(source.hidden_BsM)
     # What has less than a byte a token does not grow with the row: to move it takes longer than to keep it.
-    return HostStore(Copies(tokens_Bt.device), config.num_layers, least_bytes=tokens_Bt.numel(), shared=shared)
+    return HostStore(Copies(tokens_Bt.device), config.depth, least_bytes=tokens_Bt.numel(), shared=shared)
 
 
 def _build_moe_call(
@@ -434,8 +455,15 @@ def external_parameters(decoder: Decoder) -> list[tuple[nn.Module, nn.Parameter]
         external.append((decoder.lm_head, table))
     # By chunks the head applies the last norm, and what it has itself is called once a chunk.
     if decoder.execution.chunk_tokens:
-        parts = (decoder.model.norm, decoder.lm_head.transform)
-        external.extend((decoder.lm_head, p) for part in parts if part is not None for p in part.parameters())
+        norms = [norm for norm in (decoder.model.norm,) if norm is not None]
+        norms.extend(block.norm for block in decoder.model.mtp)
+        parts = norms.copy()
+        if decoder.lm_head.transform is not None:
+            parts.append(decoder.lm_head.transform)
+        external.extend((decoder.lm_head, p) for part in parts for p in part.parameters())
+        # What comes before a block that looks further ahead applies the norm before it.
+        for norm, block in zip(norms, decoder.model.mtp, strict=False):
+            external.extend((block.join, p) for p in norm.parameters())
     return external
 
 

@@ -6,7 +6,8 @@ Axes: B rows, t tokens of this rank, M model width.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -23,7 +24,19 @@ from longctx.model.cross_block import CrossBlock
 from longctx.model.layers.dropout import Dropout
 from longctx.model.layers.linear import Embedding, Linear, Weight
 from longctx.model.layers.norms import build_norm
+from longctx.model.mtp import MtpBlock
 from longctx.model.rotary import RotaryTable, sinusoid_table, sinusoidal_embedding
+
+
+@dataclass(frozen=True, eq=False)
+class PassCalls:
+    """What a forward pass tells the layers of a stack, and what their routers tell it."""
+
+    tables: Sequence[RotaryTable | None]
+    """By rope, as ``Stack.tables`` makes them."""
+    of_mixer: Mapping[Mixer, Call]
+    stats: list[tuple[Tensor, ...]] = field(default_factory=list)
+    """The ``RouterStats.tensors`` of every expert layer that has run."""
 
 
 class Stack(nn.Module):
@@ -52,6 +65,8 @@ class Stack(nn.Module):
         num_blocks = 1 if config.shared_layers else config.num_layers
         kind = CrossBlock if config.encoder_layers else Block
         self.layers = nn.ModuleList(kind(config, layer, experts) for layer in range(num_blocks))
+        further = range(config.num_layers, config.depth)
+        self.mtp: Any = nn.ModuleList(MtpBlock(config, layer, experts) for layer in further)
         self.norm: nn.Module | None = None
         if config.norm_order != "post":
             self.norm = build_norm(config, config.hidden_size)
@@ -65,33 +80,44 @@ class Stack(nn.Module):
         self,
         tokens_Bt: Tensor,
         positions_Bt: Tensor,
-        tables: Sequence[RotaryTable | None],
-        calls: Mapping[Mixer, Call],
+        calls: PassCalls,
         *,
         dropout: Dropout | None,
         stream: ResidualStream | None,
         segments_Bt: Tensor | None = None,
         embed_tokens: nn.Module | None = None,
-    ) -> tuple[Tensor, list[tuple[Tensor, ...]]]:
-        """Hidden states [B, t, M] and the ``RouterStats.tensors`` of every expert layer.
+    ) -> Tensor:
+        """Hidden states [B, t, M].
 
-        With ``stream`` its handle, before the final norm, stands for hidden states. ``tables`` are those of ``tables``.
-        Without ``segments_Bt`` all tokens are of the first segment. ``embed_tokens`` is the table's module where the
-        stack has none.
+        With ``stream`` its handle, before the final norm, stands for hidden states. Without ``segments_Bt`` all tokens
+        are of the first segment. ``embed_tokens`` is the table's module where the stack has none.
         """
         # The module and not its weight: ZeRO-3 gathers a weight for the forward of its owner.
         x_BtM = self._embed((embed_tokens or self.embed_tokens)(tokens_Bt), positions_Bt, segments_Bt, dropout)
         if stream is not None:
             x_BtM = stream.enter(x_BtM)
-        stats: list[tuple[Tensor, ...]] = []
-        for layer, (spec, rope) in enumerate(zip(self._specs, self._rope_of_layer, strict=True)):
-            block = self.layers[layer % len(self.layers)]
-            x_BtM, *of_layer = block(x_BtM, tables[rope], call=replace(calls[spec.mixer], layer=layer))
-            if spec.ffn == "experts":
-                stats.append(tuple(of_layer))
+        for layer in range(self.config.num_layers):
+            x_BtM = self.run_layer(layer, x_BtM, calls)
         if stream is None:
             x_BtM = self.last_norm(x_BtM)
-        return x_BtM, stats
+        return x_BtM
+
+    def run_layer(self, layer: int, x_BtM: Tensor, calls: PassCalls) -> Tensor:
+        """The output of a layer, or of a block for multi-token prediction behind the last."""
+        spec = self._specs[layer]
+        if layer < self.config.num_layers:
+            block = self.layers[layer % len(self.layers)]
+        else:
+            block = self.mtp[layer - self.config.num_layers].block
+        call, table = replace(calls.of_mixer[spec.mixer], layer=layer), calls.tables[self._rope_of_layer[layer]]
+        x_BtM, *of_router = block(x_BtM, table, call=call)
+        if spec.ffn == "experts":
+            calls.stats.append(tuple(of_router))
+        return x_BtM
+
+    def embedded(self, tokens_Bt: Tensor) -> Tensor:
+        """The tokens' rows of the table, scaled: what such a block reads of a token."""
+        return self._scaled(self.embed_tokens(tokens_Bt))
 
     def last_norm(self, x_BtM: Tensor) -> Tensor:
         """Hidden states of the residual stream behind the last layer."""
@@ -104,11 +130,7 @@ class Stack(nn.Module):
         self, x_BtM: Tensor, positions_Bt: Tensor, segments_Bt: Tensor | None, dropout: Dropout | None
     ) -> Tensor:
         """The first values of the residual stream, from the rows of the table of tokens."""
-        config = self.config
-        if config.embedding_scale != 1:
-            # rounded to the model's dtype first, as Gemma was trained
-            scale = torch.tensor(config.embedding_scale, dtype=x_BtM.dtype)
-            x_BtM = x_BtM * scale.to(x_BtM.device, non_blocking=True)
+        config, x_BtM = self.config, self._scaled(x_BtM)
         if config.position == "learned":
             x_BtM = x_BtM + self.embed_positions(positions_Bt + config.position_offset)
         if config.position in ("sinusoidal", "sinusoidal_halves"):
@@ -127,6 +149,14 @@ class Stack(nn.Module):
         if config.embedding_size:
             x_BtM = self.embed_projection(x_BtM)
         return x_BtM
+
+    def _scaled(self, x_BtM: Tensor) -> Tensor:
+        """Rows of the table of tokens with the config's factor."""
+        if self.config.embedding_scale == 1:
+            return x_BtM
+        # rounded to the model's dtype first, as Gemma was trained
+        scale = torch.tensor(self.config.embedding_scale, dtype=x_BtM.dtype)
+        return x_BtM * scale.to(x_BtM.device, non_blocking=True)
 
     def scores(self, device: torch.device) -> Scores:
         """How queries and keys become scores: the same in all layers."""

@@ -12,7 +12,7 @@ from longctx.model.decoder import Decoder
 from longctx.objectives.causal_lm import CausalLM
 from longctx.objectives.masked_lm import MaskedLM
 from longctx.objectives.task import Task
-from longctx.objectives.token_prediction import TokenPrediction, identity
+from longctx.objectives.token_prediction import Shift, TokenPrediction, identity, shifted
 
 TASKS: dict[str, type[TokenPrediction]] = {"causal": CausalLM, "masked": MaskedLM, "spans": CausalLM}
 """The objectives that a config names (``train.objective``)."""
@@ -26,17 +26,28 @@ class Objective:
     """One of ``TASKS``."""
     z_loss: float = 0.0
     label_smoothing: float = 0.0
+    mtp_weight: float = 0.0
 
 
 NEXT_TOKEN = Objective()
 
 
 def build_objective(
-    network: Decoder, objective: Objective = NEXT_TOKEN, reduce_counts: Callable[[Tensor, Batch], Tensor] = identity
+    network: Decoder,
+    objective: Objective = NEXT_TOKEN,
+    reduce_counts: Callable[[Tensor, Batch], Tensor] = identity,
+    shift: Shift = shifted,
 ) -> Task:
     """Return the task of a network: of a run's over many ranks, and of the one process that it is compared with.
 
-    What an objective needs from other ranks is a callable, such as ``reduce_counts``, that ``parallelize`` hands over.
+    What an objective needs from other ranks is a callable, ``reduce_counts`` or ``shift``, that ``parallelize`` hands
+    over.
     """
-    options = {"z_loss": objective.z_loss, "label_smoothing": objective.label_smoothing}
-    return TASKS[objective.name](network, reduce_counts, **options)
+    return TASKS[objective.name](
+        network,
+        reduce_counts,
+        shift=shift,
+        z_loss=objective.z_loss,
+        label_smoothing=objective.label_smoothing,
+        mtp_weight=objective.mtp_weight,
+    )

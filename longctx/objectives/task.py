@@ -71,6 +71,10 @@ class Countable(Protocol):
         """Documents of two segments whose first token is here."""
         ...
 
+    def num_ahead(self, most: int) -> int:
+        """How often these targets can be predicted from 1, 2, … ``most`` tokens before their own places."""
+        ...
+
 
 class Task(nn.Module):
     """The one module that ZeRO wraps: it sees every use of a parameter. What trains knows a task by nothing else."""

@@ -6,11 +6,11 @@ documents of the micro-batch, E experts.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional
 
 from longctx.batch import IGNORED_TARGET, Batch, Stream
@@ -18,14 +18,15 @@ from longctx.config import ModelConfig
 from longctx.errors import ConfigError
 from longctx.kernels.dtypes import accumulate_dtype
 from longctx.model.chunks.stream import ResidualStream, new_stream
-from longctx.model.decoder import Decoder
+from longctx.model.decoder import Decoder, described
 from longctx.model.experts.balance import balance_sum
 from longctx.model.experts.router import RouterDiagnostics
+from longctx.model.mtp import HeadInput
 from longctx.model.training_pass import TrainingPass
 from longctx.objectives.task import Countable, LossSum, Task, Term
 
 
-def prediction_terms(config: ModelConfig) -> tuple[Term, ...]:
+def prediction_terms(config: ModelConfig, mtp_weight: float = 0.0) -> tuple[Term, ...]:
     """The sums of predicted tokens, those of routers only if the model has any."""
     terms = [Term("objective", "targets", 1.0), Term("nll", "targets")]
     if config.num_experts:
@@ -34,7 +35,18 @@ def prediction_terms(config: ModelConfig) -> tuple[Term, ...]:
         terms.append(Term("router_z", "tokens", config.router_z_loss_weight))
     if config.pair_head != "none":
         terms += Term("pair", "pairs", 1.0), Term("right_pairs", "pairs")
+    if config.mtp_layers:
+        terms += Term("mtp", "ahead", mtp_weight), Term("mtp_nll", "ahead")
     return tuple(terms)
+
+
+Shift = Callable[[Tensor, Batch], Tensor]
+"""From a value of each token to that of the token that follows in the sequence, on whatever rank it is."""
+
+
+def shifted(values_Bt: Tensor, batch: Batch) -> Tensor:
+    """The value of the token that follows, in one process; the last one is followed by the first."""
+    return values_Bt.flatten().roll(-1).view_as(values_Bt)
 
 
 def identity(counts_LSE: Tensor, batch: Batch) -> Tensor:
@@ -52,25 +64,31 @@ class TokenPrediction(Task):
         decoder: Decoder,
         reduce_counts: Callable[[Tensor, Batch], Tensor] = identity,
         *,
+        shift: Shift = shifted,
         z_loss: float = 0.0,
         label_smoothing: float = 0.0,
+        mtp_weight: float = 0.0,
     ) -> None:
         """``reduce_counts`` sums int64 counts over the ranks that share the batch: [L, S, E], or [L, 1, E] where the
         micro-batch is balanced as one. Called once a micro-batch of an expert model (never where the global batch is
-        balanced), on every rank, also on one that holds no token of it. The other two are ``LossOptions``'."""
+        balanced), on every rank, also on one that holds no token of it. ``shift`` is called once or twice for each
+        block for multi-token prediction, whose loss counts with ``mtp_weight``. The other two are ``LossOptions``'."""
         super().__init__(decoder)
         # A run's config is refused before; this is for who builds a model by hand.
         if decoder.config.pair_head != "none" and decoder.execution.chunk_tokens:
             raise ConfigError("a pair head reads hidden states that layers by chunks never have whole: chunk_tokens=0.")
-        self.terms = prediction_terms(decoder.config)
-        self.reduce_counts = reduce_counts
+        self.terms = prediction_terms(decoder.config, mtp_weight)
+        self.reduce_counts, self.shift = reduce_counts, shift
         self.z_loss, self.label_smoothing = z_loss, label_smoothing
 
     def denominators(self, batch: Countable) -> dict[str, int]:
-        """Targets, tokens that are not padding, and with a pair head the documents of two segments."""
+        """Targets, tokens that are not padding, with a pair head the documents of two segments, and with multi-token
+        prediction the targets of all its blocks."""
         counts = {"targets": batch.num_targets, "tokens": batch.num_tokens}
         if self.network.pair_head is not None:
             counts["pairs"] = batch.num_pairs
+        if self.network.config.mtp_layers:
+            counts["ahead"] = batch.num_ahead(self.network.config.mtp_layers)
         return counts
 
     def forward(self, batch: Batch, training_pass: TrainingPass | None = None) -> tuple[Tensor, ...]:
@@ -78,28 +96,32 @@ class TokenPrediction(Task):
 
         ``objective`` is what backward goes through: negative log-likelihood, of smoothed labels, plus z-loss; ``nll``
         is plain, without gradient. ``balance`` and ``router_z`` are summed over layers of experts and tokens. ``pair``
-        is what the pair head is trained on, and ``right_pairs`` counts what it says right.
+        is what the pair head is trained on, and ``right_pairs`` counts what it says right. ``mtp`` and ``mtp_nll`` are
+        the first two of the targets further ahead.
         """
-        stream = new_stream(self.network.execution, batch.tokens)
-        hidden_BtM, stats = self._run(batch, training_pass, return_stats=True, stream=stream)
-        whole_BtM, targets_Bt = hidden_BtM, batch.targets
+        stream, ahead = new_stream(self.network.execution, batch.tokens), self._ahead(batch)
+        found, stats = hidden_states(
+            self.network,
+            batch,
+            training_pass,
+            return_stats=True,
+            stream=stream,
+            ahead=[tokens_Bt for tokens_Bt, _ in ahead],
+        )
+        hidden_BtM, targets_Bt = found, batch.targets
+        if ahead:
+            hidden_BtM = found[0].hidden_BtM
+        further: dict[str, Tensor] = {}
+        if self.network.pair_head is not None:
+            further = self._pair_sums(hidden_BtM, batch)
         if batch.places is not None and stream is None:
             hidden_BtM, targets_Bt = _at(hidden_BtM, batch.places), _at(targets_Bt, batch.places)
-        # The head's product and the loss in one op, a block of tokens at a time: logits are never whole.
-        objective_sum, nll_sum = self.network.loss_sums(
-            hidden_BtM,
-            targets_Bt,
-            z_loss=self.z_loss,
-            label_smoothing=self.label_smoothing,
-            stream=stream,
-        )
-        sums = {"objective": objective_sum, "nll": nll_sum}
-        of_pairs: dict[str, Tensor] = {}
-        if self.network.pair_head is not None:
-            of_pairs = self._pair_sums(whole_BtM, batch)
+        sums = self._sums(hidden_BtM, targets_Bt, stream)
+        if ahead:
+            further |= self._sums_ahead(found[1:], [targets_Bt for _, targets_Bt in ahead])
         if not stats:
             # A dense model has no routers, on any rank.
-            return LossSum(sums | of_pairs).tensors()
+            return LossSum(sums | further).tensors()
         scope = self.network.config.balance_scope
         load_LE = None
         if training_pass is not None:
@@ -113,8 +135,50 @@ class TokenPrediction(Task):
         sums["router_z"] = torch.stack([layer.z_sum for layer in stats]).sum()
         counts_LE = torch.stack([layer.counts_SE.sum(0) for layer in stats])
         return LossSum(
-            sums | of_pairs, counts_LE, RouterDiagnostics.stack([layer.diagnostics for layer in stats])
+            sums | further, counts_LE, RouterDiagnostics.stack([layer.diagnostics for layer in stats])
         ).tensors()
+
+    def _sums(
+        self, hidden_BtM: Tensor, targets_Bt: Tensor, stream: ResidualStream | None, norm: nn.Module | None = None
+    ) -> dict[str, Tensor]:
+        """The first two sums of the terms; ``norm`` as in ``Decoder.loss_sums``."""
+        # The head's product and the loss in one op, a block of tokens at a time: logits are never whole.
+        objective_sum, nll_sum = self.network.loss_sums(
+            hidden_BtM,
+            targets_Bt,
+            z_loss=self.z_loss,
+            label_smoothing=self.label_smoothing,
+            stream=stream,
+            norm=norm,
+        )
+        return {"objective": objective_sum, "nll": nll_sum}
+
+    def _ahead(self, batch: Batch) -> list[tuple[Tensor, Tensor]]:
+        """Return the tokens that each block for multi-token prediction reads, and its targets. Collective.
+
+        Of token i in a document they are those of token i + 1, as far as the document goes: what stands behind its last
+        token is read for nothing that counts, whatever it is.
+        """
+        found: list[tuple[Tensor, Tensor]] = []
+        tokens_Bt, targets_Bt = batch.following, batch.targets
+        begins_Bt = batch.positions == 0
+        for number in range(self.network.config.mtp_layers):
+            assert tokens_Bt is not None, "nobody has read what follows"
+            # The first block reads what the data say of it; a document's first token follows nothing.
+            if number:
+                tokens_Bt = self.shift(tokens_Bt.masked_fill(begins_Bt, IGNORED_TARGET), batch)
+            targets_Bt = self.shift(targets_Bt.masked_fill(begins_Bt, IGNORED_TARGET), batch)
+            found.append((tokens_Bt.clamp(min=0), targets_Bt))
+        return found
+
+    def _sums_ahead(self, found: Sequence[HeadInput], targets: Sequence[Tensor]) -> dict[str, Tensor]:
+        """Both sums over the targets of all blocks for multi-token prediction."""
+        # The head's matrix gets a gradient from each.
+        each = [self._sums(x.hidden_BtM, of_x, x.stream, x.norm) for x, of_x in zip(found, targets, strict=True)]
+        return {
+            "mtp": torch.stack([sums["objective"] for sums in each]).sum(),
+            "mtp_nll": torch.stack([sums["nll"] for sums in each]).sum(),
+        }
 
     def _pair_sums(self, hidden_BtM: Tensor, batch: Batch) -> dict[str, Tensor]:
         """Cross-entropy of the pair head over this rank's first tokens, and how many of these it is right about."""
@@ -133,23 +197,12 @@ class TokenPrediction(Task):
     @torch.no_grad()
     def token_nll(self, batch: Batch) -> Tensor:
         """Each token's negative log-likelihood [B, t], float32, without gradient; 0 where the target is ignored."""
-        hidden_BtM, places = self._run(batch, None, return_stats=False), batch.places
+        hidden_BtM, places = hidden_states(self.network, batch), batch.places
         if places is None:
             return self.network.token_nll(hidden_BtM, batch.targets)
         nll_1c = self.network.token_nll(_at(hidden_BtM, places), _at(batch.targets, places))
         nll_N = nll_1c.new_zeros(batch.targets.numel()).index_copy_(0, places, nll_1c[0])
         return nll_N.view_as(batch.targets)
-
-    def _run(
-        self,
-        batch: Batch,
-        training_pass: TrainingPass | None,
-        *,
-        return_stats: bool,
-        stream: ResidualStream | None = None,
-    ) -> Any:
-        """The decoder's hidden states, and with ``return_stats`` the routers' statistics."""
-        return hidden_states(self.network, batch, training_pass, return_stats=return_stats, stream=stream)
 
 
 def hidden_states(
@@ -159,6 +212,7 @@ def hidden_states(
     *,
     return_stats: bool = False,
     stream: ResidualStream | None = None,
+    ahead: Sequence[Tensor] = (),
 ) -> Any:
     """``Decoder.forward`` of a batch, its source encoded before: everything that a batch says of its tokens."""
     source = None
@@ -168,14 +222,12 @@ def hidden_states(
         batch.tokens,
         batch.positions,
         batch.documents,
-        document_ids=batch.document_ids,
-        row_tokens=batch.row_tokens,
-        placement=batch.placement,
         training_pass=training_pass,
         return_stats=return_stats,
         stream=stream,
         source=source,
-        segments=batch.segments,
+        ahead=ahead,
+        **described(batch),
     )
 
 

@@ -16,6 +16,7 @@ from longctx.checkpoint_format import ROLES
 from longctx.model.block import Block
 from longctx.model.decoder import external_parameters
 from longctx.model.experts.experts import is_expert_weight
+from longctx.model.mtp import MtpJoin
 from parallel.comm.communicator import Communicator
 from parallel.comm.groups import ProcessGroup
 from parallel.zero.gradients import Accept, named_gradients
@@ -190,7 +191,10 @@ class Sharded(Partition):
         # block's weights are gathered before all of it.
         execution = wrapping.model.network.execution
         if execution.compiler is not None or execution.chunk_tokens:
-            set_z3_leaf_modules(wrapping.model, [Block])
+            leaves: list[type[nn.Module]] = [Block]
+            if wrapping.model.network.config.mtp_layers:
+                leaves.append(MtpJoin)
+            set_z3_leaf_modules(wrapping.model, leaves)
         super().__init__(wrapping, wrapping.options.clip_norm)
 
     def update(self, accept: Accept) -> tuple[float, bool]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import pairwise
 
 import torch
@@ -67,11 +68,17 @@ def exact_lm(*, core: AttentionCore | None = None, keep: Keep = "all", dispatche
     return CausalLM(Decoder(tiny_config(**changes), cores, dispatcher=dispatcher, execution=Execution(keep))).double()
 
 
+def ahead(batch: Batch) -> Batch:
+    """The batch with what blocks for multi-token prediction read."""
+    return replace(batch, following=batch.targets)
+
+
 def step_loss(sums: LossSum, balance: float, router_z: float = 0.0) -> Tensor:
     """What training differentiates, by its own formula with these weights; of all counts 1, so that sums stay sums."""
     experts = {} if "balance" in sums.sums else {"num_experts": 0}
-    config = tiny_config(balance_loss_weight=balance, router_z_loss_weight=router_z, **experts)
-    return weighed(prediction_terms(config), sums, {"targets": 1, "tokens": 1})
+    further = {"mtp_layers": 1} if "mtp" in sums.sums else {}
+    config = tiny_config(balance_loss_weight=balance, router_z_loss_weight=router_z, **experts, **further)
+    return weighed(prediction_terms(config, mtp_weight=0.3), sums, {"targets": 1, "tokens": 1, "ahead": 1})
 
 
 def one_document(num_rows: int, num_tokens: int, *, seed: int = 0) -> Batch:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any
 
@@ -53,6 +53,10 @@ class ResidualStream:
             )
         gradient, self.gradient = self.gradient, None
         return gradient
+
+    def branch(self) -> ResidualStream:
+        """Return another stream of these tokens, into which nothing has entered."""
+        return replace(self, values=None, gradient=None)
 
     def enter(self, x_BtM: Tensor) -> Tensor:
         """Begin with these values; returns the handle for the first layer."""

@@ -70,7 +70,7 @@ class RoutingReplay:
         """ConfigError unless what is given fits the model and the tokens. Waits for the device."""
         if self._given is None:
             return
-        layers = sum(config.has_experts(layer) for layer in range(config.num_layers))
+        layers = sum(map(config.has_experts, range(config.depth)))
         wanted = [(num_tokens, config.experts_per_token)] * layers
         shapes = [tuple(ids.shape) for ids in self._given]
         if shapes != wanted:

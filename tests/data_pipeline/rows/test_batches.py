@@ -95,6 +95,7 @@ def test_a_batch_is_what_its_pieces_are(odd, case):
     assert all(x.shape == (len(rows), row_tokens) and x.dtype == torch.int64 for x in columns)
     assert list(zip(*(x.flatten().tolist() for x in columns), strict=True)) == wanted
     assert compact.num_targets == batch.num_targets
+    assert [compact.num_ahead(n) for n in (1, 3)] == [batch.num_ahead(n) for n in (1, 3)]
     assert compact.num_tokens == sum(document >= 0 for _, _, _, document in wanted)
     check_both_ways(compact)
 
@@ -119,6 +120,7 @@ def test_a_share_is_its_tokens_of_that(odd, case, data):
     own = [wanted[start + nth * step] for start, count, step in runs for nth in range(count)]
     assert list(zip(*(x.flatten().tolist() for x in columns), strict=True)) == own
     assert compact.num_targets == batch.num_targets
+    assert [compact.num_ahead(n) for n in (1, 3)] == [batch.num_ahead(n) for n in (1, 3)]
     assert compact.num_tokens == sum(document >= 0 for _, _, _, document in own)
     documents = {document for _, _, _, document in wanted} - {-1}
     lengths = compact.documents.lengths

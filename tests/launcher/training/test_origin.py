@@ -18,10 +18,11 @@ from launcher.training.setup import build_run
 from launcher.training.trainer import Trainer
 from longctx.checkpoint_format import CHECKPOINTS, CheckpointReader, find_checkpoint, list_checkpoints, model_config
 from longctx.conversion import export_checkpoint, load_hf, save_hf
-from longctx.errors import CheckpointError
+from longctx.errors import CheckpointError, ConfigError
 from longctx.model.decoder import Decoder
 from tests.launcher.runs import tiny_start
 from tests.launcher.workers import leave_out_pictures, rows, run
+from tests.longctx.families.mtp_models import build
 from tests.longctx.families.whole_models import bits, whole_model
 from tests.longctx.samples import dense_config
 
@@ -183,3 +184,41 @@ def test_a_vision_tower_and_layers_for_more_tokens_come_out_of_a_run_as_they_wen
     model = transformers.AutoModelForImageTextToText.from_pretrained(str(exported.folder))
     assert model.config.vision_config.depth == 2
     assert (exported.folder / "preprocessor_config.json").read_text() == '{"size": 16}'
+
+
+def start_from_ahead(shards: Path, source: Path, output: Path, changed: dict) -> None:
+    leave_out_pictures()
+    changed = {"run.start_from": source, "train.lr": 1e-3, "data.seq_len": 64, "validation.rows": 2} | changed
+    changed |= {"train.tokens_per_step": 128, "train.mtp_weight": 0.3}
+    Trainer(build_run(tiny_start(shards, output, changed), torch.device("cpu"))).train()
+
+
+def test_blocks_for_multi_token_prediction_are_trained_where_their_loss_has_a_weight(shards, tmp_path):
+    """From a folder to a folder: over two ranks as in one process, and further from the checkpoint."""
+    pytest.importorskip("transformers")
+    build("glm4_moe", tmp_path / "hf", vocab_size=512)
+    for ranks in (1, 2):
+        changed = {"parallel.context": ranks, "train.steps": 4}
+        run(start_from_ahead, ranks, shards, tmp_path / "hf", tmp_path / f"run{ranks}", changed)
+    one, two = (rows(tmp_path / f"run{ranks}") for ranks in (1, 2))
+    ahead = [[record["mtp_loss"] for record in of if record["kind"] == "train"] for of in (one, two)]
+    assert len(ahead[0]) == 4
+    assert ahead[0] == pytest.approx(ahead[1], rel=1e-5)
+    exported = export_checkpoint(tmp_path / "run2", tmp_path / "exported", tokenizer="none").folder
+    before, after = bits(tmp_path / "hf"), bits(exported)
+    assert before.keys() == after.keys()
+    assert all(before[name][2] != after[name][2] for name in before if "correction_bias" not in name)
+    # A copy of the trained table, not of the one that was read.
+    assert after["model.layers.3.embed_tokens.weight"][2] == after["model.embed_tokens.weight"][2]
+    changed = {"run.start_from": tmp_path / "run2", "parallel.context": 1, "train.steps": 1}
+    run(start_from_ahead, 1, shards, tmp_path / "run2", tmp_path / "further", changed)
+    assert rows(tmp_path / "further")[0]["mtp_loss"] < ahead[0][0]
+
+
+def test_blocks_that_nothing_trains_are_refused(shards, tmp_path):
+    for changed, message in (
+        ({"model.mtp_layers": 1}, "model.mtp_layers=1: nothing but the loss of train.mtp_weight"),
+        ({"train.mtp_weight": 0.1}, "the model has none"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            tiny_start(shards, tmp_path / "run", changed)

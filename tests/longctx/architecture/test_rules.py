@@ -21,7 +21,7 @@ from longctx.model.decoder import Decoder
 from longctx.model.training_pass import TrainingPass
 from longctx.objectives.causal_lm import CausalLM
 from tests.longctx.pairs import pair_batch
-from tests.longctx.samples import gradients, packed_batch, step_loss, tiny_config
+from tests.longctx.samples import ahead, gradients, packed_batch, step_loss, tiny_config
 
 LATENT = {"kv_lora_rank": 6, "rope_head_dim": 4, "num_kv_heads": 4}
 
@@ -153,6 +153,7 @@ SIZES = {"vocab_size": 13, "num_layers": 2, "head_dim": 8, "ffn_size": 6, "max_p
 ANY_VALUES = {
     "hidden_size": st.sampled_from([6, 7]),
     "encoder_layers": st.sampled_from([0, 0, 3]),
+    "mtp_layers": st.sampled_from([0, 1, 2]),
     "causal": st.booleans(),
     "shared_layers": st.booleans(),
     "segments": st.sampled_from([0, 2]),
@@ -174,6 +175,7 @@ ANY_VALUES = {
     "delta_sizes": st.sampled_from([(0, 0), (3, 0), (4, 5)]),
     "delta_conv": st.sampled_from([1, 2, 4]),
     "delta_negative": st.booleans(),
+    "delta_norm_eps": st.sampled_from([0.0, 1e-3]),
     "latent": st.sampled_from([(0, 0, 0, 0), (5, 4, 0, 0), (5, 2, 3, 4), (5, 6, 7, 9), (0, 4, 0, 0)]),
     "position": st.sampled_from(CHOICES["position"]),
     "rope": ropes(),
@@ -275,7 +277,7 @@ def check_runs(config: ModelConfig) -> None:
     """Loss and every gradient of a packed batch are finite and there; parameters are as many as arithmetic says."""
     model = CausalLM(Decoder(config))
     assert sum(count_parameters(config).values()) == sum(p.numel() for p in model.parameters())
-    batch = packed_batch([[5, 1, 6], [9, 3]], vocab_size=13)
+    batch = ahead(packed_batch([[5, 1, 6], [9, 3]], vocab_size=13))
     if config.encoder_layers:
         batch = pair_batch(((5, 4), (1, 7), (6, 2)), vocab=13)
     loss = model.loss_sum(model(batch, TrainingPass(seed=1)))

@@ -29,6 +29,7 @@ PUBLISHED = {
 }
 
 WHERE = {
+    "eh_proj": "mtp",
     "embed_tokens": "embedding",
     "embed_segments": "embedding",
     "embed_projection": "embedding",

@@ -227,7 +227,7 @@ def test_fixed_ntk_scaling_is_written_as_the_base_it_comes_to():
     ("change", "said"),
     [
         ({"model_type": "gpt_neox"}, "model_type='gpt_neox'.*llama"),
-        ({"model_type": "gemma3"}, "gemma3_text"),
+        ({"model_type": "gemma3"}, "mean nothing to a gemma3 model"),
         ({"model_type": ["llama"]}, "model_type"),
         ({"architectures": ["LlamaForSequenceClassification"]}, "LlamaForCausalLM"),
         ({"rope_scaling": {"rope_type": "proportional", "factor": 4.0}}, "rope_scaling=.*proportional.*yarn"),

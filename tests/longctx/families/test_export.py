@@ -81,9 +81,9 @@ class TestType:
             for model_type, config in map(imported, IMPORTED)
             if family_of(config).model_type != model_type
         }
-        # Mistral without a window is Llama, Seed-OSS with both biases too, Phi-3 with a window is Mistral, and Qwen3.5
-        # with experts in all layers is Qwen3-Next.
-        named = {("mistral", "llama"), ("seed_oss", "llama"), ("phi3", "mistral")}
+        # Mistral without a window is Llama, and so is Ministral 3 whose queries do not grow, Seed-OSS with both biases
+        # too, Phi-3 with a window is Mistral, and Qwen3.5 with experts in all layers is Qwen3-Next.
+        named = {("mistral", "llama"), ("seed_oss", "llama"), ("phi3", "mistral"), ("ministral3", "llama")}
         assert others == named | {("qwen3_5_moe_text", "qwen3_next")}
 
     def test_a_hybrid_that_leaves_its_sizes_out_is_qwens(self):

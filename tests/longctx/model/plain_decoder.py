@@ -42,11 +42,11 @@ class PlainDecoder:
             x_NM = self.block(x_NM, positions_N, layer)
         return (x_NM if config.norm_order == "post" else self.norm(x_NM, "model.norm")).view(*tokens_BT.shape, -1)
 
-    def block(self, x_NM: Tensor, positions_N: Tensor, layer: int) -> Tensor:
-        at, scale = f"model.layers.{layer}", self.config.residual_scale
+    def block(self, x_NM: Tensor, positions_N: Tensor, layer: int, at: str = "") -> Tensor:
+        at, scale = at or f"model.layers.{layer}", self.config.residual_scale
 
         def attend(h: Tensor) -> Tensor:
-            return self.attention(h, positions_N, layer)
+            return self.attention(h, positions_N, layer, f"{at}.self_attn")
 
         def feed(h: Tensor) -> Tensor:
             return self.ffn(h, f"{at}.mlp")
@@ -86,8 +86,8 @@ class PlainDecoder:
             raise NotImplementedError(self.config.activation)
         return self.linear(up, f"{at}.down_proj")
 
-    def attention(self, x_NM: Tensor, positions_N: Tensor, layer: int) -> Tensor:
-        config, at = self.config, f"model.layers.{layer}.self_attn"
+    def attention(self, x_NM: Tensor, positions_N: Tensor, layer: int, at: str) -> Tensor:
+        config = self.config
         H, K, D = config.num_heads, config.num_kv_heads, config.head_dim
         q, k, v = (self.linear(x_NM, f"{at}.{n}_proj") for n in "qkv")
         if config.qk_norm == "full":
@@ -95,7 +95,8 @@ class PlainDecoder:
         q, k, v = q.view(-1, H, D), k.view(-1, K, D), v.view(-1, K, D)
         if config.qk_norm == "head":
             q, k = self.norm(q, f"{at}.q_norm"), self.norm(k, f"{at}.k_norm")
-        if config.position == "rope" and config.rope_layers[layer % len(config.rope_layers)]:
+        ahead = layer >= config.num_layers
+        if config.position == "rope" and (ahead or config.rope_layers[layer % len(config.rope_layers)]):
             q, k = (self.rotary(h, positions_N, layer) for h in (q, k))
         k, v = (h.repeat_interleave(H // K, 1) for h in (k, v))
         if config.position == "relative":
@@ -126,6 +127,8 @@ class PlainDecoder:
         return seen
 
     def kind(self, layer: int) -> str:
+        if layer >= self.config.num_layers:
+            return "full"
         return self.config.layers[layer % len(self.config.layers)]
 
     def scaled(self, scores_HNN: Tensor, positions_N: Tensor) -> Tensor:

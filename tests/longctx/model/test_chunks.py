@@ -19,7 +19,7 @@ from longctx.model.kept import Keep, Store
 from longctx.model.rotary import RotaryTable
 from longctx.model.training_pass import Execution, TrainingPass
 from longctx.objectives.causal_lm import CausalLM
-from tests.longctx.samples import dense_config, gradients, packed_batch, randomize, step_loss, tiny_config
+from tests.longctx.samples import ahead, dense_config, gradients, packed_batch, randomize, step_loss, tiny_config
 
 KEEPS: tuple[Keep, ...] = ("all", "attention", "inputs")
 STORES: tuple[Store, ...] = ("device", "host", "disk")
@@ -44,12 +44,14 @@ CONFIGS = {
     "sinks": dense_config(**RANDOM, sinks=True),
     "alibi": dense_config(**RANDOM, position="alibi"),
     "relative": dense_config(**RANDOM, position="relative"),
+    "ahead": dense_config(**RANDOM, mtp_layers=2, embedding_scale=2.0),
+    "experts, ahead": tiny_config(**RANDOM, mtp_layers=1, layers=("gated_delta", "gated_delta", "full")),
     "norms of queries and keys": dense_config(**RANDOM, qk_norm="head"),
     "latent": dense_config(
         **RANDOM, num_kv_heads=4, q_lora_rank=16, kv_lora_rank=12, rope_head_dim=4, value_head_dim=8
     ),
 }
-BATCH = packed_batch([[9, 14], [20, 3]], padding=1)
+BATCH = ahead(packed_batch([[9, 14], [20, 3]], padding=1))
 
 
 def train(config, execution: Execution, dtype: torch.dtype, batch: Batch = BATCH) -> dict[str | int, torch.Tensor]:

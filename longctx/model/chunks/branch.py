@@ -1,0 +1,116 @@
+"""A second residual stream that begins where another one ends, a chunk of tokens at a time.
+
+    forward     chunks: join(norm(x), y)                ->  the values of the branch; x goes on to the head
+    backward    chunks: norm and join again, backward   ->  the gradient of y, and x's share beside the head's
+
+The head writes its gradient in the place of x, so the branch keeps x by itself.
+
+Axes: B rows, t tokens of this rank, c of a chunk, M model width.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+
+from longctx.model.chunks.parts import Differentiate, leaves
+from longctx.model.chunks.store import Stored, in_turn
+from longctx.model.chunks.stream import ResidualStream
+
+Join = Callable[[Tensor, Tensor], Tensor]
+"""The branch's first values, from the stream's behind its norm, and from those that enter beside them."""
+
+
+def branch_off(
+    stream: ResidualStream,
+    branch: ResidualStream,
+    handle: Tensor,
+    entering_BtM: Tensor,
+    *,
+    norm: nn.Module | None,
+    join: Join,
+    weights: Sequence[Tensor],
+) -> tuple[Tensor, Tensor]:
+    """Begin a branch behind the last layer of a stream: the stream's handle, and the branch's.
+
+    ``weights`` are those that ``norm`` and ``join`` read. The stream's handle has to go on to what gives it a gradient.
+    """
+    return _BranchOff.apply(handle, entering_BtM, _Branch(stream, branch, norm, join), *weights)
+
+
+class _Branch:
+    """One branch in one forward pass and its backward."""
+
+    def __init__(self, stream: ResidualStream, branch: ResidualStream, norm: nn.Module | None, join: Join) -> None:
+        self.stream, self.branch, self.norm, self.join = stream, branch, norm, join
+        self.kept: list[Stored] = []
+        """The stream's values, and those that entered."""
+
+    def forward(self, entering_BtM: Tensor, *, trains: bool) -> None:
+        """Set the first values of the branch."""
+        store, chunks, num_tokens = self.stream.store, self.stream.chunks, self.stream.num_tokens
+        x = self.stream.take_values()
+        # The stream goes on from where it is.
+        self.stream.values = x
+        first: Stored | None = None
+        kept: Stored | None = None
+        for tokens, (x_BcM,) in in_turn(chunks, [x]):
+            first_BcM = self._first(x_BcM, entering_BtM[:, tokens])
+            first = first or store.empty_chunks(num_tokens, first_BcM)
+            first.write(tokens, first_BcM)
+            if trains:
+                kept = kept or store.empty_chunks(num_tokens, x_BcM)
+                kept.write(tokens, x_BcM)
+        self.branch.values = first
+        if kept is not None:
+            self.kept = [kept, store.put(entering_BtM)]
+
+    def backward(self, differentiate: Differentiate) -> Tensor:
+        """Add the branch's share to the stream's gradient; returns the gradient of what entered."""
+        x, entering = self.kept
+        self.kept = []
+        dfirst, dx = self.branch.take_gradient(), self.stream.take_gradient()
+        dentering: Stored | None = None
+        for tokens, (dfirst_BcM, dx_BcM, x_BcM, entering_BcM) in in_turn(self.stream.chunks, [dfirst, dx, x, entering]):
+            with torch.enable_grad():
+                inputs = leaves([x_BcM, entering_BcM])
+                own_BcM, entering_BcM = differentiate([self._first(inputs[0], inputs[1])], inputs, [dfirst_BcM])
+            dx.write(tokens, own_BcM.add_(dx_BcM))
+            dentering = dentering or self.stream.store.empty(self.stream.num_tokens, entering_BcM)
+            dentering.write(tokens, entering_BcM)
+        self.stream.gradient = dx
+        assert dentering is not None
+        return dentering.whole().wait()
+
+    def _first(self, x_BcM: Tensor, entering_BcM: Tensor) -> Tensor:
+        if self.norm is not None:
+            x_BcM = self.norm(x_BcM)
+        return self.join(x_BcM, entering_BcM)
+
+
+class _BranchOff(torch.autograd.Function):
+    """Both handles lead here in backward, so the head's gradient is there when the branch's arrives."""
+
+    @staticmethod
+    def forward(ctx: Any, handle: Tensor, entering_BtM: Tensor, branch: _Branch, *weights: Tensor):
+        ctx.branch = branch
+        # Saved although the branch knows them: autograd notices when one was written to in between.
+        ctx.save_for_backward(*weights)
+        branch.forward(entering_BtM, trains=any(ctx.needs_input_grad))
+        return handle.new_empty(0), handle.new_empty(0)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dhandle: Tensor, _: Tensor):  # type: ignore[override]
+        weights = list(ctx.saved_tensors)
+        trained = [weight for weight in weights if weight.requires_grad]
+        differentiate = Differentiate(trained)
+        dentering_BtM = ctx.branch.backward(differentiate)
+        gradients = dict(zip(map(id, trained), differentiate.sums.results(), strict=True))
+        found = [dhandle, dentering_BtM, None]
+        found.extend(gradients.get(id(weight)) for weight in weights)
+        return tuple(found)

@@ -1,0 +1,95 @@
+"""Multi-token prediction (DeepSeek-V3, arXiv 2412.19437 §2.2): blocks behind the last layer that look further ahead.
+
+    h⁰ = hidden states behind the last norm
+    hᵏ = norm_k(block_k(W_k [norm(embedding of token i + k); norm(hᵏ⁻¹)]))        k = 1 … mtp_layers
+    the head's logits of hᵏ at token i predict token i + k + 1
+
+They read the model's table of tokens and its head, and are part of training alone: no validation, evaluation or
+generation computes them.
+
+Axes: B rows, t tokens of this rank, M model width.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor, nn
+
+from longctx.config import ModelConfig
+from longctx.model.block import Block
+from longctx.model.chunks.branch import branch_off
+from longctx.model.chunks.stream import ResidualStream
+from longctx.model.layers.linear import Linear
+from longctx.model.layers.norms import build_norm
+
+RunBlock = Callable[[int, Tensor, ResidualStream | None], Tensor]
+"""The output of the block of a number, from values, or from the handle of a residual stream."""
+
+
+@dataclass(frozen=True, eq=False)
+class HeadInput:
+    """What the head reads: of the last layer, or of a block that looks further ahead."""
+
+    hidden_BtM: Tensor
+    """Hidden states behind the last norm; of a ``stream`` its handle, and the norm is the head's to apply."""
+    stream: ResidualStream | None
+    norm: nn.Module | None
+
+
+class MtpJoin(nn.Module):
+    """What comes before such a block: hidden states behind a last norm, and the next token's embedding."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        M = config.hidden_size
+        self.enorm, self.hnorm = build_norm(config, M), build_norm(config, M)
+        self.eh_proj = Linear(2 * M, M, bias=False)
+
+    def forward(self, before: HeadInput, embedded_BtM: Tensor, stream: ResidualStream | None) -> tuple[Tensor, Tensor]:
+        """What the head goes on with, and what the block reads: its ``stream`` begins with it, if it has one."""
+        if before.stream is None or stream is None:
+            return before.hidden_BtM, self.join(before.hidden_BtM, embedded_BtM)
+        # Two go on from one residual stream. In this forward alone the weights are whole, with ZeRO-3.
+        weights = [weight for module in (self, before.norm) if module is not None for weight in module.parameters()]
+        return branch_off(
+            before.stream, stream, before.hidden_BtM, embedded_BtM, norm=before.norm, join=self.join, weights=weights
+        )
+
+    def join(self, hidden_BtM: Tensor, embedded_BtM: Tensor) -> Tensor:
+        """The block's input."""
+        return self.eh_proj(torch.cat((self.enorm(embedded_BtM), self.hnorm(hidden_BtM)), -1))
+
+
+class MtpBlock(nn.Module):
+    """A block, what comes before it, and the norm between its output and the head."""
+
+    def __init__(self, config: ModelConfig, layer: int, experts: slice = slice(None)) -> None:
+        super().__init__()
+        self.join, self.block = MtpJoin(config), Block(config, layer, experts)
+        self.norm = build_norm(config, config.hidden_size)
+
+
+def look_ahead(
+    first: HeadInput, blocks: Sequence[MtpBlock], embedded: Sequence[Tensor], run_block: RunBlock
+) -> list[HeadInput]:
+    """Run the blocks, each behind the one before it, the first behind the last layer.
+
+    ``embedded`` [B, t, M] are the rows of the table of the tokens that follow, one token further for each block.
+    Returns what the head reads, the ``first`` among it.
+    """
+    found = [first]
+    for number, (block, embedded_BtM) in enumerate(zip(blocks, embedded, strict=True)):
+        before, stream = found[-1], None
+        if before.stream is not None:
+            stream = before.stream.branch()
+        # The block reads what the head reads: with chunks before the norm, which the join applies.
+        hidden_BtM, x_BtM = block.join(before, embedded_BtM, stream)
+        found[-1] = replace(before, hidden_BtM=hidden_BtM)
+        x_BtM = run_block(number, x_BtM, stream)
+        if stream is None:
+            x_BtM = block.norm(x_BtM)
+        found.append(HeadInput(x_BtM, stream, block.norm))
+    return found
