@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import chain
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -61,6 +61,7 @@ class ContextParallelGatedDelta(CoreOfStates):
         groups, exchange = 1, None
         if plan.mesh.context > 1 and plan.states.num_given:
             exchange = JoinSegments(plan.mesh, plan.states)
+            q = _SettleBehind.apply(q, exchange)
         # A rank waits for the state of the one before it: head by head, it waits for the first head alone. A GPU takes
         # all heads at once in the time of one.
         if exchange is not None and on_cpu(q):
@@ -78,7 +79,23 @@ class ContextParallelGatedDelta(CoreOfStates):
             of_group = Weights._make(weights_h)
             outs.append(gated_delta(as_tokens(q_h, k_h, v_h, of_group), of_group, options)[0])
         kept.finish()
+        if exchange is not None:
+            exchange.settle()
         return torch.cat(outs, 2).view(B, t, K, -1)
+
+
+class _SettleBehind(torch.autograd.Function):
+    """The values as they are; behind the backward passes of all that read them an exchange is settled."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, exchange: JoinSegments) -> Tensor:
+        ctx.exchange = exchange
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, dx: Tensor):  # type: ignore[override]
+        ctx.exchange.settle()
+        return dx, None
 
 
 def _attend_cached(

@@ -35,20 +35,28 @@ class JoinSegments:
     """What precedes the first token of all, of one document."""
     layer: int = field(default_factory=lambda: DOING.layer)
     """Layer that made the exchange, for messages about its collectives: backward does not say."""
+    unread: list[Callable[[], Tensor]] = field(default_factory=list)
+    """Gatherings under way of which nothing is for this rank."""
 
     def states(self, pairs_sBHDW: Tensor) -> Callable[[], Tensor]:
         """Start to gather U and M of the segments that give; the result has the states that enter those that take."""
         arriving = self._gather(pairs_sBHDW, self.plan.given)
+        if not self._taken:
+            return self._leave(arriving, _states_of(pairs_sBHDW))
         return lambda: self._compose(arriving(), self.plan.given, self._taken, sign=1)
 
     def states_back(self, pairs_sBHDW: Tensor) -> Callable[[], Tensor]:
         """Start to gather U′ and Mᵀ of the segments that took; the result has the gradients of what left others."""
         arriving = self._gather(pairs_sBHDW, self.plan.taken)
+        if not self._given:
+            return self._leave(arriving, _states_of(pairs_sBHDW))
         return lambda: self._compose(arriving(), self.plan.taken, self._given, sign=-1)
 
     def rows(self, tails_sBRKC: Tensor) -> Callable[[], Tensor]:
         """Start to gather the last tokens of the segments that give; the result has those before each that takes."""
         arriving = self._gather(tails_sBRKC, self.plan.given)
+        if not self._taken:
+            return self._leave(arriving, tails_sBRKC)
 
         def finish() -> Tensor:
             by_rank = arriving()
@@ -68,6 +76,8 @@ class JoinSegments:
     def rows_back(self, dbefore_sBRKC: Tensor) -> Callable[[], Tensor]:
         """Start to gather the gradients of rows that segments took; the result has those of the tails given here."""
         arriving = self._gather(dbefore_sBRKC, self.plan.taken)
+        if not self._given:
+            return self._leave(arriving, dbefore_sBRKC)
 
         def finish() -> Tensor:
             by_rank = arriving()
@@ -82,6 +92,16 @@ class JoinSegments:
             return dtails
 
         return finish
+
+    def settle(self) -> None:
+        """Wait for what nobody here reads; all others may be far behind until then."""
+        while self.unread:
+            self.unread.pop(0)()
+
+    def _leave(self, arriving: Callable[[], Tensor], like_s: Tensor) -> Callable[[], Tensor]:
+        """Go on at once where nothing is wanted: a rank that waited would wait for what others compute with it."""
+        self.unread.append(arriving)
+        return lambda: like_s[:0]
 
     def _compose(
         self, pairs_PsBHDW: Tensor, sent: Sequence[Sequence[Open]], wanted: Sequence[Open], *, sign: int
@@ -116,3 +136,9 @@ class JoinSegments:
 
     def _gather(self, mine_s: Tensor, sent: Sequence[Sequence[Open]]) -> Callable[[], Tensor]:
         return start_gather(self.mesh, mine_s, sent, doing="joining segments of the gated delta rule", layer=self.layer)
+
+
+def _states_of(pairs_sBHDW: Tensor) -> Tensor:
+    """The columns of states in pairs of them and maps."""
+    D = pairs_sBHDW.shape[-2]
+    return pairs_sBHDW[..., : pairs_sBHDW.shape[-1] - D]
