@@ -100,8 +100,12 @@ class CheckpointReader:
 
     @property
     def roles(self) -> tuple[str, ...]:
-        """What is stored of every tensor: all of ``ROLES``, or the master alone in an imported model."""
+        """What is stored of every parameter at least: the master alone in an imported model."""
         return self._roles
+
+    def roles_of(self, name: str) -> tuple[str, ...]:
+        """What is stored of a tensor: of those that Muon updates one moment."""
+        return tuple(role for role in ROLES if role in self._pieces[name])
 
     def names(self) -> list[str]:
         """Logical tensors, in the model's order."""
@@ -322,14 +326,16 @@ class _Place(NamedTuple):
 
 
 def _common_roles(pieces: Pieces, folder: Path) -> tuple[str, ...]:
-    """The roles that every parameter is there in: all of them, or the master alone. Buffers have no moments."""
+    """The roles that every parameter is there in: the master alone, or with it a moment or two. Buffers have none."""
     found = {frozenset(roles) for name, roles in pieces.items() if not is_buffer(name)}
     of_buffers = {frozenset(roles) for name, roles in pieces.items() if is_buffer(name)}
-    if found not in ({frozenset(ROLES)}, {frozenset(ROLES[:1])}) or not of_buffers <= {frozenset(ROLES[:1])}:
+    alone, trained = frozenset(ROLES[:1]), {frozenset(ROLES[:2]), frozenset(ROLES)}
+    if not (found == {alone} or (found and found <= trained)) or not of_buffers <= {alone}:
         raise CheckpointError(
-            f"{folder}: its tensors must all have the roles {ROLES}, or all the master alone, as buffers have."
+            f"{folder}: its tensors must all have the master alone, as buffers have, or all {' and '.join(ROLES[:2])} "
+            f"(and {ROLES[2]})."
         )
-    return tuple(role for role in ROLES if role in next(iter(found)))
+    return tuple(role for role in ROLES if all(role in roles for roles in found))
 
 
 def model_config(reader: CheckpointReader) -> ModelConfig:

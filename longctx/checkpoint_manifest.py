@@ -68,8 +68,9 @@ def canonical_hash(manifest: dict[str, Any]) -> str:
 
 
 def is_buffer(name: str) -> bool:
-    """Whether a tensor is state without gradient and moments, float32 in any model dtype: a router's selection bias."""
-    return name.endswith(".e_score_correction_bias")
+    """Whether a tensor is state without gradient and moments: a router's selection bias, which is float32 in any model
+    dtype, or the factor of a layer's output."""
+    return name.endswith((".e_score_correction_bias", ".layer_scalar"))
 
 
 def read_manifest(folder: Path) -> dict[str, Any]:

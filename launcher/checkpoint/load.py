@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from torch import Tensor
 
 from launcher.config.model import MAY_CHANGE, fixed_differences, model_changes
-from longctx.checkpoint_format import ROLES, CheckpointReader, model_config
+from longctx.checkpoint_format import CheckpointReader, model_config
 from longctx.config import ModelConfig
 from longctx.errors import CheckpointError
 from parallel.comm.world import num_ranks, on_every_rank, own_rank
@@ -29,9 +29,14 @@ def load_checkpoint(folder: Path, engine: ZeroEngine, model: ModelConfig) -> Che
     Every block is hashed before its values are used. CheckpointError on all ranks when the checkpoint is damaged, and
     the engine is then of no use, or is of another model.
     """
-    reader = _checked(folder, engine, lambda reader: check_model(reader, model), _TRY_ANOTHER)
+
+    def check(reader: CheckpointReader) -> None:
+        check_model(reader, model)
+        _check_optimizer(reader, engine)
+
+    reader = _checked(folder, engine, check, _TRY_ANOTHER)
     # Imported and upcycled checkpoints have weights alone.
-    _fill(engine, reader, _TRY_ANOTHER, step=_optimizer_steps(reader), moments=set(ROLES) <= set(reader.roles))
+    _fill(engine, reader, _TRY_ANOTHER, step=_optimizer_steps(reader), moments=len(reader.roles) > 1)
     return reader
 
 
@@ -115,6 +120,21 @@ def _of_another_model(reader: CheckpointReader, model: ModelConfig, differing: C
         if name in differing or name.partition(".")[0] in differing:
             lines.append(f"  model.{name}: checkpoint {theirs!r}, run {ours!r}")
     return "\n".join(lines)
+
+
+def _check_optimizer(reader: CheckpointReader, engine: ZeroEngine) -> None:
+    """CheckpointError if the moments in a checkpoint are another optimiser's."""
+    wanted = engine.roles
+    # Tensors of another name are the next check's.
+    other = [name for name in reader.names() if name in wanted and reader.roles_of(name) != wanted[name]]
+    if len(reader.roles) == 1 or not other:
+        return
+    name = other[0]
+    raise CheckpointError(
+        f"{reader.folder} was trained by another optimiser: of {name} it keeps {', '.join(reader.roles_of(name))}, and "
+        f"this run needs {', '.join(wanted[name])}.\nSet train.optimizer as it was, or begin with its weights: "
+        f"--run.start_from {reader.folder}."
+    )
 
 
 def _check_shapes(reader: CheckpointReader, engine: ZeroEngine) -> None:

@@ -23,14 +23,7 @@ import xxhash
 from torch import Tensor
 
 from launcher.checkpoint.names import hidden_folder, set_aside
-from longctx.checkpoint_format import (
-    FORMAT,
-    MANIFEST,
-    ROLES,
-    VERSION,
-    canonical_hash,
-    is_buffer,
-)
+from longctx.checkpoint_format import FORMAT, MANIFEST, VERSION, canonical_hash
 from longctx.checkpoint_manifest import VALUE_BYTES
 from longctx.config import ModelConfig
 from longctx.errors import CheckpointError
@@ -111,6 +104,8 @@ class Contents:
     model: ModelConfig
     shapes: Mapping[str, torch.Size]
     """Of every parameter and buffer of the whole model."""
+    roles: Mapping[str, Sequence[str]]
+    """What is kept of each: of a buffer, which is no parameter, its value and no moments."""
     dtype: torch.dtype
     training: Mapping[str, Any]
     tokenizer_files: Mapping[str, bytes]
@@ -240,7 +235,7 @@ def _manifest(contents: Contents, files: Sequence[WrittenFile]) -> dict[str, Any
         "step": contents.step,
         "dtype": str(contents.dtype).removeprefix("torch."),
         "model": dataclasses.asdict(contents.model),
-        "tensors": _tensor_table(contents.shapes, files),
+        "tensors": _tensor_table(contents, files),
         "files": {file.name: file.entry() for file in files},
         "training": dict(contents.training),
         "versions": {"torch": torch.__version__, "python": platform.python_version()},
@@ -249,15 +244,11 @@ def _manifest(contents: Contents, files: Sequence[WrittenFile]) -> dict[str, Any
     return manifest
 
 
-def _tensor_table(shapes: Mapping[str, torch.Size], files: Sequence[WrittenFile]) -> dict[str, Any]:
+def _tensor_table(contents: Contents, files: Sequence[WrittenFile]) -> dict[str, Any]:
     """Every tensor's shape, and for each of its roles the pieces that hold it."""
     table: dict[str, Any] = {}
-    for name, shape in shapes.items():
-        # A buffer is no parameter: it has a value and no moments.
-        roles = ROLES
-        if is_buffer(name):
-            roles = ROLES[:1]
-        table[name] = {"shape": list(shape), "roles": {role: [] for role in roles}}
+    for name, shape in contents.shapes.items():
+        table[name] = {"shape": list(shape), "roles": {role: [] for role in contents.roles[name]}}
     for file in files:
         for name, role, piece in file.pieces:
             table[name]["roles"][role].append(piece)

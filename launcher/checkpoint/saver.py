@@ -105,7 +105,7 @@ class Saver:
         """``copies`` lets training go on meanwhile, where the machine has memory for the copies of its ``ranks_here``.
         Rank 0's ``mirror`` sends what is committed to a store. ``records`` are on the disk before a checkpoint is."""
         self._folder, self._engine, self._records = run_folder, engine, records
-        same = {"model": model, "shapes": engine.shapes, "dtype": engine.dtype}
+        same = {"model": model, "shapes": engine.shapes, "roles": engine.roles, "dtype": engine.dtype}
         self._contents = partial(Contents, **same, tokenizer_files=tokenizer_files, carried=carried)
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="saver", initializer=_let_training_go_first)
         self._copies = Copies(engine, self._thread, wanted=copies, ranks_here=ranks_here)

@@ -13,6 +13,7 @@ from launcher.config.objective import check_objective
 from launcher.config.sections import ModelSection, RunConfig, TrainSection
 from launcher.config.side_by_side import padded_tokens, with_context
 from launcher.config.zero import check_zero_section
+from longctx.architecture.layers import mixers_of
 from longctx.errors import ConfigError, DataError
 from longctx.kernels.attention.select import KERNELS
 from parallel.layout.select import check_choice
@@ -50,7 +51,8 @@ def check_run(config: RunConfig, world_size: int) -> None:
             f"model.max_positions={config.model.max_positions}.\nTry --data.seq_len {config.model.max_positions}."
         )
     check_choice(config.parallel.layout, tokens, config.parallel.context, config.parallel.ulysses)
-    check_heads(config.model.num_heads, config.model.num_kv_heads, config.parallel.ulysses)
+    for mixer in mixers_of(config.model.config()):
+        check_heads(config.model.num_heads, mixer.key_heads(config.model.config()).num_heads, config.parallel.ulysses)
     check_layers(config.model, config.parallel.layout, config.parallel.context // config.parallel.ulysses)
 
 
@@ -189,7 +191,7 @@ def _check_ranges(config: RunConfig) -> None:
     for name, value in positive.items():
         if not 0 < value < float("inf"):
             raise ConfigError(f"{name}={value} must be a positive number.")
-    for name in ("beta1", "beta2", "final_lr_ratio", "label_smoothing"):
+    for name in ("beta1", "beta2", "momentum", "final_lr_ratio", "label_smoothing"):
         value = getattr(config.train, name)
         # Adam divides by 1 − beta^step, and smoothing of 1 leaves nothing of the target.
         if not 0 <= value <= 1 or (name != "final_lr_ratio" and value == 1):

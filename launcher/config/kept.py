@@ -74,6 +74,8 @@ def _check_chunks(config: RunConfig) -> None:
         key_heads = model.num_heads
     ulysses = config.parallel.ulysses
     fits = [n for n in range(1, key_heads + 1) if key_heads % n == 0 and (model.num_heads // n) % ulysses == 0]
+    if is_read(model, "global_kv_heads") and model.global_kv_heads:
+        fits = [n for n in fits if model.global_kv_heads % n == 0]
     if is_read(model, "delta_key_heads"):
         fits = [n for n in fits if model.delta_sizes.key_heads % n == 0]
     if not fits:

@@ -183,8 +183,13 @@ class TrainSection:
     lr · sqrt(warmup_steps / step), whatever the number of steps (the Transformer)."""
     final_lr_ratio: float = 0.05
     """Learning rate at the last step as a share of the peak; cosine in between."""
+    optimizer: Literal["adamw", "muon"] = "adamw"
+    """What updates the weights: adamw, or muon, which makes the update of each matrix of the blocks orthogonal (experts
+    one by one) and leaves embeddings, head, norms and biases to AdamW. Learning rate and decay are those of AdamW."""
+    momentum: float = 0.95
+    """Muon's decay of the gradient's mean."""
     weight_decay: float = 0.1
-    """AdamW's decoupled decay of matrices; norms and biases do not decay."""
+    """Decoupled decay of matrices; norms and biases do not decay."""
     beta1: float = 0.9
     """AdamW's decay of the gradient's mean."""
     beta2: float = 0.95

@@ -91,7 +91,12 @@ def _check_stage_reads(config: RunConfig) -> None:
 
 
 def _check_offload(config: RunConfig) -> None:
-    """What is offloaded has a place, and only then may be page-locked."""
+    """What is offloaded has a place, and only then may be page-locked; and AdamW updates it."""
+    if config.train.optimizer == "muon" and config.zero.offload != "none":
+        raise ConfigError(
+            f"zero.offload={config.zero.offload} has DeepSpeed's AdamW update what is offloaded, and train.optimizer="
+            "muon is another optimiser.\nSet zero.offload=none, or train.optimizer=adamw."
+        )
     zero = config.zero
     if not zero.pin_memory and zero.offload == zero.offload_parameters == "none":
         raise ConfigError(

@@ -16,6 +16,7 @@ from launcher.plan.workspace import BackwardCall, backward_workspace, expected_k
 from longctx.architecture.layers import layer_specs
 from longctx.architecture.mixers.gated_delta import GatedDelta, KimiDelta
 from longctx.architecture.mixers.mixer import Mixer
+from longctx.architecture.mixers.softmax import Softmax
 from longctx.architecture.rules import GATED
 from longctx.config import ModelConfig
 from longctx.kernels.cross_entropy import TILE_ELEMENTS, tokens_of_chunk
@@ -126,7 +127,15 @@ class _TokenBytes:
         mixer = layer_specs(self.model)[layer].mixer
         if isinstance(mixer, GatedDelta):
             return _around_delta(self.model, mixer, self.width)
+        if isinstance(mixer, Softmax) and mixer.has_own_heads:
+            K, D = mixer.key_heads(self.model)
+            queries = self.model.num_heads * D * self.width
+            return self.attention._replace(q=queries, kv=2 * K * D * self.width, out=queries)
         return self.attention
+
+    def is_delta(self, layer: int) -> bool:
+        """Whether a layer passes a state on."""
+        return isinstance(layer_specs(self.model)[layer].mixer, GatedDelta)
 
     def kept_of(self, layer: int) -> int:
         """What forward keeps of a layer."""
@@ -163,10 +172,11 @@ class _TokenBytes:
         """Queries, keys and values, and what their projections save beside the layer's normed input."""
         core = self.core(layer)
         model, saved = self.model, core.q + core.kv
-        if core is not self.attention:
+        if self.is_delta(layer):
             return saved
         if model.qk_norm != "none":
-            saved += self.q + model.num_kv_heads * model.head_dim * self.width
+            # Of keys and values the keys.
+            saved += core.q + core.kv * model.head_dim // (model.head_dim + model.value_dim)
         if model.is_latent:
             saved += 2 * (model.q_lora_rank + model.kv_lora_rank) * self.width + model.rope_head_dim * self.width
         return saved
@@ -291,26 +301,26 @@ class _Layers(_TokenBytes):
         queries at once.
         """
         core = self.core(layer)
-        if core is not self.attention:
+        if self.is_delta(layer):
             # Inputs, their gradients and the output's; what a block computes anew does not grow with the tokens.
             return 2 * (core.q + core.kv + core.out)
-        heads, keys, model = self.q + self.out, self.kv, self.model
+        heads, keys, model = core.q + core.out, core.kv, self.model
         padded = 0
         if model.value_dim != model.head_dim:
             # Values, their gradients, and attention's output and its gradient, as wide as queries.
-            padded = 2 * model.num_kv_heads * model.head_dim * self.width + self.q
+            padded = 2 * model.num_kv_heads * model.head_dim * self.width + core.q
         if self.ring == 1 and self.device_type == "cpu":
             # Block by block; gradients in float32, then as they are handed on.
-            grads = (self.q + keys) * _FLOAT32 // self.width
+            grads = (core.q + keys) * _FLOAT32 // self.width
             if self.width < _FLOAT32:
-                grads += self.q + keys
-            return self.q + keys + self.out + grads + padded
+                grads += core.q + keys
+            return core.q + keys + core.out + grads + padded
         within = _within_kernel(self) + padded
         if self.ring == 1:
             return max(5 * heads // 2 + 4 * keys + padded, within)
         if self.config.parallel.transport == "all_gather":
             # All keys and values at once, and their gradients in float32.
-            keys += self.kv * (self.ring - 1) * (1 + 2 * _FLOAT32 // self.width) // 8
+            keys += core.kv * (self.ring - 1) * (1 + 2 * _FLOAT32 // self.width) // 8
         return max(max(11 * heads // 4 + 12 * keys, 7 * heads // 2 + 17 * keys // 2) + padded, within)
 
     def _ffn_of_chunk(self, layer: int) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
@@ -93,6 +94,12 @@ def memory_by_stage(config: ResolvedConfig, model: ModelConfig, world_size: int)
     return found
 
 
+def _share_of_muon(counts: Mapping[str, int]) -> float:
+    """The share of the parameters that has one moment with Muon: about all matrices of blocks."""
+    of_blocks = ("attention", "dense_ffn", "router", "routed_experts", "shared_expert", "mtp")
+    return sum(counts[name] for name in of_blocks) / max(1, sum(counts.values()))
+
+
 def memory_of_rank(config: ResolvedConfig, model: ModelConfig, world_size: int) -> Memory:
     """What each of ``world_size`` ranks needs; ``config`` has its dtype and stage settled."""
     counts = count_parameters(model)
@@ -111,6 +118,8 @@ def memory_of_rank(config: ResolvedConfig, model: ModelConfig, world_size: int) 
         gradients = part * FLOAT32
         building = weights
     moments = 2 * part * FLOAT32
+    if config.train.optimizer == "muon":
+        moments -= round(part * _share_of_muon(counts)) * FLOAT32
     in_memory, on_disk, buffers = 0, 0, 0
     weights_elsewhere = gradients_elsewhere = optimizer_elsewhere = 0
     if config.zero.offload != "none":

@@ -115,7 +115,12 @@ def build_engine(config: ResolvedConfig, mesh: Mesh, *, accumulation: int) -> Ze
     """Return the model over the mesh's ranks, under ZeRO; its weights are unset."""
     train = config.train
     options = OptimizerOptions(
-        betas=(train.beta1, train.beta2), eps=train.eps, weight_decay=train.weight_decay, clip_norm=train.clip_norm
+        name=train.optimizer,
+        momentum=train.momentum,
+        betas=(train.beta1, train.beta2),
+        eps=train.eps,
+        weight_decay=train.weight_decay,
+        clip_norm=train.clip_norm,
     )
     return ZeroEngine(
         build_task(config, mesh),

@@ -23,11 +23,12 @@ from longctx.model.experts.balance import load_share, move_selection_bias_
 from longctx.model.experts.replay import RoutingReplay
 from longctx.model.training_pass import Execution, TrainingPass
 from longctx.objectives.build import build_objective
-from longctx.objectives.task import Counts
+from longctx.objectives.task import Counts, Task
+from parallel.zero.muon import Muon, matrices_of, whole_matrices
 
 
 class Alone:
-    """The model of one process, its float32 masters, and AdamW on them."""
+    """The model of one process, its float32 masters, and the optimiser on them."""
 
     def __init__(self, config: ResolvedConfig, world_size: int, dtype: torch.dtype, device: torch.device) -> None:
         """Weights begin where those of the run on ``world_size`` ranks do: rounded to its dtype, whatever is here."""
@@ -43,7 +44,7 @@ class Alone:
         for name, p in self.lm.network.named_parameters():
             self.masters[name] = p.detach().to(config.dtype).float().requires_grad_()
         self.lm.to(dtype)
-        self.optimizer = _adamw(config, self.masters)
+        self.optimizer = _optimizer(config, self.lm, self.masters)
 
     def weights(self) -> dict[str, Tensor]:
         """Masters and buffers as they are now, flat."""
@@ -66,7 +67,7 @@ class Alone:
             nll, counts_LE, counts, routers = self._gradients(batches, tokens, step, load_LE, theirs.experts_LTk)
             norm = _clip(self.masters, self.config.train.clip_norm)
             gradients = {name: _gradient(master).clone().flatten() for name, master in self.masters.items()}
-            # AdamW's step with the run's gradients.
+            # The optimiser's step with the run's gradients.
             for name, master in self.masters.items():
                 master.grad = theirs.gradients[name].to(master).view_as(master)
             self.optimizer.step()
@@ -136,13 +137,24 @@ def _clip(masters: dict[str, Tensor], clip_norm: float) -> float:
     return norm
 
 
-def _adamw(config: ResolvedConfig, masters: dict[str, Tensor]) -> torch.optim.AdamW:
+def _optimizer(config: ResolvedConfig, lm: Task, masters: dict[str, Tensor]) -> torch.optim.Optimizer:
     train = config.train
-    matrices = [p for p in masters.values() if p.ndim >= 2]
-    vectors = [p for p in masters.values() if p.ndim < 2]
-    groups = [{"params": matrices, "weight_decay": train.weight_decay}, {"params": vectors, "weight_decay": 0.0}]
-    groups = [group for group in groups if group["params"]]
-    return torch.optim.AdamW(groups, lr=train.lr, betas=(train.beta1, train.beta2), eps=train.eps, foreach=False)
+    muons = matrices_of(lm) if train.optimizer == "muon" else {}
+    rest = {name: p for name, p in masters.items() if name not in muons}
+    kinds = [
+        ([p for p in rest.values() if p.ndim >= 2], train.weight_decay, False),
+        ([p for p in rest.values() if p.ndim < 2], 0.0, False),
+        ([masters[name] for name in muons], train.weight_decay, True),
+    ]
+    groups = [
+        {"params": params, "weight_decay": decay, "matrices": is_muons} for params, decay, is_muons in kinds if params
+    ]
+    options = {"lr": train.lr, "betas": (train.beta1, train.beta2), "eps": train.eps, "foreach": False}
+    if not muons:
+        return torch.optim.AdamW(groups, **options)
+    optimizer = Muon(groups, momentum=train.momentum, **options)
+    optimizer.flats = whole_matrices(masters, muons, optimizer.matrix_dtype)
+    return optimizer
 
 
 def _gradient(master: Tensor) -> Tensor:

@@ -68,7 +68,9 @@ def steps_together(config: ResolvedConfig, mesh: Mesh, device: torch.device) -> 
             if model.selection_bias_rate:
                 move_selection_bias_(selection_biases(engine.model.network), counts_LE, model.selection_bias_rate)
         weights, new = _gather(engine)
-        gradients = {name: _gradient(x, moments.get(name), train.beta1) for name, x in new.items()}
+        # Muon's only moment is of the same form, with its own decay.
+        decay = {name: train.beta1 if len(roles) > 2 else train.momentum for name, roles in engine.roles.items()}
+        gradients = {name: _gradient(x, moments.get(name), decay[name]) for name, x in new.items()}
         moments = new
         total = float(sum_over_ranks(nll))
         experts_LTk = None
@@ -109,7 +111,7 @@ def _gather(engine: ZeroEngine) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
 
 
 def _gradient(new: Tensor, old: Tensor | None, beta1: float) -> Tensor:
-    """Return the gradient that made AdamW's first moment ``new`` of ``old`` (None: of nothing)."""
+    """Return the gradient that made an optimiser's first moment ``new`` of ``old`` (None: of nothing)."""
     if old is not None:
         new = new - beta1 * old
     return new / (1 - beta1)

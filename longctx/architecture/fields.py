@@ -76,6 +76,8 @@ class AttentionFields:
     qk_norm: str = "none"
     """RMSNorm of queries and keys before their positions: none, of each head (Qwen3), or of all heads together in
     full (OLMoE)."""
+    v_norm: bool = False
+    """Whether values are normed, head by head, without weights (Gemma 4)."""
     attention_scale: float = 0.0
     """Factor of the dot products; 0 is head_dim^-½."""
     attention_softcap: float = 0.0
@@ -89,8 +91,8 @@ class AttentionFields:
     """Whether a token sees none behind it; if not, it sees both sides of its document (encoders, as BERT)."""
     layers: tuple[str, ...] = ("full",)
     """Kinds of attention layers, repeated over the depth: full, window, sparse (a window and every sparse_stride-th
-    token before it), linear (elu + 1 features, no softmax), gated_delta (Gated DeltaNet), kda (Kimi Delta
-    Attention)."""
+    token before it), global (full, with heads of its own), linear (elu + 1 features, no softmax), gated_delta (Gated
+    DeltaNet), kda (Kimi Delta Attention)."""
     window: int = 0
     """Tokens that a query of a window or sparse layer sees, itself included."""
     sparse_stride: int = 0
@@ -123,6 +125,18 @@ class DeltaFields:
     """Epsilon of the norm inside of these layers; 0 is norm_eps."""
     delta_negative: bool = False
     """Whether a step may write up to twice the difference, so that a state can change its sign (Olmo-Hybrid)."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class GlobalFields:
+    """Layers of the kind global: full attention with heads of their own (Gemma 4)."""
+
+    global_head_dim: int = 0
+    """Width of one of their heads; 0 is head_dim."""
+    global_kv_heads: int = 0
+    """Their key/value heads; 0 is num_kv_heads."""
+    global_shared_values: bool = False
+    """Whether their values are their keys, before norm and positions, without a projection of their own."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -162,6 +176,8 @@ class BlockFields:
     activation: str = "swiglu"
     """Of the FFN: swiglu, geglu, geglu_tanh, swiglu_oai (GPT-OSS), all gated; gelu, gelu_tanh, relu, relu2, silu,
     not."""
+    layer_scalars: bool = False
+    """Whether a factor that is not trained scales what each layer gives (Gemma 4)."""
     ffn_size: int = 384
     """Width F of the dense FFN."""
     ffn_bias: bool = False
@@ -275,7 +291,15 @@ class DeltaSizes(NamedTuple):
 # A dataclass collects the fields of its bases from the last to the first, so the fields stand in the order above.
 @dataclass(frozen=True, kw_only=True)
 class ModelFields(
-    StreamFields, RouterTrainingFields, ExpertFields, BlockFields, PositionFields, DeltaFields, AttentionFields, Sizes
+    StreamFields,
+    RouterTrainingFields,
+    ExpertFields,
+    BlockFields,
+    PositionFields,
+    GlobalFields,
+    DeltaFields,
+    AttentionFields,
+    Sizes,
 ):
     """Every field of a decoder, and what follows from several of them. Nothing is checked here.
 
@@ -321,7 +345,7 @@ class ModelFields(
             return self.rope_head_dim
         if self.position != "rope":
             return 0
-        return int(self.head_dim * self.rope.partial)
+        return self.rope.rotary_size(self.head_dim)
 
     @property
     def scale(self) -> float:
@@ -352,7 +376,8 @@ class ModelFields(
         """The rotary positions of this layer."""
         # A window is never longer than the training's documents, so its rotation is not stretched (Gemma 3).
         if self.local_rope_theta and self.layer_kind(layer) == "window":
-            return Rope(theta=self.local_rope_theta, partial=self.rope.partial, interleaved=self.rope.interleaved)
+            partial = 1.0 if self.rope.kind == "proportional" else self.rope.partial
+            return Rope(theta=self.local_rope_theta, partial=partial, interleaved=self.rope.interleaved)
         return self.rope
 
     def has_experts(self, layer: int) -> bool:

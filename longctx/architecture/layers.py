@@ -25,6 +25,8 @@ class LayerSpec:
     ffn: Literal["dense", "experts"]
     rope: Rope | None
     """None if its queries and keys are not rotated."""
+    rotary_size: int
+    """Channels of a head that are; 0 without a rope."""
     norm_order: str
     """Of the config, but for the value that depends on the layer: never hybrid."""
 
@@ -38,11 +40,11 @@ def layer_specs(config: ModelFields) -> tuple[LayerSpec, ...]:
         ffn: Literal["dense", "experts"] = "dense"
         if config.has_experts(layer):
             ffn = "experts"
-        rope = None
+        rope, rotary_size, mixer = None, 0, _mixer(config, layer)
         if config.has_rope(layer):
             rope = config.rope_of(layer)
-        mixer = _mixer(config, layer)
-        specs.append(LayerSpec(mixer, ffn, rope, _norm_order(config, mixer)))
+            rotary_size = config.rope_head_dim or rope.rotary_size(mixer.key_heads(config).head_dim)
+        specs.append(LayerSpec(mixer, ffn, rope, rotary_size, _norm_order(config, mixer)))
     return tuple(specs)
 
 

@@ -12,7 +12,7 @@ from longctx.architecture.types import check_types
 from longctx.errors import ConfigError
 from longctx.untrusted.reading import shown
 
-ROPE_KINDS = ("default", "linear", "ntk", "dynamic", "yarn", "longrope", "llama3")
+ROPE_KINDS = ("default", "linear", "ntk", "dynamic", "yarn", "longrope", "llama3", "proportional")
 
 _READ_BY = {
     "factor": ROPE_KINDS[1:],
@@ -47,7 +47,8 @@ class Rope:
     """Base of the frequencies theta^(-2c / rotary size)."""
     kind: str = "default"
     """default; linear (position interpolation, arXiv 2306.15595); ntk (theta grows once for all lengths) and dynamic
-    (theta grows with the sequence); yarn (arXiv 2309.00071); longrope (arXiv 2402.13753); llama3 (Llama 3.1)."""
+    (theta grows with the sequence); yarn (arXiv 2309.00071); longrope (arXiv 2402.13753); llama3 (Llama 3.1);
+    proportional (linear, and the share that is not rotary are the slowest pairs of the whole head: Gemma 4)."""
     factor: float = 1.0
     """How many times longer sequences become."""
     original_max_positions: int = 0
@@ -105,6 +106,17 @@ class Rope:
                 )
 
     @property
+    def is_whole(self) -> bool:
+        """Whether all channels of a head have an angle."""
+        return self.kind == "proportional" or self.partial == 1
+
+    def rotary_size(self, head_dim: int) -> int:
+        """Channels of a head that have an angle, if it is 0 for some."""
+        if self.kind == "proportional":
+            return head_dim
+        return int(head_dim * self.partial)
+
+    @property
     def depends_on_length(self) -> bool:
         """Whether frequencies change with the length of the sequence."""
         return self.kind in ("dynamic", "longrope")
@@ -117,6 +129,9 @@ class Rope:
         base = [self._theta(rotary_size, length) ** (-2 * c / rotary_size) for c in range(rotary_size // 2)]
         if self.kind == "linear":
             return [f / self.factor for f in base]
+        if self.kind == "proportional":
+            rotating = int(self.partial * rotary_size // 2)
+            return [f / self.factor * (c < rotating) for c, f in enumerate(base)]
         if self.kind == "yarn":
             return _yarn_frequencies(self, base, rotary_size)
         if self.kind == "longrope":

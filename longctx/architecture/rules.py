@@ -5,9 +5,9 @@ from __future__ import annotations
 import math
 from dataclasses import fields
 
-from longctx.architecture.fields import DeltaFields, ModelFields, encoder_of
+from longctx.architecture.fields import DeltaFields, GlobalFields, ModelFields, encoder_of
 from longctx.architecture.layers import mixers_of
-from longctx.architecture.mixers.table import DELTA_FIELDS, MIXERS, READS
+from longctx.architecture.mixers.table import MIXERS, READS
 from longctx.architecture.types import check_types
 from longctx.errors import ConfigError
 from longctx.untrusted.reading import shown
@@ -63,6 +63,8 @@ _NOT_NEGATIVE = (
     "delta_value_heads",
     "delta_key_dim",
     "delta_value_dim",
+    "global_head_dim",
+    "global_kv_heads",
     "local_rope_theta",
     "router_z_loss_weight",
     "selection_bias_rate",
@@ -90,6 +92,8 @@ AT_MOST = {
     "delta_key_dim": 2**16,
     "delta_value_dim": 2**16,
     "delta_conv": 2**10,
+    "global_head_dim": 2**16,
+    "global_kv_heads": 2**14,
     "rope_head_dim": 2**16,
     "q_lora_rank": 2**20,
     "kv_lora_rank": 2**20,
@@ -283,13 +287,14 @@ def _check_mixers(config: ModelFields) -> None:
                     f"model.{name}={getattr(config, name)} belongs to latent attention; set model.kv_lora_rank too, or "
                     f"model.{name}=0."
                 )
-    usual = {f.name: f.default for f in fields(DeltaFields)}
-    for name in DELTA_FIELDS:
-        if getattr(config, name) != usual[name] and not is_read(config, name):
-            raise ConfigError(
-                f"model.{name}={getattr(config, name)} belongs to gated_delta and kda layers, and model.layers="
-                f"{list(config.layers)} has none. Name some, or leave it out."
-            )
+    for owners, group in (("gated_delta and kda", DeltaFields), ("global", GlobalFields)):
+        for field in fields(group):
+            value = getattr(config, field.name)
+            if value != field.default and not is_read(config, field.name):
+                raise ConfigError(
+                    f"model.{field.name}={shown(value)} belongs to {owners} layers, and model.layers="
+                    f"{list(config.layers)} has none. Name some, or leave it out."
+                )
     mixers = mixers_of(config)
     if config.attention_gate and not any(mixer.core in ("softmax", "linear") for mixer in mixers):
         raise ConfigError(

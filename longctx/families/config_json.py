@@ -155,6 +155,9 @@ def effective(config: ModelFields) -> dict[str, Any]:
     every = range(config.num_layers)
     values["layers"] = tuple(config.layer_kind(layer) for layer in every)
     values["attention_scale"] = config.attention_scale or config.head_dim**-0.5
+    if "global" in config.layers:
+        values["global_head_dim"] = config.global_head_dim or config.head_dim
+        values["global_kv_heads"] = config.global_kv_heads or config.num_kv_heads
     values["value_head_dim"] = config.value_dim
     sizes = config.delta_sizes
     values |= {"delta_key_heads": sizes.key_heads, "delta_value_heads": sizes.value_heads}

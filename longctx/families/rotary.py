@@ -163,6 +163,7 @@ def effective_rope(rope: Rope, rotary_size: int) -> dict[str, Any]:
         "yarn": ("factor", "original_max_positions", "beta_fast", "beta_slow", "truncate"),
         "longrope": ("original_max_positions", "short_factor", "long_factor"),
         "llama3": ("factor", "original_max_positions", "low_freq_factor", "high_freq_factor"),
+        "proportional": ("factor",),
     }.get(rope.kind, ())
     if rope.query_growth:
         values["query_growth"] = rope.query_growth

@@ -276,8 +276,9 @@ SIZES = (
     same("initializer_range", "init_std", default=0.02),
 )
 
+ONE_STACK = only("is_encoder_decoder", False, written=False)
 UNUSED = (
-    only("is_encoder_decoder", False, written=False),
+    ONE_STACK,
     only("per_layer_config", None, written=False),
 )
 """Keys that transformers may write, and that change the model where they say anything else."""

@@ -6,6 +6,7 @@ from longctx.families.bart import BART, MARIAN
 from longctx.families.bert import ALBERT, BERT, ROBERTA
 from longctx.families.deepseek import DEEPSEEK_V2, DEEPSEEK_V3
 from longctx.families.gemma import GEMMA2, GEMMA3_TEXT
+from longctx.families.gemma4 import GEMMA4_TEXT
 from longctx.families.glm import GLM4_MOE
 from longctx.families.gpt import GPT1, GPT2
 from longctx.families.gpt_oss import GPT_OSS
@@ -45,6 +46,7 @@ _ALL = (
     OLMOE,
     GEMMA2,
     GEMMA3_TEXT,
+    GEMMA4_TEXT,
     GPT2,
     GPT1,
     DEEPSEEK_V2,

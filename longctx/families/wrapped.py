@@ -1,4 +1,4 @@
-"""Text models within a model of several parts: Gemma 3, Mistral Small 3, Qwen3.5 beside a vision tower.
+"""Text models within a model of several parts: Gemma 3 and 4, Mistral Small 3, Qwen3.5 beside a vision tower.
 
 The config.json of such a model has its text model's under ``text_config``. The text model is a family of
 ``families.table``; tensors of the other parts, and the keys that describe them, are carried from import to export.
@@ -128,6 +128,24 @@ _ALL = (
         ),
         ties=True,
         defaults=_GEMMA3_TEXT,
+    ),
+    Wrapper(
+        model_type="gemma4",
+        architecture="Gemma4ForConditionalGeneration",
+        text_types=("gemma4_text",),
+        namings=(
+            Naming(
+                text="model.language_model.",
+                head="lm_head.",
+                others=("model.vision_tower.", "model.audio_tower.", "model.embed_vision.", "model.embed_audio."),
+            ),
+        ),
+        keys=frozenset(
+            {"vision_config", "audio_config", "image_token_id", "video_token_id", "audio_token_id", "boi_token_id"}
+            | {"eoi_token_id", "boa_token_id", "eoa_token_id", "eoa_token_index", "vision_soft_tokens_per_image"}
+            | {"initializer_range"}
+        ),
+        ties=True,
     ),
     Wrapper(
         model_type="mistral3",

@@ -98,6 +98,8 @@ class Block(nn.Module):
             self.pre_feedforward_layernorm = build_norm(config, M)
         if self.order != "pre":
             self.post_feedforward_layernorm = build_norm(config, M)
+        # Of the model's dtype, as its authors have it; training leaves it as it came.
+        self.register_buffer("layer_scalar", torch.ones(1) if config.layer_scalars else None)
 
     def forward(self, x_BtM: Tensor, table: RotaryTable | None, *, call: Call) -> tuple[Tensor, ...]:
         """The layer's output [B, t, M], and its router's ``RouterStats.tensors`` (a dense layer has none).
@@ -206,6 +208,8 @@ class Block(nn.Module):
         x_BtM = self.add(x_BtM, out_BtM, draws[1])
         if self.order == "post":
             x_BtM = self.post_feedforward_layernorm(x_BtM)
+        if self.layer_scalar is not None:
+            x_BtM = x_BtM * self.layer_scalar.to(x_BtM.dtype)
         return x_BtM
 
     def before(self, x_BtM: Tensor, norm: str) -> Tensor:

@@ -37,7 +37,7 @@ from longctx.model.experts.layer import MoECall
 from longctx.model.experts.router import RouterStats
 from longctx.model.head import LMHead
 from longctx.model.kept import HostStore
-from longctx.model.layers.initialize import InitialTensor
+from longctx.model.layers.initialize import InitialTensor, initial_buffer
 from longctx.model.layers.linear import set_products
 from longctx.model.mixers.cross import CrossCall
 from longctx.model.mixers.table import CROSS, with_local_cores
@@ -478,6 +478,5 @@ def _initialize(decoder: Decoder, seed: int) -> None:
         if whole != parameter.numel():
             first = (decoder.dispatcher.local_experts.start or 0) * parameter[0].numel()
         initial.copy_to(parameter.view(-1), first)
-    # The only buffers are the routers' selection biases, which start even.
-    for buffer in decoder.buffers():
-        buffer.zero_()
+    for name, buffer in decoder.named_buffers():
+        buffer.fill_(initial_buffer(name))

@@ -125,7 +125,7 @@ def _shapes(
     cached_tokens, later_tokens = None, 0
     if chunk is not None:
         cached_tokens, later_tokens = chunk.start, chunk.later_tokens
-    heads = NETWORKS[mixer.name].heads(config, cached=cached_tokens is not None)
+    heads = NETWORKS[mixer.name].heads(config, mixer, cached=cached_tokens is not None)
     # The scores themselves are made later, on the device; a kernel is chosen by the names of their rules alone.
     rules = []
     if config.attention_softcap:

@@ -49,15 +49,15 @@ class RotaryTable(NamedTuple):
 
     @classmethod
     def build(
-        cls, positions_Bt: Tensor, rope: Rope, rotary_size: int, dtype: torch.dtype, *, length: int, head_dim: int
+        cls, positions_Bt: Tensor, rope: Rope, rotary_size: int, dtype: torch.dtype, *, length: int, is_whole: bool
     ) -> RotaryTable:
-        """The table of these positions, for heads of this size (``rotary_table``)."""
+        """The table of these positions (``rotary_table``); ``is_whole`` if all channels of a head are in it."""
         if rope.query_growth:
             cos, sin = rotary_table(positions_Bt, rope, rotary_size, dtype, length=length)
             # A factor of the whole query is one of its rotation, where all channels rotate.
             growth = query_growth(positions_Bt, rope).to(cos.dtype)
             return cls(cos, sin, of_queries=(cos * growth, sin * growth))
-        if torch.is_grad_enabled() or positions_Bt.numel() > _FEW_TOKENS or rotary_size != head_dim:
+        if torch.is_grad_enabled() or positions_Bt.numel() > _FEW_TOKENS or not is_whole:
             return cls(*rotary_table(positions_Bt, rope, rotary_size, dtype, length=length))
         # Both halves at once, for a cosine is even and a sine is odd.
         angles = positions_Bt[..., None, None] * _signed_frequencies(rope, rotary_size, length, positions_Bt.device)

@@ -72,7 +72,7 @@ class Stack(nn.Module):
             self.norm = build_norm(config, config.hidden_size)
         # Layers of one rope share their table; None stands for layers without rotary channels.
         self._specs = layer_specs(config)
-        ropes = [spec.rope for spec in self._specs]
+        ropes = [(spec.rope, spec.rotary_size) for spec in self._specs]
         self._ropes = tuple(dict.fromkeys(ropes))
         self._rope_of_layer = tuple(self._ropes.index(rope) for rope in ropes)
 
@@ -176,15 +176,15 @@ class Stack(nn.Module):
 
     def tables(self, positions_Bt: Tensor, longest: int, dtype: torch.dtype) -> list[RotaryTable | None]:
         """What rotates queries and keys of ``dtype``: layers of one rope share a table."""
-        return [self._table(rope, positions_Bt, longest, dtype) for rope in self._ropes]
+        return [self._table(rope, size, positions_Bt, longest, dtype) for rope, size in self._ropes]
 
-    def _table(self, rope: Rope | None, positions_Bt: Tensor, longest: int, dtype: torch.dtype) -> RotaryTable | None:
+    def _table(
+        self, rope: Rope | None, rotary_size: int, positions_Bt: Tensor, longest: int, dtype: torch.dtype
+    ) -> RotaryTable | None:
         config = self.config
         if rope is not None:
-            rotated = config.head_dim
-            if config.is_latent:
-                rotated = config.rope_head_dim
-            return RotaryTable.build(positions_Bt, rope, config.rotary_size, dtype, length=longest, head_dim=rotated)
+            whole = config.is_latent or rope.is_whole
+            return RotaryTable.build(positions_Bt, rope, rotary_size, dtype, length=longest, is_whole=whole)
         if config.position == "relative":
             return RotaryTable(*sinusoid_table(positions_Bt, config.hidden_size, dtype))
         return None

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from longctx.batch import Batch
+from longctx.checkpoint_format import ROLES
 from longctx.errors import GradientError
 from longctx.model.training_pass import TrainingPass
 from longctx.objectives.task import LossSum, Task
@@ -23,6 +24,7 @@ from parallel.comm.world import num_ranks
 from parallel.runtime.spans import begin, enter_layer
 from parallel.zero.deepspeed_config import quiet_deepspeed
 from parallel.zero.gradients import Accept, everything, named_on_any_rank, not_finite
+from parallel.zero.muon import matrices_of
 from parallel.zero.optimizer import OptimizerOptions, import_muon
 from parallel.zero.options import ZeroOptions, check_zero
 from parallel.zero.partition import Wrapping
@@ -53,7 +55,9 @@ class ZeroEngine:
         quiet_deepspeed()
         import_muon()
         stacks = [stack for stack in (model.network.model, model.network.encoder) if stack is not None]
-        for layer in (layer for stack in stacks for layer in stack.layers):
+        blocks = [layer for stack in stacks for layer in stack.layers]
+        blocks.extend(ahead.block for stack in stacks for ahead in stack.mtp)
+        for layer in blocks:
             layer.register_forward_pre_hook(_before_layer, with_kwargs=True)
         self.stage, self.dtype = stage, dtype
         self.tensors = ModelTensors.of(model.network, mark_experts(model))
@@ -66,6 +70,8 @@ class ZeroEngine:
                 accumulation=accumulation,
                 options=options,
                 zero=zero or ZeroOptions(),
+                # Before anything is partitioned.
+                matrices=matrices_of(model) if options.name == "muon" else {},
             )
         )
 
@@ -78,6 +84,12 @@ class ZeroEngine:
     def num_parameters(self) -> int:
         """Parameters of the whole model, each counted once."""
         return sum(shape.numel() for shape in self.tensors.parameters.values())
+
+    @property
+    def roles(self) -> dict[str, tuple[str, ...]]:
+        """What is kept of every parameter and buffer of the whole model, by name."""
+        kept = {name: self.partition.roles(name) for name in self.tensors.parameters}
+        return kept | dict.fromkeys(self.tensors.buffers, ROLES[:1])
 
     @property
     def shapes(self) -> dict[str, torch.Size]:

@@ -1,7 +1,8 @@
-"""AdamW: its options, its groups of parameters, its class, and its state before the first step."""
+"""AdamW, or Muon beside it: options, groups of parameters, AdamW's class, and the state before the first step."""
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass
 from inspect import unwrap
 from typing import Any
@@ -18,8 +19,12 @@ MASTER, MOMENTS = ROLES[0], ROLES[1:]
 
 @dataclass(frozen=True, kw_only=True)
 class OptimizerOptions:
-    """AdamW with decoupled weight decay on matrices alone."""
+    """AdamW with decoupled weight decay on matrices alone, or Muon for the matrices of blocks (``muon``)."""
 
+    name: str = "adamw"
+    """adamw or muon."""
+    momentum: float = 0.95
+    """Muon's decay of the gradient's mean."""
     betas: tuple[float, float] = (0.9, 0.95)
     eps: float = 1e-8
     weight_decay: float = 0.1
@@ -29,19 +34,26 @@ class OptimizerOptions:
     """Whether one kernel updates everything; None: on GPUs (``uses_fused_adamw``)."""
 
 
-def optimizer_groups(model: Task, weight_decay: float) -> list[dict[str, Any]]:
-    """Matrices decay; norms and biases do not. Experts that are spread over ranks are groups apart."""
+def optimizer_groups(model: Task, weight_decay: float, orthogonal: Collection[str] = ()) -> list[dict[str, Any]]:
+    """Matrices decay; norms and biases do not. Experts that are spread over ranks are groups apart.
+
+    So are the ``orthogonal`` parameters, if there are any: Muon's groups of ``matrices``.
+    """
     groups = []
+    muons = {id(p) for name, p in model.network.named_parameters() if name in orthogonal}
     # DeepSpeed reduces a group in one process group: marked experts in that of the ranks that hold the same ones.
     for name in dict.fromkeys(getattr(p, "group_name", None) for p in model.parameters()):
         of_experts = {}
         if name is not None:
             of_experts = {"moe": True, "name": name}
         parameters = [p for p in model.parameters() if getattr(p, "group_name", None) == name]
-        matrices, vectors = ([p for p in parameters if (p.ndim >= 2) == wanted] for wanted in (True, False))
-        for params, decay in ((matrices, weight_decay), (vectors, 0.0)):
+        rest = [p for p in parameters if id(p) not in muons]
+        matrices, vectors = ([p for p in rest if (p.ndim >= 2) == wanted] for wanted in (True, False))
+        kinds = [(matrices, weight_decay, False), (vectors, 0.0, False)]
+        kinds.append(([p for p in parameters if id(p) in muons], weight_decay, True))
+        for params, decay, is_muons in kinds:
             if params:  # DeepSpeed refuses an empty group
-                groups.append({"params": params, "weight_decay": decay, **of_experts})
+                groups.append({"params": params, "weight_decay": decay, "matrices": is_muons, **of_experts})
     return groups
 
 
@@ -73,10 +85,12 @@ def import_muon() -> None:
 
 def fill_moments(inner: torch.optim.Optimizer, masters: list[Tensor]) -> None:
     """Give masters without moments zeros for them, and a step counter each."""
+    muons = getattr(inner, "flats", {})
     for p in masters:
         # A rank may hold nothing of a buffer, and a run that goes on has its moments already.
         if p.numel() and not inner.state[p]:
-            moments = {moment: torch.zeros_like(p) for moment in MOMENTS}
+            kept = MOMENTS[:1] if id(p) in muons else MOMENTS
+            moments = {moment: torch.zeros_like(p) for moment in kept}
             inner.state[p].update(step=_step_counter(inner, p), **moments)
 
 

@@ -6,7 +6,7 @@ import gc
 import io
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, redirect_stdout
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -22,7 +22,8 @@ from parallel.zero.allocate import allocate, nothing_is_sent
 from parallel.zero.cpu_adam import build_cpu_adam
 from parallel.zero.deepspeed_config import accelerator, deepspeed_config
 from parallel.zero.gradients import Accept, record_queued_gradients, refusing
-from parallel.zero.optimizer import AdamW, OptimizerOptions, fill_moments, masters_of, optimizer_groups
+from parallel.zero.muon import FlatMatrices, Held, Matrices, Muon
+from parallel.zero.optimizer import MASTER, AdamW, OptimizerOptions, fill_moments, masters_of, optimizer_groups
 from parallel.zero.options import ZeroOptions, uses_fused_adamw
 from parallel.zero.swapping import SwapSpace, WeightSwapper, swap_space
 from parallel.zero.tensors import ModelTensors
@@ -52,6 +53,8 @@ class Wrapping:
     """Micro-batches that make a step."""
     options: OptimizerOptions
     zero: ZeroOptions
+    matrices: Mapping[str, Matrices]
+    """Of the parameters that Muon updates; none with AdamW."""
 
     def start(self, *, clip_norm: float) -> Any:
         """Hand the module to DeepSpeed and return its engine. It clips by ``clip_norm``; 0 never."""
@@ -66,7 +69,7 @@ class Wrapping:
             swapper = WeightSwapper(space, self.dtype, persistence_threshold=self.zero.param_persistence_threshold)
         config = deepspeed_config(self.stage, self.dtype, self.accumulation, clip_norm, self.zero, swap_path=swap_path)
         # Groups first: they go by the number of axes, of which a partitioned parameter has lost its own.
-        groups = optimizer_groups(self.model, self.options.weight_decay)
+        groups = optimizer_groups(self.model, self.options.weight_decay, self.matrices)
         with groups_of_library():
             allocate(
                 self.model,
@@ -90,12 +93,15 @@ class Wrapping:
         return engine
 
     def _optimizer(self, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
-        """The AdamW that DeepSpeed wraps."""
+        """The optimiser that DeepSpeed wraps."""
         common: dict[str, Any] = {"lr": 0.0, "betas": self.options.betas, "eps": self.options.eps}
         if self.zero.offload != "none":
             return build_cpu_adam(groups, **common)
         # Else one parameter at a time: the foreach form would hold temporaries of all of them at once.
-        return AdamW(groups, foreach=False, fused=uses_fused_adamw(accelerator(), self.options.fused), **common)
+        common |= {"foreach": False, "fused": uses_fused_adamw(accelerator(), self.options.fused)}
+        if self.options.name == "muon":
+            return Muon(groups, momentum=self.options.momentum, **common)
+        return AdamW(groups, **common)
 
 
 class Partition(ABC):
@@ -105,7 +111,10 @@ class Partition(ABC):
         """Start DeepSpeed, which clips by ``clip_norm``; 0 never."""
         self._model, self._tensors = wrapping.model, wrapping.tensors
         self._offloads = wrapping.zero.offload != "none"
+        self._matrices = wrapping.matrices
         self.engine: Any = wrapping.start(clip_norm=clip_norm)
+        if isinstance(self.inner, Muon):
+            self.inner.flats = dict(self._flat_matrices(self.inner))
 
     @property
     def inner(self) -> torch.optim.Optimizer:
@@ -151,6 +160,42 @@ class Partition(ABC):
         if moments:
             fill_moments(self.inner, masters_of(self.inner))
         yield
+
+    def roles(self, name: str) -> tuple[str, ...]:
+        """What the optimiser keeps of a parameter."""
+        if name in self._matrices:
+            return ROLES[:2]
+        return ROLES
+
+    @abstractmethod
+    def flats(self) -> Iterator[tuple[Tensor, Sequence[tuple[str, nn.Parameter]]]]:
+        """Yield each tensor that the optimiser updates, and the parameters, by name, that it has parts of.
+
+        On all ranks that hold the same weights in one order, whether they hold any of a parameter or not.
+        """
+
+    def _flat_matrices(self, inner: Muon) -> Iterator[tuple[int, FlatMatrices]]:
+        """Yield the matrices in each of those that Muon updates, by its identity."""
+        for flat, parameters in self.flats():
+            held = []
+            for name, p in parameters:
+                if name not in self._matrices:
+                    break
+                extent, at = self.extent(name, p), 0
+                if extent.numel:
+                    own = self.part(name, p, (MASTER,))[MASTER]
+                    at = own.storage_offset() - flat.storage_offset()
+                held.append(Held(self._matrices[name], extent.start, extent.numel, at))
+            else:
+                first = parameters[0][0]
+                group = None
+                # Whole on every rank, or spread over those that hold the same weights.
+                if not self.is_whole:
+                    group = self._tensors.replicas(first)
+                yield id(flat), FlatMatrices(held, group, inner.matrix_dtype)
+
+    is_whole: bool = False
+    """Whether every rank has all values of every master that it has any of."""
 
     @abstractmethod
     def part(self, name: str, p: nn.Parameter, roles: Sequence[str] = ROLES) -> dict[str, Tensor]:

@@ -20,13 +20,15 @@ from longctx.model.mtp import MtpJoin
 from parallel.comm.communicator import Communicator
 from parallel.comm.groups import ProcessGroup
 from parallel.zero.gradients import Accept, named_gradients
-from parallel.zero.optimizer import MASTER, MOMENTS, fill_moments
+from parallel.zero.optimizer import MASTER, MOMENTS, fill_moments, masters_of
 from parallel.zero.partition import WORKING, Extent, Partition, Wrapping
 from parallel.zero.swapping import WeightSwapper
 
 
 class Whole(Partition):
     """Stage 0: every rank holds whole weights, masters, moments and gradients; a weight is its own master."""
+
+    is_whole = True
 
     def __init__(self, wrapping: Wrapping) -> None:
         self._clip_norm, clip_norm = 0.0, wrapping.options.clip_norm
@@ -63,6 +65,10 @@ class Whole(Partition):
 
     def extent(self, name: str, p: nn.Parameter) -> Extent:
         return Extent(0, p.numel())
+
+    def flats(self) -> Iterator[tuple[Tensor, Sequence[tuple[str, nn.Parameter]]]]:
+        for name, p in self._model.network.named_parameters():
+            yield p, [(name, p)]
 
     def part(self, name: str, p: nn.Parameter, roles: Sequence[str] = ROLES) -> dict[str, Tensor]:
         values = {MASTER: p.data.view(-1)}
@@ -140,6 +146,13 @@ class Flat(Partition):
         else:
             groups, gradients = zero.params_in_partition, zero.averaged_gradients
         return named_gradients(self._model.network, groups, gradients)
+
+    def flats(self) -> Iterator[tuple[Tensor, Sequence[tuple[str, nn.Parameter]]]]:
+        names = {id(p): name for name, p in self._model.network.named_parameters()}
+        zero = self.engine.optimizer
+        groups = zero.bf16_groups if hasattr(zero, "bf16_groups") else zero.bit16_groups
+        for flat, group in zip(masters_of(self.inner), groups, strict=True):
+            yield flat, [(names[id(p)], p) for p in group]
 
     def extent(self, name: str, p: nn.Parameter) -> Extent:
         fragment = p._hp_mapping  # type: ignore[attr-defined]
@@ -221,6 +234,9 @@ class Sharded(Partition):
         # Equal parts by rank: the range of the last ones may lie behind the parameter's end, as padding.
         start = p.ds_zero_partition_rank * count  # type: ignore[attr-defined]
         return Extent(start, self._num_own(name, p, count))
+
+    def flats(self) -> Iterator[tuple[Tensor, Sequence[tuple[str, nn.Parameter]]]]:
+        yield from zip(self.engine.optimizer.fp32_partitioned_groups_flat, self.groups(), strict=True)
 
     def groups(self) -> list[list[tuple[str, nn.Parameter]]]:
         # DeepSpeed's sub-groups: what it updates at once, and reads from a disk at once.

@@ -11,10 +11,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from longctx.checkpoint_format import ROLES, is_buffer
+from longctx.checkpoint_format import is_buffer
 from longctx.config import ModelConfig
 from longctx.model.decoder import Decoder
-from longctx.model.layers.initialize import InitialTensor
+from longctx.model.layers.initialize import InitialTensor, initial_buffer
 from parallel.comm.communicator import Communicator
 from parallel.comm.groups import ProcessGroup, world_group
 from parallel.zero.optimizer import MASTER, set_steps
@@ -64,7 +64,7 @@ def owned_pieces(decoder: Decoder, partition: Partition, tensors: ModelTensors) 
         for name, p in group:
             extent = partition.extent(name, p)
             start = tensors.first_value(name) + extent.start
-            pieces.extend(Piece(name, role, start, extent.numel) for role in ROLES)
+            pieces.extend(Piece(name, role, start, extent.numel) for role in partition.roles(name))
     return pieces
 
 
@@ -80,8 +80,8 @@ def read_state(decoder: Decoder, partition: Partition, tensors: ModelTensors) ->
     for number, group in enumerate(_owned_groups(decoder, partition)):
         with partition.resident(number, moments=True):
             for name, p in group:
-                values = partition.part(name, p)
-                for role in ROLES:
+                values = partition.part(name, p, partition.roles(name))
+                for role in partition.roles(name):
                     yield next(pieces).of(values[role].detach())
 
 
@@ -105,9 +105,7 @@ def write_state(
     Over all ranks every value is read once: each rank reads its ranges of masters and moments, the weights that forward
     reads are made of the masters. Without ``moments`` the optimiser starts afresh.
     """
-    roles, steps_taken = (MASTER,), 0
-    if moments:
-        roles, steps_taken = ROLES, step
+    steps_taken = step if moments else 0
     # Buffers are whole on every rank.
     for name, buffer in decoder.named_buffers():
         fill(buffer.view(-1), _reader(read, name, MASTER, 0), shared_by=world_group())
@@ -116,6 +114,7 @@ def write_state(
             for name, p in group:
                 extent = partition.extent(name, p)
                 first = tensors.first_value(name) + extent.start
+                roles = partition.roles(name) if moments else (MASTER,)
                 for role, values in partition.part(name, p, roles).items():
                     own = values.data[: extent.numel]
                     fill(own, _reader(read, name, role, first), shared_by=partition.replicas(name))
@@ -169,9 +168,9 @@ class InitialWeights:
         self._name, self._tensor = "", InitialTensor("", 0, config, seed)
 
     def read(self, name: str, role: str, start: int, out: Tensor) -> None:
-        """Fill ``out`` with values of the flattened tensor from ``start``; buffers start as 0."""
+        """Fill ``out`` with values of the flattened tensor from ``start``."""
         if is_buffer(name):
-            out.zero_()
+            out.fill_(initial_buffer(name))
             return
         # One tensor after the other: the block that a range ends in is kept for the next one.
         if name != self._name:

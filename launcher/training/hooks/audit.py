@@ -100,6 +100,8 @@ class StepAudit(StepHook):
             left_out.append("what is computed inside of compiled regions")
         if config.zero.offload != "none":
             left_out.append("updates, which zero.offload has DeepSpeed's AdamW compute")
+        if config.train.optimizer == "muon":
+            left_out.append("updates, of which Muon's are of whole matrices")
         if self._run.device.type != "cpu":
             left_out.append("on a GPU attention's backward passes, a ring's attention, and experts' grouped products")
         if left_out:

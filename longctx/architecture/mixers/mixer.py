@@ -20,6 +20,14 @@ class Cached(NamedTuple):
     """Numbers that do not grow with the sequence, in the dtype of accumulation, whole on every rank."""
 
 
+class KeyHeads(NamedTuple):
+    """Keys and values of a layer."""
+
+    num_heads: int
+    head_dim: int
+    """Of one key, and of one query."""
+
+
 @dataclass(frozen=True)
 class Mixer:
     """The mixer of a layer. Layers with equal ones share a plan in each forward pass.
@@ -46,6 +54,10 @@ class Mixer:
     def reach(self) -> int | None:
         """Tokens before a query whose rows it needs, itself included; None for all, 0 if it reads a state of them."""
         raise NotImplementedError
+
+    def key_heads(self, config: ModelFields) -> KeyHeads:
+        """Key heads of the layer's projections."""
+        return KeyHeads(config.num_kv_heads, config.head_dim)
 
     def check(self, config: ModelFields) -> None:
         """ConfigError for fields that the mixer cannot have."""

@@ -10,16 +10,44 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from longctx.architecture.fields import ModelFields
-from longctx.architecture.mixers.mixer import Cached, Mixer, norm_size
+from longctx.architecture.mixers.mixer import Cached, KeyHeads, Mixer, norm_size
+from longctx.errors import ConfigError
 
 
 @dataclass(frozen=True)
 class Softmax(Mixer):
     """Queries weigh the values of the keys that they see by the softmax of their scores."""
 
+    has_own_heads: bool = False
+    """Whether its heads are those of ``global_kv_heads`` and ``global_head_dim``."""
+
     name: ClassVar[str] = "softmax"
     core: ClassVar[str] = "softmax"
     has_scores: ClassVar[bool] = True
+
+    def key_heads(self, config: ModelFields) -> KeyHeads:
+        if not self.has_own_heads:
+            return super().key_heads(config)
+        return KeyHeads(config.global_kv_heads or config.num_kv_heads, config.global_head_dim or config.head_dim)
+
+    def shares_values(self, config: ModelFields) -> bool:
+        """Whether values are keys, without a projection."""
+        return self.has_own_heads and config.global_shared_values
+
+    def check(self, config: ModelFields) -> None:
+        K, D = self.key_heads(config)
+        if config.num_heads % K:
+            divisors = [n for n in range(1, config.num_heads + 1) if config.num_heads % n == 0]
+            raise ConfigError(
+                f"model.global_kv_heads={K} does not divide model.num_heads={config.num_heads}. Try one of {divisors}."
+            )
+        if config.position == "rope" and self.has_own_heads:
+            config.rope.check_size(config.rope.rotary_size(D))
+        if self.has_own_heads and config.position == "relative":
+            raise ConfigError(
+                "model.position='relative' has weights for heads of one size, and global layers have heads of their "
+                "own. Use another position, or full layers."
+            )
 
     @property
     def reach(self) -> int | None:
@@ -30,28 +58,30 @@ class Softmax(Mixer):
 
     def matrices(self, config: ModelFields) -> int:
         # Queries and output, keys and values.
-        heads = 2 * (config.num_heads + config.num_kv_heads)
+        K, D = self.key_heads(config)
+        heads = 2 * config.num_heads + K * (2 - self.shares_values(config))
         if config.attention_gate:
             heads += config.num_heads
-        return heads * config.hidden_size * config.head_dim
+        return heads * config.hidden_size * D
 
     def vectors(self, config: ModelFields) -> int:
         counts = 0
+        K, D = self.key_heads(config)
         if config.qkv_bias:
-            heads = config.num_heads + 2 * config.num_kv_heads
+            heads = config.num_heads + K * (2 - self.shares_values(config))
             if config.attention_gate:
                 heads += config.num_heads
-            counts += heads * config.head_dim
+            counts += heads * D
         return counts + output_bias(config) + sinks(config)
 
     def norms(self, config: ModelFields) -> int:
         if config.qk_norm == "none":
             return 0
         # One head's weights for all queries, one for all keys.
-        num_heads = 2
+        num_heads, (K, D) = 2, self.key_heads(config)
         if config.qk_norm == "full":
-            num_heads = config.num_heads + config.num_kv_heads
-        return norm_size(config, num_heads * config.head_dim)
+            num_heads = config.num_heads + K
+        return norm_size(config, num_heads * D)
 
     def flops(self, config: ModelFields, lengths: Sequence[int]) -> int:
         """``2·H·(D + V)`` a (query, key) pair that the mask leaves.
@@ -59,14 +89,16 @@ class Softmax(Mixer):
         Transformer-XL's relative positions are a second product over D.
         """
         # Two a multiply-and-add, in the product with the keys and in that with the values.
-        scores = config.head_dim
+        D = self.key_heads(config).head_dim
+        channels = D + self._value_dim(config)
         if config.position == "relative":
-            scores *= 2
+            channels += D
         pairs = attended_pairs(lengths, window=self.window, stride=self.stride, causal=self.causal)
-        return 2 * config.num_heads * (scores + config.value_dim) * pairs
+        return 2 * config.num_heads * channels * pairs
 
     def cached(self, config: ModelFields, num_tokens: int, chunk_tokens: int) -> Cached:
-        return Cached(self.cached_rows(num_tokens, chunk_tokens), config.num_kv_heads * self._row(config))
+        K = self.key_heads(config).num_heads
+        return Cached(self.cached_rows(num_tokens, chunk_tokens), K * self._row(config))
 
     def cached_rows(self, num_tokens: int, chunk_tokens: int) -> int:
         """Tokens whose keys are stored: a window, and a chunk that is read with it."""
@@ -76,11 +108,15 @@ class Softmax(Mixer):
         return min(num_tokens, self.reach + chunk_tokens)
 
     def _row(self, config: ModelFields) -> int:
-        keys = config.head_dim
+        D = self.key_heads(config).head_dim
+        keys = D
         if config.position == "relative":
             # Channels of the distance stand beside those of the content.
             keys += config.hidden_size
-        return keys + config.value_dim
+        return keys + self._value_dim(config)
+
+    def _value_dim(self, config: ModelFields) -> int:
+        return self.key_heads(config).head_dim if self.has_own_heads else config.value_dim
 
 
 def output_bias(config: ModelFields) -> int:

@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import fields
 
-from longctx.architecture.fields import DeltaFields, ModelFields
+from longctx.architecture.fields import DeltaFields, GlobalFields, ModelFields
 from longctx.architecture.mixers.gated_delta import GatedDelta, KimiDelta
 from longctx.architecture.mixers.latent import Latent
 from longctx.architecture.mixers.linear import LatentLinear, Linear
 from longctx.architecture.mixers.mixer import Mixer
 from longctx.architecture.mixers.softmax import Softmax
+from longctx.errors import ConfigError
 
 # Latents are of a whole model: all of its layers have them, whatever they see.
 
@@ -27,19 +28,31 @@ def _linear(config: ModelFields) -> Mixer:
     return Linear(config.causal)
 
 
+def _global(config: ModelFields) -> Mixer:
+    if config.is_latent:
+        raise ConfigError(
+            "model.layers names global layers, which have key heads of their own, and latent attention "
+            "(model.kv_lora_rank) has none. Use full layers."
+        )
+    return Softmax(config.causal, has_own_heads=True)
+
+
 MIXERS: dict[str, Callable[[ModelFields], Mixer]] = {
     "full": _softmax,
     "window": lambda config: _softmax(config, window=config.window),
     "sparse": lambda config: _softmax(config, window=config.window, stride=config.sparse_stride),
+    "global": _global,
     "linear": _linear,
     "gated_delta": lambda config: GatedDelta(config.causal),
     "kda": lambda config: KimiDelta(config.causal),
 }
 """What a layer sees of its document, and by what."""
 DELTA_FIELDS = tuple(f.name for f in fields(DeltaFields))
+GLOBAL_FIELDS = tuple(f.name for f in fields(GlobalFields))
 READS: dict[str, tuple[str, ...]] = {
     "window": ("window", "local_rope_theta"),
     "sparse": ("window", "sparse_stride"),
+    "global": GLOBAL_FIELDS,
     "gated_delta": DELTA_FIELDS,
     "kda": DELTA_FIELDS,
 }

@@ -30,6 +30,11 @@ def initial_value(name: str, shape: tuple[int, ...], config: ModelConfig, seed: 
     return InitialTensor(name, numel, config, seed).read(0, numel).view(shape)
 
 
+def initial_buffer(name: str) -> float:
+    """Where the values of a buffer start: factors at 1, biases at 0."""
+    return float(name.endswith("layer_scalar"))
+
+
 _TO_STREAM = ("o_proj", "down_proj", "out_proj")
 """In names of projections that write to the residual stream."""
 

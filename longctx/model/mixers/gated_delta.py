@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from longctx.architecture.layers import LayerSpec
+from longctx.architecture.mixers.mixer import Mixer
 from longctx.batch import PackedDocuments
 from longctx.config import ModelConfig
 from longctx.kernels.attention.contract import Scores
@@ -65,7 +66,7 @@ class GatedDeltaNet(nn.Module):
         return Weights(conv_KCR, rates, self.dt_bias().view(K, rates.shape[1], -1))
 
     @staticmethod
-    def heads(config: ModelConfig, *, cached: bool) -> Heads:
+    def heads(config: ModelConfig, mixer: Mixer, *, cached: bool) -> Heads:
         """The heads of what ``project`` gives."""
         K, H, D, V, _ = config.delta_sizes
         return Heads(K, K, D, H // K * (V + 2))
@@ -118,7 +119,7 @@ class KimiDeltaAttention(GatedDeltaNet):
         self.o_proj = Linear(K * D, M, bias=False)
 
     @staticmethod
-    def heads(config: ModelConfig, *, cached: bool) -> Heads:
+    def heads(config: ModelConfig, mixer: Mixer, *, cached: bool) -> Heads:
         K, _, D, V, _ = config.delta_sizes
         return Heads(K, K, D, V + D + 1)
 

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from longctx.architecture.layers import LayerSpec
+from longctx.architecture.mixers.mixer import Mixer
 from longctx.config import ModelConfig
 from longctx.model.layers.linear import Linear, Weight
 from longctx.model.layers.norms import RMSNorm
@@ -60,7 +61,7 @@ class LatentAttention(nn.Module):
         return () if self.sinks is None else (self.sinks(),)
 
     @staticmethod
-    def heads(config: ModelConfig, *, cached: bool) -> Heads:
+    def heads(config: ModelConfig, mixer: Mixer, *, cached: bool) -> Heads:
         """The heads of what ``project`` gives: for a cache the latents, which all heads share."""
         if cached:
             return Heads(
@@ -123,8 +124,8 @@ class UnfoldedLatentAttention(LatentAttention):
     """The same with a cache that holds no latents: linear attention has a state of keys, which are unfolded."""
 
     @staticmethod
-    def heads(config: ModelConfig, *, cached: bool) -> Heads:
-        return LatentAttention.heads(config, cached=False)
+    def heads(config: ModelConfig, mixer: Mixer, *, cached: bool) -> Heads:
+        return LatentAttention.heads(config, mixer, cached=False)
 
     def project(
         self, x_BtM: Tensor, table: RotaryTable | None, *, cached: bool, only_graph: bool = False

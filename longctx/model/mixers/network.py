@@ -11,6 +11,7 @@ from typing import NamedTuple, Protocol
 from torch import Tensor
 
 from longctx.architecture.layers import LayerSpec
+from longctx.architecture.mixers.mixer import Mixer
 from longctx.config import ModelConfig
 from longctx.model.rotary import RotaryTable
 
@@ -41,8 +42,8 @@ class MixerNetwork(Protocol):
         ...
 
     @staticmethod
-    def heads(config: ModelConfig, *, cached: bool) -> Heads:
-        """The heads of what ``project`` gives."""
+    def heads(config: ModelConfig, mixer: Mixer, *, cached: bool) -> Heads:
+        """The heads of what ``project`` gives in layers with this mixer."""
         ...
 
     def project(

@@ -11,8 +11,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
+from torch.nn import functional
 
 from longctx.architecture.layers import LayerSpec
+from longctx.architecture.mixers.mixer import Mixer
+from longctx.architecture.mixers.softmax import Softmax
 from longctx.config import ModelConfig
 from longctx.model.layers.linear import Linear, Weight
 from longctx.model.layers.norms import build_norm
@@ -25,16 +28,19 @@ class GroupedQueryAttention(nn.Module):
 
     def __init__(self, config: ModelConfig, spec: LayerSpec) -> None:
         super().__init__()
-        M, D, H, K = config.hidden_size, config.head_dim, config.num_heads, config.num_kv_heads
+        (K, D), M, H = spec.mixer.key_heads(config), config.hidden_size, config.num_heads
         self.num_heads, self.num_kv_heads, self.head_dim = H, K, D
-        self.qk_norm = config.qk_norm
+        self.qk_norm, self.v_norm, self.eps = config.qk_norm, config.v_norm, config.norm_eps
         self.gates_output = config.attention_gate
         if self.gates_output:
             self.gate_proj = Linear(M, H * D, bias=config.qkv_bias)
         self.interleaved = spec.rope is not None and spec.rope.interleaved
         self.q_proj = Linear(M, H * D, bias=config.qkv_bias)
         self.k_proj = Linear(M, K * D, bias=config.qkv_bias)
-        self.v_proj = Linear(M, K * D, bias=config.qkv_bias)
+        # Registered also as None: then values are the keys, before norm and positions.
+        self.v_proj: Linear | None = None
+        if not (isinstance(spec.mixer, Softmax) and spec.mixer.shares_values(config)):
+            self.v_proj = Linear(M, K * D, bias=config.qkv_bias)
         self.o_proj = Linear(H * D, M, bias=config.o_bias)
         # A full norm is one over the channels of all heads (OLMoE), the other one over those of each head (Qwen 3).
         if config.qk_norm == "full":
@@ -55,13 +61,14 @@ class GroupedQueryAttention(nn.Module):
         return () if self.sinks is None else (self.sinks(),)
 
     @staticmethod
-    def heads(config: ModelConfig, *, cached: bool) -> Heads:
+    def heads(config: ModelConfig, mixer: Mixer, *, cached: bool) -> Heads:
         """The heads of what ``project`` gives."""
-        keys = config.head_dim
+        K, D = mixer.key_heads(config)
+        keys = D
         if config.position == "relative":
             # Channels of the distance stand beside those of the content.
             keys += config.hidden_size
-        return Heads(config.num_heads, config.num_kv_heads, keys, config.value_dim)
+        return Heads(config.num_heads, K, keys, D)
 
     def project(
         self, x_BtM: Tensor, table: RotaryTable | None, *, cached: bool, only_graph: bool = False
@@ -71,15 +78,19 @@ class GroupedQueryAttention(nn.Module):
         With relative positions queries and keys are wider than D. With ``only_graph`` what no backward reads is NaN.
         """
         # Norms read both, and relative positions are a product with the queries.
-        skips = only_graph and self.qk_norm == "none" and self.relative is None
+        skips = only_graph and self.qk_norm == "none" and self.relative is None and not self.v_norm
         q, k = self.q_proj(x_BtM, only_graph=skips), self.k_proj(x_BtM, only_graph=skips)
-        v = self.v_proj(x_BtM, only_graph=only_graph)
+        v = k
+        if self.v_proj is not None:
+            v = self.v_proj(x_BtM, only_graph=only_graph and not self.v_norm)
         if self.qk_norm == "full":
             q, k = self.q_norm(q), self.k_norm(k)
         B, t, H, K, D = x_BtM.shape[0], x_BtM.shape[1], self.num_heads, self.num_kv_heads, self.head_dim
         q, k, v = q.view(B, t, H, D), k.view(B, t, K, D), v.view(B, t, K, D)
         if self.qk_norm == "head":
             q, k = self.q_norm(q), self.k_norm(k)
+        if self.v_norm:
+            v = functional.rms_norm(v, (D,), eps=self.eps)
         if table is None:
             return q, k, v
         # Positions come after the norm: rotation keeps a normed head's length.

@@ -47,7 +47,7 @@ def test_a_layer_has_its_ffn_and_its_rope():
     assert (near.ffn, far.ffn, last.ffn) == ("experts", "dense", "experts")
     assert near.rope is not None
     assert (near.rope.theta, far.rope, last.rope) == (100.0, config.rope, None)
-    assert last == LayerSpec(Softmax(), "experts", None, "pre")
+    assert last == LayerSpec(Softmax(), "experts", None, 0, "pre")
 
 
 def test_a_core_that_no_mixer_has_is_refused():

@@ -232,7 +232,7 @@ def test_queries_and_keys_are_rotated_as_each_alone(tokens, dtype):
         positions = torch.randint(100_000, (1, tokens), generator=g)
         table = rotary_table(positions, Rope(), size, dtype)
         with torch.no_grad():
-            of_both = RotaryTable.build(positions, Rope(), size, dtype, length=0, head_dim=16)
+            of_both = RotaryTable.build(positions, Rope(), size, dtype, length=0, is_whole=size == 16)
             both = apply_rotary_to_both(q, k, of_both, interleaved=interleaved)
         assert torch.equal(of_both.cos, table[0])
         assert torch.equal(of_both.sin, table[1])

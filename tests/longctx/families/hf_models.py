@@ -184,6 +184,25 @@ CASES = {
         {"head_dim": 12, "sliding_window": 6, "query_pre_attn_scalar": 19, "attn_logit_softcapping": 2.0}
         | {"final_logit_softcapping": 8.0},
     ),
+    "gemma4_text": Case(
+        "Gemma4Text",
+        {
+            "layer_types": ["sliding_attention", "sliding_attention", "full_attention"], "sliding_window": 7,
+            "global_head_dim": 16, "num_global_key_value_heads": 1, "attention_k_eq_v": True,
+            "hidden_size_per_layer_input": 0, "final_logit_softcapping": 5.0,
+        },
+    ),
+    "gemma4_text, other values": Case(
+        "Gemma4Text",
+        {
+            "layer_types": ["full_attention", "sliding_attention", "full_attention"], "sliding_window": 7,
+            "global_head_dim": 12, "hidden_size_per_layer_input": 0,
+            "rope_parameters": {
+                "full_attention": {"rope_type": "default", "rope_theta": 500.0},
+                "sliding_attention": {"rope_type": "default", "rope_theta": 100.0},
+            },
+        },
+    ),
     "gemma3_text": Case(
         "Gemma3Text",
         {"head_dim": 12, "sliding_window": 6, "query_pre_attn_scalar": 19, "sliding_window_pattern": 3}
@@ -319,14 +338,16 @@ def build(case: Case, *, seed: int = 0) -> Any:
             # Marian's sinusoids.
             if not tensor.requires_grad:
                 continue
-            is_factor = ("norm" in name.lower() or ".ln_" in name) and not case.name.startswith(
-                "Gemma"
-            )  # whose norms add 1
+            # The norms of the first two add 1.
+            is_norm = "norm" in name.lower() or ".ln_" in name
+            is_factor = is_norm and not case.name.startswith(("Gemma2", "Gemma3"))
             around = 1.0 if is_factor and name.endswith("weight") else 0.0
             tensor.copy_(torch.randn(tensor.shape, generator=generator) * case.std + around)
         for name, tensor in model.named_buffers():
             if name.endswith(("e_score_correction_bias", "final_logits_bias")):
                 tensor.copy_(torch.randn(tensor.shape, generator=generator) * 0.2)
+            if name.endswith("layer_scalar"):
+                tensor.copy_(torch.randn(tensor.shape, generator=generator) * 0.2 + 1)
     return model
 
 

@@ -19,6 +19,7 @@ transformers = pytest.importorskip("transformers")
 transformers.logging.set_verbosity_error()
 transformers.logging.disable_progress_bar()
 
+
 @pytest.mark.parametrize(
     ("name", "count"), [("deepseek_v3", 1), ("deepseek_v3", 2), ("glm4_moe", 1), *((q, 1) for q in QWEN)]
 )

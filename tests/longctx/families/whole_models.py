@@ -36,6 +36,18 @@ WHOLE: dict[str, tuple[str, str, dict[str, Any], dict[str, Any]]] = {
         {"vision_config": _SIGLIP, "image_token_index": 90, "boi_token_index": 91, "eoi_token_index": 92}
         | {"mm_tokens_per_image": 4},
     ),
+    "gemma4": (
+        "Gemma4", "gemma4_text", {},
+        {
+            "vision_config": {
+                "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2,
+                "num_key_value_heads": 2, "head_dim": 8, "patch_size": 4, "position_embedding_size": 16,
+                "model_type": "gemma4_vision",
+            },
+            "audio_config": None, "image_token_id": 90, "video_token_id": 91, "audio_token_id": 92,
+            "boi_token_id": 93, "eoi_token_id": 94, "boa_token_id": 95, "eoa_token_index": 96,
+        },
+    ),
     "mistral3": (
         "Mistral3", "mistral", {"tie_word_embeddings": False},
         {"vision_config": _PIXTRAL, "image_token_index": 90, "vision_feature_layer": -1, "spatial_merge_size": 2}
@@ -63,7 +75,7 @@ def whole_model(name: str, folder: Path, **text_changes: Any) -> Any:
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
         for name_of_one, tensor in model.named_parameters():
-            is_factor = "norm" in name_of_one and not class_name.startswith("Gemma")
+            is_factor = "norm" in name_of_one and class_name != "Gemma3"
             tensor.copy_(torch.randn(tensor.shape, generator=generator) * 0.1 + is_factor)
     model.save_pretrained(folder, max_shard_size="60KB")
     if class_name.startswith("Qwen"):

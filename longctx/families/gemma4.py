@@ -1,0 +1,184 @@
+"""The text models of Gemma 4 without experts: global layers with heads of their own, whose values are their keys.
+
+Norms multiply by their weight, and stand on both sides of each part. Values are normed too, a factor that is not
+trained scales what each layer gives, and the slowest pairs of the global layers' heads have no position.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from longctx.architecture.fields import ModelFields
+from longctx.architecture.rope import Rope
+from longctx.errors import ConfigError
+from longctx.families.layers import FULL, WINDOW, windows
+from longctx.families.llama import DENSE
+from longctx.families.rules import (
+    GATED_ACTIVATIONS,
+    ONE_STACK,
+    SIZES,
+    both_biases,
+    constant,
+    head_dim,
+    integer,
+    kv_heads,
+    layer_count,
+    only,
+    optional,
+    same,
+    translated,
+    typed,
+)
+from longctx.families.spec import Family, HfConfig, Rule
+from longctx.untrusted.reading import shown
+
+_PATTERN = 6
+_WINDOW = 512
+_HEADS = ("head_dim", "num_key_value_heads")
+_ROPES: dict[str, dict[str, Any]] = {
+    FULL: {"rope_type": "proportional", "partial_rotary_factor": 0.25, "rope_theta": 1e6},
+    WINDOW: {"rope_type": "default", "rope_theta": 1e4},
+}
+"""Of a config.json that has none."""
+
+
+def _kinds(hf: HfConfig, count: int) -> list[str]:
+    return [WINDOW if (layer + 1) % _PATTERN else FULL for layer in range(count)]
+
+
+def _layers() -> Rule:
+    """Windows, and global layers, of which the last one is one in any case."""
+    usual = windows(_WINDOW, _kinds)
+
+    def read(hf: HfConfig) -> dict[str, Any]:
+        kinds = hf.get("layer_types") or _kinds(hf, layer_count(hf))
+        if isinstance(kinds, list) and kinds:
+            hf = {**hf, "layer_types": [*kinds[:-1], FULL]}
+        found = usual.read(hf)
+        return found | {"layers": tuple({"full": "global"}.get(kind, kind) for kind in found["layers"])}
+
+    def write(config: ModelFields) -> dict[str, Any]:
+        names = [WINDOW if config.layer_kind(layer) == "window" else FULL for layer in range(config.num_layers)]
+        return {"sliding_window": config.window or _WINDOW, "layer_types": names}
+
+    return Rule(keys=usual.keys, read=read, write=write)
+
+
+def _global_heads() -> Rule:
+    """Heads of global layers: by the makers' keys, or by transformers' table with an entry for each of the layers."""
+    size, count, shares, table = "global_head_dim", "num_global_key_value_heads", "attention_k_eq_v", "per_layer_config"
+
+    def read(hf: HfConfig) -> dict[str, Any]:
+        shared = typed(shares, hf.get(shares, False), "bool")
+        heads: Mapping[str, Any] = {"head_dim": integer(hf, size, 512)}
+        # transformers reads their number where values are keys alone.
+        if shared and hf.get(count) is not None:
+            heads = {**heads, "num_key_value_heads": integer(hf, count)}
+        if hf.get(table) is not None:
+            heads = _agreed(hf[table])
+        found = [integer(heads, key, 0) for key in _HEADS]
+        return dict(zip(("global_head_dim", "global_kv_heads"), found, strict=True)) | {"global_shared_values": shared}
+
+    def write(config: ModelFields) -> dict[str, Any]:
+        return {
+            size: config.global_head_dim or config.head_dim,
+            count: config.global_kv_heads or config.num_kv_heads,
+            shares: config.global_shared_values,
+        }
+
+    return Rule(keys=(size, count, shares, table), read=read, write=write)
+
+
+def _agreed(table: Any) -> Mapping[str, Any]:
+    """What all entries of the table say; ConfigError where two differ, and for what they may not say."""
+    entries = list(table.values()) if isinstance(table, dict) else [table]
+    fits = all(isinstance(entry, dict) and set(entry) <= set(_HEADS) for entry in entries)
+    if not fits or any(entry != entries[0] for entry in entries):
+        raise ConfigError(
+            f"per_layer_config={shown(table)} in config.json is not supported; supported: a table with the same "
+            f"{' and '.join(_HEADS)} for each full layer."
+        )
+    return entries[0] if entries else {}
+
+
+def _rotary() -> Rule:
+    """A rope for global layers, and a base for windows, in one table."""
+    key = "rope_parameters"
+
+    def read(hf: HfConfig) -> dict[str, Any]:
+        tables = hf.get(key) or _ROPES
+        if not isinstance(tables, dict) or not set(tables) <= {FULL, WINDOW}:
+            raise ConfigError(f"{key}={shown(tables)} in config.json must have the tables {FULL} and {WINDOW}.")
+        found: dict[str, dict[str, Any]] = {}
+        for name, usual in _ROPES.items():
+            table = tables.get(name) or usual
+            kinds = {"default", usual["rope_type"]}
+            known = {"rope_type", "rope_theta", "partial_rotary_factor", "factor"}
+            if not isinstance(table, dict) or table.get("rope_type") not in kinds or not set(table) <= known:
+                raise ConfigError(
+                    f"{key}.{name}={shown(table)} in config.json is not supported; supported: {sorted(kinds)} with "
+                    f"{', '.join(sorted(known))}."
+                )
+            found[name] = {k: typed(f"{key}.{name}.{k}", v, "float") for k, v in table.items() if k != "rope_type"}
+            if table["rope_type"] == "default" and set(table) > {"rope_type", "rope_theta"}:
+                raise ConfigError(f"{key}.{name}={shown(table)} in config.json has more than a default rope reads.")
+        of_global, of_window = found[FULL], found[WINDOW]
+        rope = Rope(theta=of_global["rope_theta"])
+        partial, factor = of_global.get("partial_rotary_factor", 1.0), of_global.get("factor", 1.0)
+        if (partial, factor) != (1.0, 1.0):
+            rope = Rope(theta=rope.theta, kind="proportional", partial=partial, factor=factor)
+        local = of_window["rope_theta"]
+        # Without windows nobody reads their base, and a field that nobody reads is refused.
+        if WINDOW not in (hf.get("layer_types") or _kinds(hf, layer_count(hf)))[:-1]:
+            local = 0.0
+        return {"rope": rope, "local_rope_theta": local}
+
+    def write(config: ModelFields) -> dict[str, Any]:
+        rope = config.rope
+        of_global: dict[str, Any] = {"rope_type": rope.kind, "rope_theta": rope.theta}
+        if rope.kind == "proportional":
+            of_global |= {"partial_rotary_factor": rope.partial, "factor": rope.factor}
+        local = config.local_rope_theta or rope.theta
+        return {key: {FULL: of_global, WINDOW: {"rope_type": "default", "rope_theta": local}}}
+
+    return Rule(keys=(key,), read=read, write=write)
+
+
+# The name that the released files have comes first, because the first name of a meaning is written.
+_ACTIVATIONS = {"gelu_pytorch_tanh": "geglu_tanh"} | GATED_ACTIVATIONS
+_RULES = (
+    ONE_STACK,
+    DENSE,
+    constant(norm_order="sandwich", qk_norm="head", v_norm=True, layer_scalars=True, attention_scale=1.0),
+    kv_heads(),
+    head_dim(256),
+    _global_heads(),
+    _layers(),
+    _rotary(),
+    Rule(read=lambda hf: {"embedding_scale": integer(hf, "hidden_size") ** 0.5}),
+    same("rms_norm_eps", "norm_eps", default=1e-6),
+    same("tie_word_embeddings", "tie_embeddings", default=True),
+    translated("hidden_activation", "activation", _ACTIVATIONS, default="gelu_pytorch_tanh"),
+    same("intermediate_size", "ffn_size"),
+    both_biases(default=False),
+    optional("final_logit_softcapping", "logit_softcap", default=None),
+    only("attention_dropout", 0.0, None),
+    # Of images: which of their tokens see each other.
+    only("use_bidirectional_attention", None, False, "vision", written=False),
+    # What these would add to a layer is not here: experts beside the FFN, embeddings for each layer, keys of others.
+    only("enable_moe_block", False, written=False),
+    only("hidden_size_per_layer_input", 0, None, absent=256),
+    only("num_kv_shared_layers", 0, written=False),
+)
+
+GEMMA4_TEXT = Family(
+    model_type="gemma4_text",
+    architecture="Gemma4ForCausalLM",
+    rules=SIZES + _RULES,
+    # Sizes of what no layer has.
+    ignored_keys=frozenset(
+        {"vocab_size_per_layer_input", "use_double_wide_mlp", "num_experts", "top_k_experts", "moe_intermediate_size"}
+    ),
+    carried_keys=("use_bidirectional_attention",),
+)
