@@ -4,10 +4,11 @@
 
 * layer: convolution, gates and rule, forward and backward, one thread: ours over transformers' (Qwen3-Next's chunks,
   and Kimi Linear's for decays by channel), in CPU seconds; both in float32, of 4 key heads of 128.
-* ranks: one document over two ranks of one thread each, in a contiguous layout: wall time of two processes that each
-  have half of it as a document of their own, at once, over theirs, the best of rounds (where two cores share what they
-  compute with, one process's time says nothing of two; its time over twice theirs stands beside it); and the bytes that
-  a rank sends in a pass beside those computed from the sizes.
+* ranks: one document over two ranks of one thread each, in a contiguous layout, of 16 key heads (Qwen3.5's number):
+  wall time of two processes that each have half of it as a document of their own, at once, over theirs, the best of
+  rounds (where two cores share what they compute with, one process's time says nothing of two; its time over twice
+  theirs stands beside it); and the bytes that a rank sends in a pass beside those computed from the sizes. The second
+  rank waits for the state of the first head, so of h heads at most h / (h + 1) is possible.
 
 Exit code 1 when a row is outside its bounds; ``benchmarks/results/KIND/gated_delta.json`` keeps the figures.
 """
@@ -30,8 +31,9 @@ from benchmarks.bounds import Bound, conclude, parse
 from benchmarks.ranks import run_ranks
 from longctx.batch import PackedDocuments
 from longctx.kernels.attention.contract import Scores
+from longctx.kernels.gated_delta.call import Options
 from longctx.kernels.gated_delta.front import Tokens, Weights
-from longctx.kernels.gated_delta.rule import Options, gated_delta
+from longctx.kernels.gated_delta.rule import gated_delta
 from longctx.kernels.linear_attention import Segments
 from longctx.model.attention.core import AttentionShapes
 from parallel.attention.gated_delta import ContextParallelGatedDelta
@@ -43,13 +45,13 @@ from parallel.schedule.states import StatePlan
 KEY_HEADS, DIM, CONV, ROUNDS = 4, 128, 4, 3
 LAYERS = {"gated_delta": (2048, 8192), "kda": (2048,)}
 """Tokens. transformers' Kimi Linear forms the decays of all pairs in a chunk, channel by channel."""
-RANK_TOKENS = 8192
+RANK_TOKENS, RANK_HEADS = 8192, 16
 TIME_BOUND, SCALING_BOUND = 0.6, 0.9
 
 
-def problem(kind: str, tokens: int) -> tuple[Tokens, Weights, Tensor]:
+def problem(kind: str, tokens: int, K: int = KEY_HEADS) -> tuple[Tokens, Weights, Tensor]:
     """Inputs as leaves, and the output's gradient."""
-    K, D = KEY_HEADS, DIM
+    D = DIM
     G, X = (1, D) if kind == "kda" else (2, 1)
     generator = torch.Generator().manual_seed(0)
 
@@ -115,13 +117,13 @@ def measure_layer(kind: str, tokens: int, rounds: int) -> dict[str, Any]:
 def on_rank(tokens: int, context: int, rounds: int) -> dict[str, Any]:
     """Wall seconds of a rank's layer, and the bytes that it sends in forward and backward."""
     mesh = Mesh.build(context=context)
-    given, weights, dout = problem("gated_delta", tokens)
+    given, weights, dout = problem("gated_delta", tokens, RANK_HEADS)
     layout = SequenceLayout.build("contiguous", tokens, mesh.context)
     values = torch.cat((given.v_BtKGV.flatten(3), given.a_BtKGX.flatten(3), given.b_BtKG), -1)
     q, k, v = (
         layout.split(x.detach(), mesh.context_rank, 1).requires_grad_() for x in (given.q_BtKD, given.k_BtKD, values)
     )
-    mine = layout.split(dout.detach(), mesh.context_rank, 1).unflatten(2, (KEY_HEADS, -1)).flatten(3)
+    mine = layout.split(dout.detach(), mesh.context_rank, 1).unflatten(2, (RANK_HEADS, -1)).flatten(3)
     shapes = AttentionShapes.of(q, k, v, Scores(scale=1.0))
     plan = StatesOfBatch.build(StatePlan.build(layout), mesh, shapes, what="gated delta rule")
     core = ContextParallelGatedDelta(mesh, "contiguous")
@@ -148,8 +150,8 @@ def measure_ranks(tokens: int, rounds: int) -> dict[str, Any]:
     ranks = run_ranks(on_rank, 2, tokens, 2, rounds)
     slowest = max(rank["seconds"] for rank in ranks)
     # A pair (U, M) a value head and the last tokens, forward and backward.
-    states = 2 * KEY_HEADS * DIM * (DIM + DIM)
-    wanted = 2 * 4 * (states + (CONV - 1) * KEY_HEADS * 4 * DIM)
+    states = 2 * RANK_HEADS * DIM * (DIM + DIM)
+    wanted = 2 * 4 * (states + (CONV - 1) * RANK_HEADS * 4 * DIM)
     row = {"case": "ranks", "tokens": tokens, "alone": alone, "apart": apart, "two": slowest}
     row |= {"of_one": alone / (2 * slowest), "scaling": apart / slowest}
     row |= {"bytes": ranks[0]["bytes"], "bytes_computed": wanted}

@@ -20,7 +20,7 @@ from longctx.architecture.mixers.softmax import Softmax
 from longctx.architecture.rules import GATED
 from longctx.config import ModelConfig
 from longctx.kernels.cross_entropy import TILE_ELEMENTS, tokens_of_chunk
-from longctx.kernels.gated_delta.rule import BLOCK_CHUNKS, CHUNK
+from longctx.kernels.gated_delta.call import BLOCK_CHUNKS, CHUNK
 
 _FLOAT32 = 4
 _LOGSUMEXP = 8

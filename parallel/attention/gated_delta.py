@@ -22,8 +22,9 @@ from torch import Tensor
 
 from longctx.kernels.attention.contract import Scores
 from longctx.kernels.devices import on_cpu
+from longctx.kernels.gated_delta.call import Carried, Options
 from longctx.kernels.gated_delta.front import Weights
-from longctx.kernels.gated_delta.rule import Carried, Options, gated_delta
+from longctx.kernels.gated_delta.rule import gated_delta
 from longctx.model.attention.cache import LayerCache
 from longctx.model.attention.core import check_no_gradient
 from longctx.model.mixers.gated_delta import LocalDeltaPlan, LocalGatedDelta, as_tokens
@@ -179,7 +180,7 @@ class _ByGroup:
 
 @dataclass(frozen=True)
 class _OneGroup:
-    """One group's part (``longctx.kernels.gated_delta.rule.Saved``)."""
+    """One group's part (``longctx.kernels.gated_delta.call.Saved``)."""
 
     results: list[tuple[Tensor, ...]]
     group: int

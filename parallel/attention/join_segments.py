@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
-from longctx.kernels.gated_delta.rule import Carried
+from longctx.kernels.gated_delta.call import Carried
 from parallel.attention.gather_states import start_gather
 from parallel.mesh import Mesh
 from parallel.runtime.spans import DOING
@@ -27,7 +27,7 @@ from parallel.schedule.states import Open, StatePlan
 
 @dataclass(frozen=True)
 class JoinSegments:
-    """The exchange among a context group (``longctx.kernels.gated_delta.rule.SegmentExchange``)."""
+    """The exchange among a context group (``longctx.kernels.gated_delta.call.SegmentExchange``)."""
 
     mesh: Mesh
     plan: StatePlan

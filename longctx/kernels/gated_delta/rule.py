@@ -22,79 +22,18 @@ N chunks of a block, W columns of a state.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from typing import Any, NamedTuple, Protocol
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
-from longctx.errors import ConfigError
-from longctx.kernels.dtypes import accumulate_dtype
+from longctx.kernels.gated_delta.call import Call, Carried, InputGradients, Options, check
 from longctx.kernels.gated_delta.chunks import Chunked, fold, prepare, unfold
-from longctx.kernels.gated_delta.front import Tokens, Weights, activate
-from longctx.kernels.gated_delta.spans import Block, Cut, Span, cut_spans
-from longctx.kernels.linear_attention import Segments
-
-CHUNK = 64
-"""Tokens of a chunk: the work inside chunks grows with it, the number of steps from state to state shrinks."""
-
-BLOCK_CHUNKS = 8
-"""Chunks whose factors are computed together."""
-
-
-class SegmentExchange(Protocol):
-    """Joins the segments of a document over devices. Each method starts at once; its result waits for the others."""
-
-    def rows(self, tails_sBRKC: Tensor) -> Callable[[], Tensor]:
-        """Return the R tokens before each segment that takes, from the last R of each that gives; 0 for none."""
-        ...
-
-    def rows_back(self, dbefore_sBRKC: Tensor) -> Callable[[], Tensor]:
-        """Return the gradients of what ``rows`` was given, from those of its result."""
-        ...
-
-    def states(self, pairs_sBHDW: Tensor) -> Callable[[], Tensor]:
-        """Return the states [s, B, H, D, V] that enter segments, from U and M beside each other of those that give."""
-        ...
-
-    def states_back(self, pairs_sBHDW: Tensor) -> Callable[[], Tensor]:
-        """Return the gradients of the states that left segments, from U′ and Mᵀ of those that took one."""
-        ...
-
-
-class Saved(Protocol):
-    """Keeps results of a layer that is computed a second time."""
-
-    def load(self) -> tuple[Tensor, ...] | None:
-        """Return what the first run saved; None in the first run."""
-        ...
-
-    def save(self, *tensors: Tensor) -> None:
-        """Keep these for the second run."""
-        ...
-
-
-class Carried(NamedTuple):
-    """What precedes the segments that take a state."""
-
-    states_sBHDV: Tensor
-    before_sBRKC: Tensor
-
-
-@dataclass(frozen=True, kw_only=True)
-class Options:
-    """Arguments of a call that are no tensors."""
-
-    segments: Segments
-    beta_scale: float = 1.0
-    """Factor s of β."""
-    exchange: SegmentExchange | None = None
-    saved: Saved | None = None
-    """If the layer is computed a second time, that run takes this one's results and exchanges nothing."""
-    chunk: int = CHUNK
-    block_chunks: int = BLOCK_CHUNKS
+from longctx.kernels.gated_delta.front import Tokens, Weights
+from longctx.kernels.gated_delta.library import gated_delta_by, library_for
+from longctx.kernels.gated_delta.spans import Block, Span
 
 
 def gated_delta(
@@ -106,111 +45,12 @@ def gated_delta(
     exchange; other documents begin at 0. Decays, states and products are float32 (float64 for float64 inputs).
     Everything is differentiable, but for states beside an exchange. ConfigError if sizes do not fit.
     """
-    _check(tokens, weights, options, carried)
+    check(tokens, weights, options, carried)
+    library = library_for(tokens, options)
+    if library is not None:
+        return gated_delta_by(library, tokens, weights, options, carried)
     states, before = carried or (None, None)
     return _GatedDelta.apply(options, states, before, *(tokens + weights))
-
-
-def _check(tokens: Tokens, weights: Weights, options: Options, carried: Carried | None) -> None:
-    q, v, a = tokens.q_BtKD, tokens.v_BtKGV, tokens.a_BtKGX
-    B, t, K, D = q.shape
-    G, V = v.shape[3:]
-    sizes = {
-        "k": (tokens.k_BtKD, (B, t, K, D)),
-        "v": (v, (B, t, K, G, V)),
-        "a": (a, (B, t, K, G, a.shape[-1])),
-        "b": (tokens.b_BtKG, (B, t, K, G)),
-        "conv": (weights.conv_KCR, (K, 2 * D + G * V, weights.conv_KCR.shape[-1])),
-        "log_rate": (weights.log_rate_KG, (K, G)),
-        "rate_bias": (weights.rate_bias_KGX, (K, G, a.shape[-1])),
-    }
-    if carried is not None:
-        takes, reach = len(options.segments.takes), weights.conv_KCR.shape[-1] - 1
-        sizes["carried states"] = (carried.states_sBHDV, (takes, B, K * G, D, V))
-        sizes["carried rows"] = (carried.before_sBRKC, (takes, B, reach, K, 2 * D + G * V))
-    for name, (tensor, shape) in sizes.items():
-        if tuple(tensor.shape) != shape:
-            raise ConfigError(f"gated delta rule: {name} has shape {tuple(tensor.shape)}; it needs {shape}.")
-    if a.shape[-1] not in (1, D):
-        raise ConfigError(f"gated delta rule: a has {a.shape[-1]} decays a head; it needs 1, or {D} (one a channel).")
-    if options.segments.documents.num_tokens != t:
-        raise ConfigError(f"{t} tokens are not the {options.segments.documents.num_tokens} of the segments.")
-
-
-@dataclass(eq=False)
-class _Call:
-    """What forward and backward of one call share."""
-
-    tokens: Tokens
-    weights: Weights
-    options: Options
-    spans: Sequence[Span] = field(init=False)
-
-    def __post_init__(self) -> None:
-        options = self.options
-        cut = Cut(options.chunk, options.block_chunks, self.reach)
-        self.spans = cut_spans(options.segments, cut, self.tokens.q_BtKD.device)
-        self.dtype = accumulate_dtype(self.tokens.v_BtKGV.dtype)
-
-    @classmethod
-    def of(cls, tensors: Sequence[Tensor], options: Options) -> _Call:
-        """Return the call with the fields of ``Tokens`` and ``Weights``, one after the other."""
-        return cls(Tokens._make(tensors[:5]), Weights._make(tensors[5:]), options)
-
-    @property
-    def reach(self) -> int:
-        return self.weights.conv_KCR.shape[-1] - 1
-
-    @property
-    def blocks(self) -> list[Block]:
-        return [block for span in self.spans for block in span.blocks]
-
-    @property
-    def sizes(self) -> tuple[int, int, int]:
-        """B·H, D and V."""
-        B, _, K, G, V = self.tokens.v_BtKGV.shape
-        return B * K * G, self.tokens.q_BtKD.shape[-1], V
-
-    def zeros(self, shape: Sequence[int]) -> Tensor:
-        return self.tokens.q_BtKD.new_zeros(shape, dtype=self.dtype)
-
-    def zero_state(self) -> Tensor:
-        return self.zeros(self.sizes)
-
-    def zero_maps(self, count: int, columns: int) -> Tensor:
-        """Return states or maps [count, B·H, D, columns], 0."""
-        BH, D, _ = self.sizes
-        return self.zeros((count, BH, D, columns))
-
-    def by_batch(self, states: Tensor) -> Tensor:
-        """Return [s, B·H, …] as [s, B, H, …]."""
-        return states.unflatten(1, (self.tokens.q_BtKD.shape[0], -1))
-
-    def zero_rows(self, count: int) -> Tensor:
-        """Return channels of R tokens [count, B, R, K, C], 0."""
-        K, C, _ = self.weights.conv_KCR.shape
-        return self.zeros((count, self.tokens.q_BtKD.shape[0], self.reach, K, C))
-
-    def tail(self, segment: int) -> slice:
-        """Return the tokens of a segment that the convolution of later ones may read."""
-        rows = self.options.segments.rows(segment)
-        return slice(max(rows.start, rows.stop - self.reach), rows.stop)
-
-    def before(self, block: Block, entering_BRKC: Tensor | None) -> Tensor:
-        """Return the channels of the R tokens before a block, of which ``entering_BRKC`` precede its span."""
-        start, n = block.rows.start, block.num_before
-        own = self.tokens.channels(slice(start - n, start)).to(self.dtype)
-        if n == self.reach:
-            return own
-        if entering_BRKC is None:
-            return functional.pad(own, (0, 0) * 2 + (self.reach - n, 0))
-        return torch.cat((entering_BRKC[:, n:], own), 1)
-
-    def factors(self, block: Block, entering_BRKC: Tensor | None) -> Chunked:
-        """Return the factors of a block, not differentiable."""
-        before, tokens = self.before(block, entering_BRKC), self.tokens.rows(block.rows)
-        activated = activate(before, tokens, self.weights, block, self.options.beta_scale)
-        return prepare(activated, block, self.options.chunk)
 
 
 class _GatedDelta(torch.autograd.Function):
@@ -226,7 +66,7 @@ class _GatedDelta(torch.autograd.Function):
         if options.saved is not None:
             results = options.saved.load()
         if results is None:
-            results = _run_forward(_Call.of(tensors, options), states, before)
+            results = _run_forward(Call.of(tensors, options), states, before)
             if options.saved is not None:
                 options.saved.save(*results)
         out, given, before, starts, maps = results
@@ -240,18 +80,16 @@ class _GatedDelta(torch.autograd.Function):
         # Asked for once: a layer that is computed again hands them out as it makes them.
         saved = ctx.saved_tensors
         before, starts, maps = saved[:3]
-        call = _Call.of(saved[3:], ctx.options)
+        call = Call.of(saved[3:], ctx.options)
         run = _Backward(call, before, dict(zip(call.blocks, starts, strict=True)), maps, dout)
         run(dgiven.flatten(1, 2))
         gradients: list[Tensor | None] = [None]
-        for dtype, gradient in zip(ctx.carried_dtypes, (call.by_batch(run.dtaken), run.dbefore), strict=True):
+        for dtype, gradient in zip(ctx.carried_dtypes, (call.by_batch(run.dtaken), run.inputs.dbefore), strict=True):
             gradients.append(None if dtype is None else gradient.to(dtype))
-        gradients.extend(run.dtokens)
-        gradients.extend(total.to(x.dtype) for total, x in zip(run.dweights, call.weights, strict=True))
-        return tuple(gradients)
+        return (*gradients, *run.inputs.results())
 
 
-def _run_forward(call: _Call, states: Tensor | None, before: Tensor | None) -> tuple[Tensor, ...]:
+def _run_forward(call: Call, states: Tensor | None, before: Tensor | None) -> tuple[Tensor, ...]:
     """Return output, given states, and what backward needs beside the inputs."""
     run = _Forward(call, states, before)
     run()
@@ -264,7 +102,7 @@ def _run_forward(call: _Call, states: Tensor | None, before: Tensor | None) -> t
 class _Forward:
     """A forward pass: what needs nothing of other devices, the exchange, then what does."""
 
-    def __init__(self, call: _Call, states: Tensor | None, before: Tensor | None) -> None:
+    def __init__(self, call: Call, states: Tensor | None, before: Tensor | None) -> None:
         self.call, self.carried = call, states
         _, D, V = call.sizes
         segments = call.options.segments
@@ -281,7 +119,7 @@ class _Forward:
         call, exchange = self.call, self.call.options.exchange
         arriving = None
         if exchange is not None:
-            arriving = exchange.rows(self._tails())
+            arriving = exchange.rows(call.tails())
         # Whole documents and first segments meanwhile: what they give is final.
         waiting = [span for span in call.spans if span.takes is not None]
         for span in call.spans:
@@ -300,23 +138,14 @@ class _Forward:
             assert span.takes is not None
             self._finish(span, taken[span.takes].flatten(0, 1).to(call.dtype))
 
-    def _tails(self) -> Tensor:
-        """Return the last tokens of each segment that gives, the newest last, 0 in front of short ones."""
-        call = self.call
-        tails = call.zero_rows(len(call.options.segments.gives))
-        for tail, segment in zip(tails, call.options.segments.gives, strict=True):
-            rows = call.tail(segment)
-            tail[:, call.reach - (rows.stop - rows.start) :] = call.tokens.channels(rows)
-        return tails
-
-    def _entering(self, span: Span) -> Tensor | None:
-        return None if span.takes is None else self.before[span.takes]
+    def _factors(self, span: Span, block: Block) -> Chunked:
+        return _factors(self.call, block, None if span.takes is None else self.before[span.takes])
 
     def _finish(self, span: Span, state: Tensor) -> None:
         """Compute a span's output from the state that enters it, and the state that leaves it."""
         for block in span.blocks:
             self.starts[block] = state
-            factors = self.call.factors(block, self._entering(span))
+            factors = self._factors(span, block)
             states, written, state = _advance(factors, state)
             out = factors.p_NBKGCC @ written + factors.q_NBKGCD @ states
             self.out[:, block.rows] = unfold(out, block.rows.stop - block.rows.start)
@@ -332,7 +161,7 @@ class _Forward:
         # The identity beside a state of 0: its columns become M, those of the state U.
         state[..., V:] = torch.eye(D, dtype=state.dtype, device=state.device)
         for block in span.blocks:
-            state = _advance(self.call.factors(block, self._entering(span)), state)[2]
+            state = _advance(self._factors(span, block), state)[2]
         self.given[span.gives], self.maps[span.gives] = state.split((V, D), -1)
 
 
@@ -340,15 +169,13 @@ class _Backward:
     """A backward pass in the opposite order: what no later segment reads, the exchange, then what one reads."""
 
     def __init__(
-        self, call: _Call, before_sBRKC: Tensor, starts: dict[Block, Tensor], maps: Tensor, dout_BtHV: Tensor
+        self, call: Call, before_sBRKC: Tensor, starts: dict[Block, Tensor], maps: Tensor, dout_BtHV: Tensor
     ) -> None:
-        self.call, self.before, self.starts, self.maps = call, before_sBRKC, starts, maps
+        self.call, self.starts, self.maps = call, starts, maps
+        self.inputs = InputGradients(call, before_sBRKC)
         self.dout = dout_BtHV.unflatten(2, call.tokens.v_BtKGV.shape[2:4])
         _, D, V = call.sizes
         num_takes = len(call.options.segments.takes)
-        self.dtokens = Tokens._make(map(torch.zeros_like, call.tokens))
-        self.dweights = [torch.zeros_like(x, dtype=call.dtype) for x in call.weights]
-        self.dbefore = call.zero_rows(num_takes)
         self.dtaken = call.zero_maps(num_takes, V)
         self.back_maps = call.zero_maps(num_takes, D)
 
@@ -367,37 +194,17 @@ class _Backward:
         for span in waiting:
             self._finish(span, dgiven[span.gives].to(call.dtype))
         if exchange is not None:
-            dtails = exchange.rows_back(self.dbefore)()
-            for dtail, segment in zip(dtails, call.options.segments.gives, strict=True):
-                rows = call.tail(segment)
-                self._add_channels(rows, dtail[:, call.reach - (rows.stop - rows.start) :])
+            self.inputs.add_tails(exchange.rows_back(self.inputs.dbefore)())
 
     def _finish(self, span: Span, dstate: Tensor) -> None:
         """Compute a span's gradients from that of the state that leaves it, and that of the state that enters it."""
-        call, entering = self.call, None
-        if span.takes is not None:
-            entering = self.before[span.takes]
         # From the last block on: each is given the gradient of the state that it left.
         for block in reversed(span.blocks):
-            before = call.before(block, entering).requires_grad_()
-            tokens, weights = Tokens._make(_leaves(call.tokens.rows(block.rows))), Weights._make(_leaves(call.weights))
+            part = self.inputs.activate(span, block)
             with torch.enable_grad():
-                activated = activate(before, tokens, weights, block, call.options.beta_scale)
-                factors = prepare(activated, block, call.options.chunk)
+                factors = prepare(part.activated, block, self.call.options.chunk)
             dfactors, dstate = _retreat(factors, self.starts[block], self._dout(block), dstate)
-            inputs = [before]
-            inputs.extend(tokens + weights)
-            found = torch.autograd.grad(factors, inputs, dfactors)
-            dbefore = found[0]
-            for total, part in zip(self.dtokens, found[1:6], strict=True):
-                total[:, block.rows] += part
-            for total, part in zip(self.dweights, found[6:], strict=True):
-                total += part
-            # The first tokens of a block reach into the one before it, or into another device's.
-            missing, start = call.reach - block.num_before, block.rows.start
-            self._add_channels(slice(start - block.num_before, start), dbefore[:, missing:])
-            if span.takes is not None and missing:
-                self.dbefore[span.takes][:, block.num_before :] += dbefore[:, :missing]
+            self.inputs.add(part, factors, dfactors)
         if span.takes is not None:
             self.dtaken[span.takes] = dstate
 
@@ -407,7 +214,7 @@ class _Backward:
             return
         dstate = self.call.zero_state()
         for block in reversed(span.blocks):
-            factors = self.call.factors(block, self.before[span.takes])
+            factors = _factors(self.call, block, self.inputs.before[span.takes])
             dstate = _pull_back(factors, self._dout(block), dstate)[2]
         self.dtaken[span.takes], self.back_maps[span.takes] = dstate, self.maps[span.gives].mT
 
@@ -415,13 +222,10 @@ class _Backward:
         """Return the output's gradient in the chunks of a block, in the dtype of accumulation."""
         return fold(self.dout[:, block.rows].to(self.call.dtype), block, self.call.options.chunk)
 
-    def _add_channels(self, rows: slice, dchannels_BtKC: Tensor) -> None:
-        """Add to the gradients of the tokens that the convolution read."""
-        D = self.call.tokens.q_BtKD.shape[-1]
-        dq, dk, dv = dchannels_BtKC.split((D, D, dchannels_BtKC.shape[-1] - 2 * D), -1)
-        self.dtokens.q_BtKD[:, rows] += dq
-        self.dtokens.k_BtKD[:, rows] += dk
-        self.dtokens.v_BtKGV[:, rows] += dv.unflatten(-1, self.call.tokens.v_BtKGV.shape[3:])
+
+def _factors(call: Call, block: Block, entering_BRKC: Tensor | None) -> Chunked:
+    """Return the factors of a block, not differentiable."""
+    return prepare(call.activated(block, entering_BRKC), block, call.options.chunk)
 
 
 def _advance(factors: Chunked, state: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -477,11 +281,6 @@ def _pull_back(factors: Chunked, dout_NBKGCV: Tensor, dstate: Tensor) -> tuple[T
         dstate = torch.baddbmm(reads[n].addcmul_(dstate, total[n]), w[n].mT, dwritten[n], alpha=-1)
     heads = factors.w_NBKGCD.shape[1:4]
     return dwritten.unflatten(1, heads), after.unflatten(1, heads), dstate
-
-
-def _leaves(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """Return the tensors as leaves of a graph of their own."""
-    return [x.detach().requires_grad_() for x in tensors]
 
 
 def _by_head(factors: Sequence[Tensor]) -> list[Tensor]:

@@ -20,8 +20,9 @@ from longctx.batch import PackedDocuments
 from longctx.config import ModelConfig
 from longctx.kernels.attention.contract import Scores
 from longctx.kernels.dtypes import accumulate_dtype
+from longctx.kernels.gated_delta.call import CHUNK, Carried, Options
 from longctx.kernels.gated_delta.front import Tokens, Weights
-from longctx.kernels.gated_delta.rule import CHUNK, Carried, Options, gated_delta
+from longctx.kernels.gated_delta.rule import gated_delta
 from longctx.kernels.linear_attention import Segments
 from longctx.model.attention.cache import LayerCache
 from longctx.model.attention.core import AttentionCore, AttentionShapes

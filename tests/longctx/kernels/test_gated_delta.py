@@ -8,8 +8,9 @@ import pytest
 import torch
 
 from longctx.errors import ConfigError
+from longctx.kernels.gated_delta.call import Carried, Options
 from longctx.kernels.gated_delta.front import Tokens, Weights
-from longctx.kernels.gated_delta.rule import Carried, Options, gated_delta
+from longctx.kernels.gated_delta.rule import gated_delta
 from longctx.kernels.linear_attention import Segments
 from tests.longctx.kernels.delta_oracle import make, plain
 

@@ -8,13 +8,16 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from longctx.kernels.gated_delta.call import Options
 from longctx.kernels.gated_delta.front import Tokens, Weights
-from longctx.kernels.gated_delta.rule import Options, gated_delta
+from longctx.kernels.gated_delta.library import gated_delta_by
+from longctx.kernels.gated_delta.rule import gated_delta
 from parallel.attention.join_segments import JoinSegments
 from parallel.layout.sequence import SequenceLayout
 from parallel.mesh import Mesh
 from parallel.schedule.states import StatePlan
 from tests.helpers import on_ranks
+from tests.longctx.kernels.delta_library import plain_rule
 from tests.longctx.kernels.delta_oracle import make, plain
 
 T = 240
@@ -34,7 +37,7 @@ def recurrence(name, X):
     return tokens, weights, want.detach(), dout, torch.autograd.grad(want, (*tokens, *weights), dout)
 
 
-def run_one(layout, name, mesh, X, chunk):
+def run_one(layout, name, mesh, X, chunk, rule=gated_delta):
     """This rank's output and gradients of tokens, all ranks' gradients of weights, and the recurrence's."""
     tokens, weights, want, dout, wanted = recurrence(name, X)
     rank = mesh.context_rank
@@ -43,7 +46,7 @@ def run_one(layout, name, mesh, X, chunk):
     states = StatePlan.build(layout, DOCUMENTS[name])
     exchange = JoinSegments(mesh, states) if mesh.context > 1 else None
     options = Options(segments=states.segments(rank), exchange=exchange, chunk=chunk, block_chunks=2)
-    out, _ = gated_delta(mine, own, options)
+    out, _ = rule(mine, own, options)
     got = list(torch.autograd.grad(out, (*mine, *own), layout.split(dout, rank, 1)))
     if mesh.context > 1:
         for x in got[5:]:
@@ -66,3 +69,16 @@ def test_every_layout_and_packing_is_the_recurrence():
                 for n, (a, b) in enumerate(zip(got, want, strict=True)):
                     error = ((a - b).norm() / b.norm().clamp(min=1e-6)).item()
                     assert error <= 1e-10, f"{where}, tensor {n}: {error}"
+
+
+@pytest.mark.parametrize("world_size", [2, *(pytest.param(n, marks=pytest.mark.slow) for n in (3, 4))])
+@on_ranks("world_size")
+def test_by_a_library_as_well():
+    """All ranks compute at once: what enters a segment costs a product behind the exchange."""
+    mesh = Mesh.build(context=dist.get_world_size())
+    for kind, name, X in (("contiguous", "one", 1), ("zigzag", "packed", 6), ("balanced", "packed", 1)):
+        layout = SequenceLayout.build(kind, T, mesh.context, DOCUMENTS[name])
+        got, want = run_one(layout, name, mesh, X, 64, lambda *call: gated_delta_by(plain_rule, *call))
+        for n, (a, b) in enumerate(zip(got, want, strict=True)):
+            error = ((a - b).norm() / b.norm().clamp(min=1e-6)).item()
+            assert error <= 1e-10, f"{kind}, {name}, rank {mesh.rank}, tensor {n}: {error}"
