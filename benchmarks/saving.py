@@ -203,7 +203,13 @@ def save_ours(folder: Path, tensors: dict[str, Tensor], *, reads_back: bool = Fa
     ]
     shapes = {one.name: torch.Size([one.numel]) for one in pieces}
     contents = Contents(
-        step=1, model=ModelConfig(), shapes=shapes, dtype=torch.float32, training={}, tokenizer_files={}
+        step=1,
+        model=ModelConfig(),
+        shapes=shapes,
+        roles=dict.fromkeys(shapes, ROLES),
+        dtype=torch.float32,
+        training={},
+        tokenizer_files={},
     )
     commit(target, [WrittenFile(path.name, written.num_bytes, written.hash, where, written.block_hashes)], contents)
 

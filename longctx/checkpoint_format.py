@@ -199,7 +199,7 @@ class CheckpointReader:
 
     def _places(self, name: str, role: str, start: int, numel: int) -> list[_Place]:
         """Where the values of a range lie; CheckpointError where there are none."""
-        if role not in self._roles:
+        if role not in self._pieces[name]:
             raise CheckpointError(
                 f"{self.folder} has no {role}: it was imported, so optimiser and schedule start anew."
             )

@@ -73,11 +73,11 @@ def _check_chunks(config: RunConfig) -> None:
     if model.is_latent:
         key_heads = model.num_heads
     ulysses = config.parallel.ulysses
-    fits = [n for n in range(1, key_heads + 1) if key_heads % n == 0 and (model.num_heads // n) % ulysses == 0]
+    # As many as the query heads: groups of one key head's queries read its keys one after the other.
+    fits = [n for n in range(1, model.num_heads + 1) if model.num_heads % (n * ulysses) == 0]
+    fits = [n for n in fits if key_heads % n == 0 or n % key_heads == 0]
     if is_read(model, "global_kv_heads") and model.global_kv_heads:
-        fits = [n for n in fits if model.global_kv_heads % n == 0]
-    if is_read(model, "delta_key_heads"):
-        fits = [n for n in fits if model.delta_sizes.key_heads % n == 0]
+        fits = [n for n in fits if model.global_kv_heads % n == 0 or n % model.global_kv_heads == 0]
     if not fits:
         divisors = [n for n in range(1, model.num_heads + 1) if model.num_heads % n == 0]
         raise ConfigError(
@@ -87,8 +87,8 @@ def _check_chunks(config: RunConfig) -> None:
         )
     if train.head_groups not in fits:
         raise ConfigError(
-            f"train.head_groups={train.head_groups} must divide the {key_heads} key heads, and leave query heads of a "
-            f"group that parallel.ulysses={ulysses} divides.\n"
+            f"train.head_groups={train.head_groups} must divide the {key_heads} key heads, or cut the query heads of "
+            f"each evenly, and leave query heads of a group that parallel.ulysses={ulysses} divides.\n"
             f"Try train.head_groups={nearest(train.head_groups, fits)} (any of {fits})."
         )
 

@@ -154,6 +154,10 @@ def fixed_differences(theirs: ModelConfig, ours: ModelConfig) -> dict[str, tuple
             values = getattr(theirs.rope, name), getattr(ours.rope, name)
             if values[0] != values[1]:
                 fixed[f"rope.{name}"] = values
+        # Of a proportional rope the share of channels that is rotary is another one.
+        kinds = theirs.rope.kind, ours.rope.kind
+        if ours.rope.partial != 1 and (kinds[0] == "proportional") != (kinds[1] == "proportional"):
+            fixed["rope.kind"] = kinds
     # A table of learned positions is a weight, as long as the positions.
     if ours.position == "learned" and theirs.max_positions != ours.max_positions:
         fixed["max_positions"] = theirs.max_positions, ours.max_positions

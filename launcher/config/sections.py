@@ -237,8 +237,9 @@ class TrainSection:
     many groups of heads as it takes.
     """
     head_groups: int = 1
-    """With train.chunk_tokens, key heads go through attention in so many groups, one after another: so much less of
-    queries, keys and values is on the device at once. Divides the key heads."""
+    """With train.chunk_tokens, heads go through attention in so many groups, one after another: so much less of
+    queries, keys and values is on the device at once. Divides the key heads, or is a multiple of them that divides the
+    query heads. Layers of fewer heads have as many groups as divide both."""
     recompute_experts: Literal["none", "activation", "all"] = "activation"
     """What backward recomputes of the experts: nothing, the activation between their two products, or all but their
     input tokens (which are then dispatched once more where experts are on other ranks). With train.keep other than

@@ -13,7 +13,7 @@ from launcher.config.resolved import ResolvedConfig
 from launcher.plan.encoder import encoder_run, num_source_tokens
 from launcher.plan.parameters import num_layer_parameters
 from launcher.plan.workspace import BackwardCall, backward_workspace, expected_kernel
-from longctx.architecture.layers import layer_specs
+from longctx.architecture.layers import groups_of, layer_specs
 from longctx.architecture.mixers.gated_delta import GatedDelta, KimiDelta
 from longctx.architecture.mixers.mixer import Mixer
 from longctx.architecture.mixers.softmax import Softmax
@@ -21,6 +21,7 @@ from longctx.architecture.rules import GATED
 from longctx.config import ModelConfig
 from longctx.kernels.cross_entropy import TILE_ELEMENTS, tokens_of_chunk
 from longctx.kernels.gated_delta.call import BLOCK_CHUNKS, CHUNK
+from longctx.model.chunks.head import ROWS_OF_SUMS
 
 _FLOAT32 = 4
 _LOGSUMEXP = 8
@@ -88,6 +89,12 @@ class _CoreBytes(NamedTuple):
     """What else the core keeps: log-sum-exps, or a share of the states."""
     behind: int = 0
     """What the way from the result to the output projection saves."""
+
+    def of_group(self, of_heads: int, of_keys: int) -> _CoreBytes:
+        """Return those of one of so many groups of query heads, and of key heads."""
+        return _CoreBytes(
+            self.q // of_heads, self.kv // of_keys, self.out // of_heads, self.lse // of_heads, self.behind // of_heads
+        )
 
 
 def _around_delta(model: ModelConfig, mixer: Mixer, width: int) -> _CoreBytes:
@@ -177,6 +184,8 @@ class _TokenBytes:
         if model.qk_norm != "none":
             # Of keys and values the keys.
             saved += core.q + core.kv * model.head_dim // (model.head_dim + model.value_dim)
+        if model.v_norm:
+            saved += core.kv // 2
         if model.is_latent:
             saved += 2 * (model.q_lora_rank + model.kv_lora_rank) * self.width + model.rope_head_dim * self.width
         return saved
@@ -214,7 +223,9 @@ class _Layers(_TokenBytes):
         """The sums."""
         model, train = self.model, self.config.train
         layers = [self.kept_of(layer) for layer in range(model.depth)]
-        head = (1 + model.mtp_layers) * model.vocab_size * model.embedding_dim * _FLOAT32
+        heads, weights = 1 + model.mtp_layers, model.vocab_size * model.embedding_dim
+        by_rows = sums_head_by_rows(self.config, model)
+        head = 0 if by_rows else heads * weights * _FLOAT32
         # Rotary tables, ids, positions.
         shared = self.tokens * (model.head_dim * _FLOAT32 + 64)
         if model.num_experts:
@@ -224,7 +235,7 @@ class _Layers(_TokenBytes):
         if self.chunked:
             # The gradient takes the place of the last layer's output.
             last = 0
-        on_device, on_host, on_disk, stream = _places(self, layers, _kept_ahead(self))
+        on_device, on_host, on_disk, stream = _places(self, layers, _kept_ahead(self) + by_rows * heads * self.x)
         kept = self.tokens * (sum(on_device) + last + stream) + head + shared
         # In backward of the last layer the head's gradient and the last norm's input are gone.
         below = self.tokens * sum(on_device) + shared
@@ -233,6 +244,10 @@ class _Layers(_TokenBytes):
         if train.store == "host" and not self.chunked and len(layers) > 1:
             below += self.tokens * layers[-2]
         peaks = [kept + loss_bytes(self.config, self.tokens, self.device_type)]
+        if by_rows:
+            # The gradient in the weight's dtype, one more that it is added to, and a sum of rows with their logits.
+            rows = self._chunk() * ROWS_OF_SUMS // model.embedding_dim
+            peaks.append(kept + min(2, heads) * weights * self.width + (ROWS_OF_SUMS + 2 * rows) * _FLOAT32)
         peaks += [below + point for layer in _of_each_kind(self) for point in self.points(layer)]
         return Activations(
             kept=kept,
@@ -294,13 +309,13 @@ class _Layers(_TokenBytes):
         shared = 5 * model.shared_ffn_size * width * tokens
         return max(of_tile, shared) + sums + weights * bytes_of_weights
 
-    def _core_backward(self, layer: int) -> int:
+    def _core_backward(self, layer: int, groups: tuple[int, int] = (1, 1)) -> int:
         """Bytes of a core's backward, queries, keys and values with it, but not the kept output.
 
-        Factors are those that traces of the ring have: a rank in its middle has more keys under way, the last one more
-        queries at once.
+        ``groups`` are those that queries, and keys, go through it in. Factors are those that traces of the ring have: a
+        rank in its middle has more keys under way, the last one more queries at once.
         """
-        core = self.core(layer)
+        core = self.core(layer).of_group(*groups)
         if self.is_delta(layer):
             # Inputs, their gradients and the output's; what a block computes anew does not grow with the tokens.
             return 2 * (core.q + core.kv + core.out)
@@ -308,14 +323,14 @@ class _Layers(_TokenBytes):
         padded = 0
         if model.value_dim != model.head_dim:
             # Values, their gradients, and attention's output and its gradient, as wide as queries.
-            padded = 2 * model.num_kv_heads * model.head_dim * self.width + core.q
+            padded = 2 * model.num_kv_heads * model.head_dim * self.width // groups[1] + core.q
         if self.ring == 1 and self.device_type == "cpu":
             # Block by block; gradients in float32, then as they are handed on.
             grads = (core.q + keys) * _FLOAT32 // self.width
             if self.width < _FLOAT32:
                 grads += core.q + keys
             return core.q + keys + core.out + grads + padded
-        within = _within_kernel(self) + padded
+        within = _within_kernel(self, layer, groups) + padded
         if self.ring == 1:
             return max(5 * heads // 2 + 4 * keys + padded, within)
         if self.config.parallel.transport == "all_gather":
@@ -324,26 +339,45 @@ class _Layers(_TokenBytes):
         return max(max(11 * heads // 4 + 12 * keys, 7 * heads // 2 + 17 * keys // 2) + padded, within)
 
     def _ffn_of_chunk(self, layer: int) -> int:
-        chunk = min(self.config.train.chunk_tokens, self.tokens)
+        chunk = self._chunk()
         core = self.core(layer)
         saved = 6 * self.x + self.before_core(layer) + core.out + core.behind
         # The input's gradient takes the place of the output's, chunk by chunk.
         ffn = 2 * chunk * saved + self._ffn(layer, chunk) + self._stored(self.x + core.out)
         return ffn + _weight_sums(self, layer)
 
+    def _chunk(self) -> int:
+        return min(self.config.train.chunk_tokens, self.tokens)
+
     def _attention_by_groups(self, layer: int) -> int:
         # The next group's are on their way, or this one's are where they are stored.
         core = self.core(layer)
         passed = core.q + core.kv + core.out
-        arriving = passed + core.out + core.lse
+        groups = self._groups(layer)
+        one = core.of_group(*groups)
+        arriving = one.q + one.kv + 2 * one.out + one.lse
         if self.config.train.store == "device":
-            arriving = -passed
-        of_group = self.tokens * (arriving + self._core_backward(layer)) // self.config.train.head_groups
+            arriving = -(one.q + one.kv + one.out)
+        if groups[0] > groups[1]:
+            # The gradients of keys and values that several groups read, in float32.
+            arriving += one.kv * _FLOAT32 // self.width
+        of_group = self.tokens * (arriving + self._core_backward(layer, groups))
         stored = self._stored(self.x + passed)
         if self.config.train.store == "host" and self.device_type == "cpu":
             # The machine's memory, too, is the device's.
             stored = self.tokens * passed
         return of_group + stored + _weight_sums(self, layer)
+
+    def _groups(self, layer: int) -> tuple[int, int]:
+        """The groups that a layer's query heads, and its key heads, go through its core in."""
+        mixer, wanted = layer_specs(self.model)[layer].mixer, self.config.train.head_groups
+        if isinstance(mixer, GatedDelta):
+            one = groups_of(self.model.delta_sizes.key_heads, wanted)
+            return one, one
+        key_heads = mixer.key_heads(self.model).num_heads
+        if self.model.is_latent:
+            key_heads = self.model.num_heads
+        return groups_of(self.model.num_heads, wanted), groups_of(key_heads, wanted)
 
     def _stored(self, per_token: int) -> int:
         """What passes between a layer's parts, where the device is the store."""
@@ -388,27 +422,37 @@ def _places(layers: _Layers, kept: list[int], ahead: int = 0) -> tuple[list[int]
     return list(kept), 0, 0, layers.x + ahead
 
 
-def _within_kernel(layers: _Layers) -> int:
+def _within_kernel(layers: _Layers, layer: int, groups: tuple[int, int]) -> int:
     """Return bytes a token that are held while the kernel's backward runs in a layer.
 
     Gradients lie beside queries, keys and values; the kept output does not count, and the workspace comes on top.
     """
-    model = layers.model
-    held = 2 * (layers.q + layers.kv) + layers.out + layers.lse // 2
+    model, mixer = layers.model, layer_specs(layers.model)[layer].mixer
+    core = layers.core(layer).of_group(*groups)
+    held = 2 * (core.q + core.kv) + core.out + core.lse // 2
     if layers.ring > 1:
         # Sums over hops in float32, and the keys and values of the next hop.
-        held += (layers.q + layers.kv) * _FLOAT32 // layers.width + 2 * layers.kv
+        held += (core.q + core.kv) * _FLOAT32 // layers.width + 2 * core.kv
+    keys, value_dim = mixer.key_heads(model), model.value_dim
+    if isinstance(mixer, Softmax) and mixer.has_own_heads:
+        value_dim = keys.head_dim
     call = BackwardCall(
         num_queries=layers.tokens,
         num_keys=layers.tokens,
         num_sequences=layers.num_documents,
-        num_heads=model.num_heads,
-        num_kv_heads=model.num_kv_heads,
-        head_dim=model.head_dim,
-        value_dim=model.value_dim,
+        num_heads=model.num_heads // groups[0],
+        num_kv_heads=keys.num_heads // groups[1],
+        head_dim=keys.head_dim,
+        value_dim=value_dim,
         itemsize=layers.width,
     )
     return held + backward_workspace(expected_kernel(layers.config), call) // layers.tokens
+
+
+def sums_head_by_rows(config: ResolvedConfig, model: ModelConfig) -> bool:
+    """Whether the gradient of the head's weight is summed some rows at a time, whose logits are computed again."""
+    is_large = model.vocab_size * model.embedding_dim > ROWS_OF_SUMS
+    return bool(config.train.chunk_tokens) and is_large and not model.head_bias
 
 
 def loss_bytes(config: ResolvedConfig, tokens: int, device_type: str) -> int:

@@ -14,6 +14,7 @@ from functools import cache
 from torch import nn
 
 from launcher.config.resolved import ResolvedConfig
+from launcher.plan.activations import sums_head_by_rows
 from launcher.plan.encoder import num_source_tokens
 from launcher.plan.hardware import Hardware
 from launcher.plan.parameters import build_shapes, num_layer_parameters
@@ -81,11 +82,12 @@ def product_seconds(config: ResolvedConfig, tokens: int, hardware: Hardware, *, 
         total += count * _seconds(config, hardware, weight, rows, at_once, forwards)
     if not has_head:
         return total
-    # The logits and their two products back, never computed again.
+    # The logits and their two products back.
     model, rows = config.model.config(), tokens * config.head_share
     head = Weight(model.vocab_size, model.embedding_dim)
     at_once = min(rows, tokens_of_chunk(head.outer, head.inner, hardware.device_type))
-    total += (1 + model.mtp_layers) * _seconds(config, hardware, head, rows, at_once, 1)
+    forwards = 1 + sums_head_by_rows(config, model)
+    total += (1 + model.mtp_layers) * _seconds(config, hardware, head, rows, at_once, forwards)
     for weight, share in narrow_products(model, config.head_share).items():
         total += _seconds(config, hardware, weight, share * tokens, share * tokens, 1)
     return total

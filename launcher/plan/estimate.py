@@ -18,7 +18,7 @@ from launcher.plan.activations import Activations, activations
 from launcher.plan.documents import documents_of
 from launcher.plan.encoder import source_documents
 from launcher.plan.hardware import Hardware
-from launcher.plan.memory import copy_bytes, memory_of_rank
+from launcher.plan.memory import FLOAT32, copy_bytes, memory_of_rank
 from launcher.plan.parameters import build_shapes, planned_mesh
 from launcher.plan.seconds import StepSeconds, slowest, step_seconds
 from launcher.plan.world import RankKind, World, rank_kinds
@@ -277,7 +277,7 @@ def _bytes(config: ResolvedConfig, world: World, passing: Activations, hardware:
         # A CPU's memory is the machine's.
         kept, kept_on_host, process = kept + _stored_bytes(config, world, passing), 0, int(hardware.process_bytes)
         # AdamW's plain form makes its denominator in two steps, each as large as a moment.
-        updating = memory_of_rank(config, config.model.config(), world.ranks).moments
+        updating = 2 * FLOAT32 * memory_of_rank(config, config.model.config(), world.ranks).updated
     return held.in_step(
         kept=kept,
         passing=passing.passing,

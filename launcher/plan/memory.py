@@ -38,7 +38,9 @@ class Memory:
     masters: int
     """Float32 copies of weights; none where a weight is its own master."""
     moments: int
-    """AdamW's two, float32."""
+    """The optimiser's, float32: AdamW's two, Muon's one."""
+    updated: int
+    """Values whose masters this rank updates."""
     activations: int
     """What one micro-batch's forward pass saves for its backward pass."""
     disk: int
@@ -154,6 +156,7 @@ def memory_of_rank(config: ResolvedConfig, model: ModelConfig, world_size: int) 
         gradients=gradients,
         masters=masters,
         moments=moments,
+        updated=part,
         disk=on_disk,
         kept_on_disk=kept_on_disk,
         buffers=buffers,

@@ -247,7 +247,8 @@ def _ways(config: RunConfig, device_type: str) -> Iterator[tuple[str, str, int, 
         yield keep, store, 0, 1
     if config.train.store_path:
         stores.append("disk")
-    groups = [n for n in (1, 2, 4, 8, 16) if config.model.num_kv_heads % n == 0]
+    key_heads = config.model.num_kv_heads
+    groups = [n for n in (1, 2, 4, 8, 16) if key_heads % n == 0 or n % key_heads == config.model.num_heads % n == 0]
     for chunk_tokens, num_groups in product((16384, 8192, 4096, 2048), groups):
         for keep, store in product(("attention", "inputs"), stores):
             yield keep, store, chunk_tokens, num_groups

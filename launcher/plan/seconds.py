@@ -273,8 +273,11 @@ def _zero_seconds(config: ResolvedConfig, world: World, micro_batches: int, hard
 
 
 def _optimizer_seconds(config: ResolvedConfig, memory: Memory, hardware: Hardware) -> float:
-    """AdamW reads master, both moments and gradient, and writes all but the last, and the weight."""
-    values = memory.moments / (2 * _FLOAT32)
+    """AdamW reads master, both moments and gradient, and writes all but the last, and the weight.
+
+    Muon has a moment less and reads as much again for its products, whose own time is not counted.
+    """
+    values = memory.updated
     bandwidth = hardware.memory_bandwidth.at(config.train.dtype, bytes=max(1.0, values * _FLOAT32))
     seconds = 0.0
     if config.zero.offload != "none":

@@ -69,7 +69,8 @@ class Alone:
             gradients = {name: _gradient(master).clone().flatten() for name, master in self.masters.items()}
             # The optimiser's step with the run's gradients.
             for name, master in self.masters.items():
-                master.grad = theirs.gradients[name].to(master).view_as(master)
+                # A copy, in whose place Muon computes its update.
+                master.grad = theirs.gradients[name].to(master, copy=True).view_as(master)
             self.optimizer.step()
             self.optimizer.zero_grad()
             if counts_LE is not None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import time
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -36,7 +37,8 @@ class Probe:
     def look(self) -> dict[str, Leaks]:
         """Return what leaks into likelihoods of tokens, and into losses of documents in training. Collective.
 
-        With an encoder also what leaks of a source into losses of other documents.
+        With blocks for multi-token prediction also into theirs, and with an encoder what leaks of a source into losses
+        of other documents.
         """
         tokens, documents, source = self.stream.tokens, self.stream.document_ids, self.stream.source
         vocab_size = self.config.model.vocab_size
@@ -44,6 +46,9 @@ class Probe:
             "likelihoods of tokens": find_leaks(self._likelihoods, tokens, documents, vocab_size=vocab_size),
             "losses in training": find_leaks(self._losses, tokens, documents, vocab_size=vocab_size),
         }
+        if self.config.train.mtp_weight:
+            ahead = partial(self._losses, of="mtp_nll")
+            found["losses further ahead"] = find_leaks(ahead, tokens, documents, vocab_size=vocab_size)
         if source is not None:
             ids = source.document_ids
             found["losses, of a source"] = find_leaks(self._of_sources, source.tokens, ids, vocab_size=vocab_size)
@@ -66,10 +71,13 @@ class Probe:
             return dataclasses.replace(stream, counted=told)
         return dataclasses.replace(stream, masked=stream.tokens.masked_fill(~told, IGNORED_TARGET))
 
-    def _losses(self, tokens: Tensor, document_ids: Tensor) -> Tensor:
-        """Return the loss of each token's document [B, T, 1], by the pass that trains: in chunks, if it has any."""
+    def _losses(self, tokens: Tensor, document_ids: Tensor, of: str | None = None) -> Tensor:
+        """Return the loss of each token's document [B, T, 1], by the pass that trains: in chunks, if it has any.
+
+        ``of`` names another sum than the reported one.
+        """
         stream = self._packed(tokens, document_ids)
-        return self._losses_of(stream, stream.document_ids)
+        return self._losses_of(stream, stream.document_ids, of)
 
     def _of_sources(self, tokens: Tensor, document_ids: Tensor) -> Tensor:
         """Return the loss of the document that reads each token of a source [B, S, 1]."""
@@ -79,7 +87,7 @@ class Probe:
         stream = dataclasses.replace(self.stream, source=source_rows(tokens, document_ids, of_row))
         return self._losses_of(stream, document_ids)
 
-    def _losses_of(self, stream: Stream, ids: Tensor) -> Tensor:
+    def _losses_of(self, stream: Stream, ids: Tensor, of: str | None = None) -> Tensor:
         """Return the loss of the document of each of these ids."""
         found = torch.zeros(ids.shape)
         for number in range(stream.documents.num_documents):
@@ -90,7 +98,7 @@ class Probe:
             task = self.engine.model
             with torch.enable_grad():
                 sums = self.engine.forward(task.prepare(shard))
-            total = sum_over_ranks(sums[task.reported].detach().double().cpu())
+            total = sum_over_ranks(sums[of or task.reported].detach().double().cpu())
             found[ids == number] = float(total)
         return found[..., None]
 

@@ -5,6 +5,7 @@ What a whole model has, such as latents or the kind of its positions, is a field
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
@@ -69,3 +70,8 @@ def _norm_order(config: ModelFields, mixer: Mixer) -> str:
 
 def _mixer(config: ModelFields, layer: int) -> Mixer:
     return MIXERS[config.layer_kind(layer)](config)
+
+
+def groups_of(heads: int, wanted: int) -> int:
+    """Groups into which a layer's heads are cut where so many are asked for: as many as divide both."""
+    return math.gcd(heads, wanted)

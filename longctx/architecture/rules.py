@@ -300,6 +300,13 @@ def _check_mixers(config: ModelFields) -> None:
         raise ConfigError(
             f"model.attention_gate=true gates softmax layers; model.layers={list(config.layers)} has none. Set false."
         )
+    if config.v_norm and (
+        config.is_latent or config.encoder_layers or not any(mixer.core in ("softmax", "linear") for mixer in mixers)
+    ):
+        raise ConfigError(
+            "model.v_norm=true norms the values of softmax and linear layers; latent attention, encoders beside a "
+            f"decoder and model.layers={list(config.layers)} have none. Set false."
+        )
     if config.norm_order == "hybrid" and len({mixer.core == "gated_delta" for mixer in mixers}) == 1:
         raise ConfigError(
             f"model.norm_order='hybrid' tells gated_delta and kda layers from others; model.layers="

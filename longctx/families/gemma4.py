@@ -6,7 +6,7 @@ trained scales what each layer gives, and the slowest pairs of the global layers
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from longctx.architecture.fields import ModelFields
@@ -47,15 +47,18 @@ def _kinds(hf: HfConfig, count: int) -> list[str]:
     return [WINDOW if (layer + 1) % _PATTERN else FULL for layer in range(count)]
 
 
+def _kinds_of(hf: HfConfig) -> Any:
+    """The kinds of the layers, of which the last one is global in any case."""
+    kinds = hf.get("layer_types") or _kinds(hf, layer_count(hf))
+    return [*kinds[:-1], FULL] if isinstance(kinds, list) and kinds else kinds
+
+
 def _layers() -> Rule:
-    """Windows, and global layers, of which the last one is one in any case."""
+    """Windows, and global layers."""
     usual = windows(_WINDOW, _kinds)
 
     def read(hf: HfConfig) -> dict[str, Any]:
-        kinds = hf.get("layer_types") or _kinds(hf, layer_count(hf))
-        if isinstance(kinds, list) and kinds:
-            hf = {**hf, "layer_types": [*kinds[:-1], FULL]}
-        found = usual.read(hf)
+        found = usual.read({**hf, "layer_types": _kinds_of(hf)})
         return found | {"layers": tuple({"full": "global"}.get(kind, kind) for kind in found["layers"])}
 
     def write(config: ModelFields) -> dict[str, Any]:
@@ -75,8 +78,13 @@ def _global_heads() -> Rule:
         # transformers reads their number where values are keys alone.
         if shared and hf.get(count) is not None:
             heads = {**heads, "num_key_value_heads": integer(hf, count)}
-        if hf.get(table) is not None:
-            heads = _agreed(hf[table])
+        if table in hf:
+            heads = _agreed(hf[table] or {}, [layer for layer, kind in enumerate(_kinds_of(hf)) if kind == FULL])
+            if "num_key_value_heads" in heads and not shared:
+                raise ConfigError(
+                    f"{table}={shown(hf[table])} in config.json has key heads of its own, which is supported with "
+                    f"{shares}=true alone."
+                )
         found = [integer(heads, key, 0) for key in _HEADS]
         return dict(zip(("global_head_dim", "global_kv_heads"), found, strict=True)) | {"global_shared_values": shared}
 
@@ -90,11 +98,16 @@ def _global_heads() -> Rule:
     return Rule(keys=(size, count, shares, table), read=read, write=write)
 
 
-def _agreed(table: Any) -> Mapping[str, Any]:
-    """What all entries of the table say; ConfigError where two differ, and for what they may not say."""
+def _agreed(table: Any, layers: Sequence[int]) -> Mapping[str, Any]:
+    """What all entries of the table say of these layers; ConfigError where two differ, and for what they may not say.
+
+    A table without entries says nothing.
+    """
     entries = list(table.values()) if isinstance(table, dict) else [table]
     fits = all(isinstance(entry, dict) and set(entry) <= set(_HEADS) for entry in entries)
-    if not fits or any(entry != entries[0] for entry in entries):
+    if entries and fits:
+        fits = set(table) == {str(layer) for layer in layers} and all(entry == entries[0] for entry in entries)
+    if not fits:
         raise ConfigError(
             f"per_layer_config={shown(table)} in config.json is not supported; supported: a table with the same "
             f"{' and '.join(_HEADS)} for each full layer."
@@ -115,7 +128,8 @@ def _rotary() -> Rule:
             table = tables.get(name) or usual
             kinds = {"default", usual["rope_type"]}
             known = {"rope_type", "rope_theta", "partial_rotary_factor", "factor"}
-            if not isinstance(table, dict) or table.get("rope_type") not in kinds or not set(table) <= known:
+            fits = isinstance(table, dict) and {"rope_type", "rope_theta"} <= set(table) <= known
+            if not fits or table["rope_type"] not in sorted(kinds):
                 raise ConfigError(
                     f"{key}.{name}={shown(table)} in config.json is not supported; supported: {sorted(kinds)} with "
                     f"{', '.join(sorted(known))}."
@@ -130,7 +144,7 @@ def _rotary() -> Rule:
             rope = Rope(theta=rope.theta, kind="proportional", partial=partial, factor=factor)
         local = of_window["rope_theta"]
         # Without windows nobody reads their base, and a field that nobody reads is refused.
-        if WINDOW not in (hf.get("layer_types") or _kinds(hf, layer_count(hf)))[:-1]:
+        if WINDOW not in _kinds_of(hf):
             local = 0.0
         return {"rope": rope, "local_rope_theta": local}
 
@@ -138,7 +152,9 @@ def _rotary() -> Rule:
         rope = config.rope
         of_global: dict[str, Any] = {"rope_type": rope.kind, "rope_theta": rope.theta}
         if rope.kind == "proportional":
-            of_global |= {"partial_rotary_factor": rope.partial, "factor": rope.factor}
+            of_global["partial_rotary_factor"] = rope.partial
+            if rope.factor != 1:
+                of_global["factor"] = rope.factor
         local = config.local_rope_theta or rope.theta
         return {key: {FULL: of_global, WINDOW: {"rope_type": "default", "rope_theta": local}}}
 
@@ -168,7 +184,7 @@ _RULES = (
     only("use_bidirectional_attention", None, False, "vision", written=False),
     # What these would add to a layer is not here: experts beside the FFN, embeddings for each layer, keys of others.
     only("enable_moe_block", False, written=False),
-    only("hidden_size_per_layer_input", 0, None, absent=256),
+    only("hidden_size_per_layer_input", 0, absent=256),
     only("num_kv_shared_layers", 0, written=False),
 )
 
@@ -179,6 +195,7 @@ GEMMA4_TEXT = Family(
     # Sizes of what no layer has.
     ignored_keys=frozenset(
         {"vocab_size_per_layer_input", "use_double_wide_mlp", "num_experts", "top_k_experts", "moe_intermediate_size"}
+        | {"expert_intermediate_size"}
     ),
     carried_keys=("use_bidirectional_attention",),
 )

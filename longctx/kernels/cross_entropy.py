@@ -115,8 +115,8 @@ def token_nll(
     """
     nll_N = hidden_NM.new_zeros(len(targets_N), dtype=accumulate_dtype(hidden_NM.dtype))
     for chunk, _, logits_nV in _chunks(hidden_NM, weight_VM, bias_V, products, chunk_tokens):
-        losses_2n, _ = losses_(logits_nV, targets_N[chunk], options, with_gradient=False)
-        nll_N[chunk] = losses_2n[1]
+        losses_4n, _ = losses_(logits_nV, targets_N[chunk], options, with_gradient=False)
+        nll_N[chunk] = losses_4n[1]
     return nll_N
 
 
@@ -178,6 +178,8 @@ class SumsAndGradients(NamedTuple):
     """Likewise, a partial sum in ``accumulate_dtype``."""
     dbias_V: Tensor | None
     """Likewise; wanted where the weight's is."""
+    softmax_2N: Tensor | None = None
+    """If asked for, each token's largest logit, and the sum of the exponentials of all less that one."""
 
 
 def sums_and_gradients(
@@ -192,10 +194,13 @@ def sums_and_gradients(
     run: Run = call_function,
     dweight_VM: Tensor | None = None,
     dbias_V: Tensor | None = None,
+    *,
+    with_softmax: bool = False,
 ) -> SumsAndGradients:
     """``loss_sums`` and, where ``wanted``, the objective's gradients, before the factor that backward brings.
 
-    ``dweight_VM`` and ``dbias_V`` are what earlier tokens gave: they are added to, in place.
+    ``dweight_VM`` and ``dbias_V`` are what earlier tokens gave: they are added to, in place. ``with_softmax`` keeps
+    what ``gradient_of_rows`` needs.
     """
     partial = accumulate_dtype(hidden_NM.dtype)
     # float64: a million tokens' losses add up without rounding that depends on the chunks
@@ -203,29 +208,68 @@ def sums_and_gradients(
     dhidden_NM: Tensor | None = None
     if wanted[0]:
         dhidden_NM = torch.empty_like(hidden_NM)
+    softmax_2N: Tensor | None = None
+    if with_softmax:
+        softmax_2N = hidden_NM.new_empty(2, len(hidden_NM), dtype=partial)
     product_VM: Tensor | None = None
     if wanted[1] and bias_V is not None and dbias_V is None:
         dbias_V = torch.zeros_like(bias_V, dtype=partial)
     for chunk, hidden_nM, logits_nV in _chunks(hidden_NM, weight_VM, bias_V, products, chunk_tokens):
-        losses_2n, dlogits_nV = losses_(logits_nV, targets_N[chunk], options, with_gradient=any(wanted), run=run)
-        sums += losses_2n.sum(1, dtype=torch.float64)
+        losses_4n, dlogits_nV = losses_(logits_nV, targets_N[chunk], options, with_gradient=any(wanted), run=run)
+        sums += losses_4n[:2].sum(1, dtype=torch.float64)
+        if softmax_2N is not None:
+            softmax_2N[:, chunk] = losses_4n[2:]
         if dhidden_NM is not None:
             dhidden_NM[chunk] = _times_weight(dlogits_nV, weight_VM)
         if wanted[1] and dbias_V is not None:
             dbias_V += dlogits_nV.sum(0, dtype=partial)
-        if wanted[1] and dlogits_nV.dtype == partial:
-            dweight_VM = _plus_product(dweight_VM, dlogits_nV.T, hidden_nM)
-        elif wanted[1] and not on_cpu(dlogits_nV):
-            if dweight_VM is None:
-                dweight_VM = torch.zeros_like(weight_VM, dtype=partial)
-            add_wide_product_(dweight_VM, dlogits_nV.T, hidden_nM)
-        elif wanted[1]:
-            product_VM = torch.mm(dlogits_nV.T, hidden_nM, out=product_VM)
-            dweight_VM = _plus(dweight_VM, product_VM, partial)
+        if wanted[1]:
+            dweight_VM, product_VM = _plus_gradient(dweight_VM, dlogits_nV, hidden_nM, product_VM)
         del dlogits_nV  # a compiled function's own: before the next chunk's is made
     if wanted[1] and dweight_VM is None:  # no token is here
         dweight_VM = torch.zeros_like(weight_VM, dtype=partial)
-    return SumsAndGradients(sums, dhidden_NM, dweight_VM, dbias_V)
+    return SumsAndGradients(sums, dhidden_NM, dweight_VM, dbias_V, softmax_2N)
+
+
+def gradient_of_rows(
+    hidden_NM: Tensor,
+    weight_vM: Tensor,
+    targets_N: Tensor,
+    softmax_2N: Tensor,
+    rows: slice,
+    vocab_size: int,
+    options: LossOptions,
+    products: Products,
+    dweight_vM: Tensor | None = None,
+) -> Tensor:
+    """Return the gradient of some ``rows`` v of the weight, which ``weight_vM`` is, as ``sums_and_gradients`` does.
+
+    Their logits are computed a second time; ``softmax_2N`` is kept of the first. ``dweight_vM`` is what earlier tokens
+    gave: it is added to, in place.
+    """
+    product_vM: Tensor | None = None
+    for chunk, hidden_nM, logits_nv in _chunks(hidden_NM, weight_vM, None, products, None):
+        _gradient_of_logits_(logits_nv, targets_N[chunk], softmax_2N[:, chunk], rows.start, vocab_size, options)
+        dweight_vM, product_vM = _plus_gradient(dweight_vM, logits_nv, hidden_nM, product_vM)
+    if dweight_vM is None:  # no token is here
+        dweight_vM = torch.zeros_like(weight_vM, dtype=accumulate_dtype(hidden_NM.dtype))
+    return dweight_vM
+
+
+def _plus_gradient(
+    total_VM: Tensor | None, dlogits_nV: Tensor, hidden_nM: Tensor, product_VM: Tensor | None
+) -> tuple[Tensor, Tensor | None]:
+    """Return the weight's gradient with a chunk's added, and memory for the next chunk's product."""
+    partial = accumulate_dtype(dlogits_nV.dtype)
+    if dlogits_nV.dtype == partial:
+        return _plus_product(total_VM, dlogits_nV.T, hidden_nM), None
+    if not on_cpu(dlogits_nV):
+        if total_VM is None:
+            total_VM = hidden_nM.new_zeros(dlogits_nV.shape[1], hidden_nM.shape[1], dtype=partial)
+        add_wide_product_(total_VM, dlogits_nV.T, hidden_nM)
+        return total_VM, None
+    product_VM = torch.mm(dlogits_nV.T, hidden_nM, out=product_VM)
+    return _plus(total_VM, product_VM, partial), product_VM
 
 
 def as_scalars(sums: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
@@ -327,21 +371,42 @@ def losses_(
 ) -> tuple[Tensor, Tensor]:
     """Return each token's objective and negative log-likelihood, and the gradient of the objectives' sum.
 
-    The losses are [2, n] in the accumulation dtype; the gradient is [n, V] in the logits' dtype, and without
-    ``with_gradient`` holds nothing of meaning. Overwrites the logits, whose memory the gradient may be.
+    The losses are [4, n] in the accumulation dtype, the last two rows ``SumsAndGradients.softmax_2N``; the gradient is
+    [n, V] in the logits' dtype, and without ``with_gradient`` holds nothing of meaning. Overwrites the logits, whose
+    memory the gradient may be.
     """
     # On a CPU the blocks below stay in its cache, and no compiled loop over a vocabulary is as fast.
     if run is not call_function and not on_cpu(logits_nV):
         return run(whole_losses, logits_nV, targets_n, options, with_gradient, tokens_dim=0)
     # a vocabulary of exponentials is summed in float32, whatever the products were
     partial = accumulate_dtype(logits_nV.dtype)
-    losses_2n = logits_nV.new_empty(2, len(logits_nV), dtype=partial)
+    losses_4n = logits_nV.new_empty(4, len(logits_nV), dtype=partial)
     for block in row_tiles(len(logits_nV), _rows_of_block(logits_nV)):
         block_rV = logits_nV[block].to(partial)  # the logits themselves where they have this dtype
-        losses_2n[0, block], losses_2n[1, block] = _block_losses_(block_rV, targets_n[block], options, with_gradient)
+        for row, values_r in enumerate(_block_losses_(block_rV, targets_n[block], options, with_gradient)):
+            losses_4n[row, block] = values_r
         if with_gradient and partial != logits_nV.dtype:
             logits_nV[block] = block_rV
-    return losses_2n, logits_nV
+    return losses_4n, logits_nV
+
+
+def _gradient_of_logits_(
+    logits_nv: Tensor, targets_n: Tensor, softmax_2n: Tensor, first: int, vocab_size: int, options: LossOptions
+) -> None:
+    """Replace the logits of the vocabulary from ``first`` on by their gradient."""
+    partial = accumulate_dtype(logits_nv.dtype)
+    for block in row_tiles(len(logits_nv), _rows_of_block(logits_nv)):
+        block_rv = logits_nv[block].to(partial)
+        targets_r, (peak_r1, mass_r1) = targets_n[block], softmax_2n[:, block].unsqueeze(2).unbind()
+        counted_r1 = (targets_r != IGNORED_TARGET).unsqueeze(1)
+        slope_rv = _scale_and_cap_(block_rv, options, True)
+        exp_rv = block_rv.sub_(peak_r1).exp_()
+        chosen_r1 = targets_r.unsqueeze(1) - first
+        is_here_r1 = counted_r1 & (chosen_r1 >= 0) & (chosen_r1 < exp_rv.shape[1])
+        target = (chosen_r1, is_here_r1)
+        _gradient_of_exponentials_(exp_rv, (peak_r1, mass_r1), counted_r1, target, slope_rv, options, vocab_size)
+        if block_rv.dtype != logits_nv.dtype:
+            logits_nv[block] = block_rv
 
 
 def whole_losses(
@@ -360,8 +425,8 @@ def whole_losses(
 
 def _block_losses_(
     logits_rV: Tensor, targets_r: Tensor, options: LossOptions, with_gradient: bool
-) -> tuple[Tensor, Tensor]:
-    """Compute the losses of one block and, in place, its gradient.
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Compute the losses of one block, its largest logits and masses, and, in place, its gradient.
 
     With p the softmax and f the slope of scale and cap, a logit's gradient is
     f · ((1 + 2 · z_loss · lse) · p − label_smoothing / V − (1 − label_smoothing) · [it is the target's]).
@@ -389,16 +454,36 @@ def _block_losses_(
 
     # the exponentials become the gradient in place
     if with_gradient:
-        weight_r1 = counted_r1.to(exp_rV.dtype) * options.logit_scale
-        dlogits_rV = exp_rV.mul_((1 + 2 * z_loss * lse_r1) / mass_r1 * weight_r1)
-        if smoothing:
-            dlogits_rV.sub_(weight_r1 * (smoothing / dlogits_rV.shape[1]))
-        dlogits_rV.scatter_add_(1, chosen_r1, weight_r1 * (smoothing - 1))
-        if slope_rV is not None:
-            dlogits_rV.mul_(slope_rV)
+        _gradient_of_exponentials_(
+            exp_rV, (peak_r1, mass_r1), counted_r1, (chosen_r1, counted_r1), slope_rV, options, exp_rV.shape[1]
+        )
 
     objective_r, nll_r = (x.where(counted_r1, 0).squeeze(1) for x in (objective_r1, log_mass_r1 - score_r1))
-    return objective_r, nll_r
+    return objective_r, nll_r, peak_r1.squeeze(1), mass_r1.squeeze(1)
+
+
+def _gradient_of_exponentials_(
+    exp_rV: Tensor,
+    softmax: tuple[Tensor, Tensor],
+    counted_r1: Tensor,
+    target: tuple[Tensor, Tensor],
+    slope_rV: Tensor | None,
+    options: LossOptions,
+    vocab_size: int,
+) -> None:
+    """Replace exponentials of some logits of a block by their gradient.
+
+    ``softmax`` are the largest logits and the masses, ``target`` the columns of the targets and whether they are here.
+    """
+    smoothing, (peak_r1, mass_r1), (chosen_r1, is_here_r1) = options.label_smoothing, softmax, target
+    weight_r1 = counted_r1.to(exp_rV.dtype) * options.logit_scale
+    lse_r1 = peak_r1 + mass_r1.log()
+    dlogits_rV = exp_rV.mul_((1 + 2 * options.z_loss * lse_r1) / mass_r1 * weight_r1)
+    if smoothing:
+        dlogits_rV.sub_(weight_r1 * (smoothing / vocab_size))
+    dlogits_rV.scatter_add_(1, chosen_r1.where(is_here_r1, 0), weight_r1 * (smoothing - 1) * is_here_r1)
+    if slope_rV is not None:
+        dlogits_rV.mul_(slope_rV)
 
 
 def _scale_and_cap_(logits_rV: Tensor, options: LossOptions, with_gradient: bool) -> Tensor | None:

@@ -99,6 +99,7 @@ class Block(nn.Module):
         if self.order != "pre":
             self.post_feedforward_layernorm = build_norm(config, M)
         # Of the model's dtype, as its authors have it; training leaves it as it came.
+        self.layer_scalar: Tensor | None
         self.register_buffer("layer_scalar", torch.ones(1) if config.layer_scalars else None)
 
     def forward(self, x_BtM: Tensor, table: RotaryTable | None, *, call: Call) -> tuple[Tensor, ...]:

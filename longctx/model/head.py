@@ -7,12 +7,20 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from longctx.config import ModelConfig
-from longctx.kernels.cross_entropy import LossOptions, SumsAndGradients, loss_sums, sums_and_gradients, token_nll
+from longctx.kernels.cross_entropy import (
+    LossOptions,
+    SumsAndGradients,
+    gradient_of_rows,
+    loss_sums,
+    sums_and_gradients,
+    token_nll,
+)
 from longctx.kernels.matmul import linear
 from longctx.kernels.processor import Products
 from longctx.kernels.regions import Run, call_function
@@ -20,8 +28,18 @@ from longctx.model.layers.linear import Linear
 from longctx.model.layers.mlp import PLAIN
 from longctx.model.layers.norms import build_norm
 
-LossByChunks = Callable[[Tensor, Tensor, Tensor | None, Tensor, Callable[..., SumsAndGradients]], tuple[Tensor, Tensor]]
-"""``loss_sums`` from a handle, the output matrix, its bias, the targets and ``sums_and_gradients`` of these two."""
+
+class HeadCalls(NamedTuple):
+    """How a head computes, but for what depends on the tokens."""
+
+    loss: Callable[..., SumsAndGradients]
+    """``sums_and_gradients`` of (hidden_NM, targets_N=, wanted=, dweight_VM=, dbias_V=, with_softmax=)."""
+    gradient: Callable[..., Tensor]
+    """``gradient_of_rows`` of (hidden_NM, weight_vM, targets_N, softmax_2N, rows, vocab_size, dweight_vM=)."""
+
+
+LossByChunks = Callable[[Tensor, Tensor, Tensor | None, Tensor, HeadCalls], tuple[Tensor, Tensor]]
+"""``loss_sums`` from a handle, the output matrix, its bias, the targets and what computes with these."""
 
 
 class HeadTransform(nn.Module):
@@ -98,7 +116,8 @@ class LMHead(nn.Module):
                 products=self.products,
                 run=self.run,
             )
-            return by_chunks(hidden_BtM, weight_VM, self.bias, targets_Bt, compute)
+            rows = partial(gradient_of_rows, options=options, products=self.products)
+            return by_chunks(hidden_BtM, weight_VM, self.bias, targets_Bt, HeadCalls(compute, rows))
         hidden_NM, targets_N, bias_V = hidden_BtM.flatten(0, 1), targets_Bt.flatten(), self.bias
         if per_token:
             nll_N = token_nll(hidden_NM, weight_VM, targets_N, bias_V, options=options, products=self.products)

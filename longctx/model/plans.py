@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from longctx.architecture.layers import mixers_of
+from longctx.architecture.layers import groups_of, mixers_of
 from longctx.architecture.mixers.mixer import Mixer
 from longctx.batch import PackedDocuments
 from longctx.config import ModelConfig
@@ -55,9 +55,8 @@ def plan_layers(
     plans = {}
     for mixer in mixers_of(config):
         shapes = _shapes(mixer, config, tokens_Bt, dtype, chunk)
-        if head_groups > 1:
-            heads, kv_heads = shapes.num_heads // head_groups, shapes.num_kv_heads // head_groups
-            shapes = replace(shapes, num_heads=heads, num_kv_heads=kv_heads)
+        heads, kv_heads = (n // groups_of(n, head_groups) for n in (shapes.num_heads, shapes.num_kv_heads))
+        shapes = replace(shapes, num_heads=heads, num_kv_heads=kv_heads)
         mask = AttentionMask(documents, mixer.causal, mixer.window or None, stride=mixer.stride)
         plans[mixer] = cores[mixer].plan(mask, shapes, placement)
     return documents, plans
@@ -78,8 +77,8 @@ def cross_call(
     shapes = AttentionShapes(
         batch=tokens_Bt.shape[0],
         tokens=tokens_Bt.shape[1],
-        num_heads=config.num_heads // head_groups,
-        num_kv_heads=config.num_kv_heads // head_groups,
+        num_heads=config.num_heads // groups_of(config.num_heads, head_groups),
+        num_kv_heads=config.num_kv_heads // groups_of(config.num_kv_heads, head_groups),
         head_dim=config.head_dim,
         value_dim=config.head_dim,
         dtype=source.hidden_BsM.dtype,

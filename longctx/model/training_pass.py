@@ -43,7 +43,7 @@ class Execution:
     chunk_tokens: int = 0
     """Tokens that go through a layer at a time (``longctx/model/chunks``); 0 for all at once."""
     head_groups: int = 1
-    """With chunks, key heads go through attention in so many groups, one after another."""
+    """With chunks, heads go through attention in so many groups, one after another."""
     recompute_experts: str = "activation"
     """What experts compute again in backward where a block keeps all (``ExpertRun.recompute``)."""
     expert_tile_tokens: int = 0

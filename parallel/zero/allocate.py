@@ -18,6 +18,7 @@ from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.runtime.zero.partition_parameters import is_zero_param
 from torch import nn
 
+from longctx.model.layers.initialize import initial_buffer
 from longctx.objectives.task import Task
 from parallel.zero.swapping import WeightSwapper
 from parallel.zero.tensors import ExpertsAcrossRanks
@@ -42,8 +43,7 @@ def allocate(
     for module in model.modules():
         for name, buffer in list(module.named_buffers(recurse=False)):
             if buffer.is_meta:
-                # The only buffers are selection biases, which start even.
-                setattr(module, name, torch.zeros_like(buffer, device=device))
+                setattr(module, name, torch.full_like(buffer, initial_buffer(name), device=device))
             else:
                 setattr(module, name, buffer.to(device))
     if stage == 3:

@@ -240,7 +240,8 @@ class Muon(AdamW):
         every = self.param_groups
         self.param_groups = [group for group in every if not group["matrices"]]
         try:
-            super().step()
+            if self.param_groups:
+                super().step()
         finally:
             self.param_groups = every
         for group in every:
@@ -254,9 +255,6 @@ class Muon(AdamW):
         state = self.state[p]
         if not state:
             state.update(step=torch.tensor(0.0), exp_avg=torch.zeros_like(p))
-        # ZeRO may step once by gradients of 0, to see what there is, before anybody knows its masters.
-        if id(p) not in self.flats:
-            return
         state["step"] += 1
         momentum, update = state["exp_avg"], p.grad
         momentum.lerp_(update, 1 - self.momentum)

@@ -96,6 +96,7 @@ class Wrapping:
         """The optimiser that DeepSpeed wraps."""
         common: dict[str, Any] = {"lr": 0.0, "betas": self.options.betas, "eps": self.options.eps}
         if self.zero.offload != "none":
+            assert self.options.name == "adamw", "what is offloaded is DeepSpeed's AdamW's"
             return build_cpu_adam(groups, **common)
         # Else one parameter at a time: the foreach form would hold temporaries of all of them at once.
         common |= {"foreach": False, "fused": uses_fused_adamw(accelerator(), self.options.fused)}

@@ -186,7 +186,7 @@ FORGED: dict[str, tuple[Callable[[Body], None], str]] = {
     "a tensor that paints": (changed("tensors", "\x1b[31m", value={"shape": [], "roles": {}}), "is no printable name"),
     "roles that are a list": (changed("tensors", NORM, "roles", value=[]), "is no object"),
     "a role of another name": (changed("tensors", NORM, "roles", value={"slave": []}), "none of master"),
-    "no role": (changed("tensors", NORM, "roles", value={}), "must all have the roles"),
+    "no role": (changed("tensors", NORM, "roles", value={}), "must all have"),
     "one role more": (changed("tensors", NORM, "roles", "exp_avg", value=[]), "ends at value 0|must all have"),
     "a piece with a key more": (piece(more=1), "has the key 'more'"),
     "files that are a list": (changed("files", value=[FILE]), "files=.* is no object"),

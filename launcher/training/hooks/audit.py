@@ -28,7 +28,7 @@ class StepAudit(StepHook):
     def __init__(self, run: Run) -> None:
         self._run = run
         config, optimizer = run.config, run.engine.partition.inner
-        if config.zero.offload != "none":
+        if config.zero.offload != "none" or config.train.optimizer == "muon":
             optimizer = None
         audited = Audited(
             device=run.device,

@@ -18,10 +18,11 @@ end to end.
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import cache, lru_cache
 from importlib import import_module
+from importlib.metadata import version
 from itertools import accumulate, pairwise
 from typing import Any, Protocol
 
@@ -37,6 +38,7 @@ from longctx.kernels.linear_attention import Segments
 
 log = logging.getLogger(__name__)
 
+LEAST_VERSION = (0, 5)
 FRONT_CHUNKS = 128
 """Chunks whose convolution and gates are computed together."""
 
@@ -60,8 +62,8 @@ class Rule(Protocol):
         output_final_state: bool,
         use_qk_l2norm_in_kernel: bool,
         cu_seqlens: Tensor,
-    ) -> tuple[Tensor, Tensor]:
-        """Return outputs [1, T, H, W], and the states [n, H, D, W] behind the sequences, float32.
+    ) -> tuple[Tensor, Tensor | None]:
+        """Return outputs [1, T, H, W], and the states [n, H, D, W] behind the sequences, float32; None unless wanted.
 
         Queries and keys are [1, T, K, D], values [1, T, H, W], log decays [1, T, H] or [1, T, H, D], β [1, T, H].
         """
@@ -84,9 +86,14 @@ def installed(*, by_channel: bool) -> Rule | None:
     """Return the library's function; None if it is not installed."""
     module, name = _FUNCTIONS[by_channel]
     try:
+        installed_version = version("fla-core")
         found = getattr(import_module(module), name)
     except ImportError:
         log.info("Gated delta rule: PyTorch's operators. Triton kernels (fla-core) are faster: pip install fla-core")
+        return None
+    # Older ones have no key heads of several value heads.
+    if tuple(map(int, installed_version.split(".")[:2])) < LEAST_VERSION:
+        log.info("Gated delta rule: PyTorch's operators; fla-core %s is older than 0.5", installed_version)
         return None
     log.info("Gated delta rule: %s.%s", module, name)
     return found
@@ -105,17 +112,16 @@ def gated_delta_by(
     sequences = _Sequences(library, Tokens._make(activated), segments)
     if exchange is None:
         out, behind = sequences(sequences.every, taken)
-        return out, behind[[sequences.every.index(n) for n in segments.gives]]
+        return out, sequences.given(behind)
     # What no state enters is final; for the others what is here does for a state of 0.
     alone = [n for n in sequences.every if n not in segments.takes]
     out, behind = sequences(alone)
-    wide, pairs = sequences(segments.takes, with_maps=True)
+    wide, behind_wide = sequences(segments.takes, with_maps=True)
     V = out.shape[-1]
     outs = sequences.split(out, alone) | sequences.split(wide[..., :V], segments.takes)
     out = torch.cat([outs[n] for n in sequences.every], 1)
-    by_number = dict(zip(alone, functional.pad(behind, (0, pairs.shape[-1] - V)), strict=True))
-    by_number |= zip(segments.takes, pairs, strict=True)
-    given = torch.stack([by_number[n] for n in segments.gives]) if segments.gives else pairs[:0]
+    maps = {n: functional.pad(x, (0, wide.shape[-1] - V)) for n, x in behind.items()}
+    given = sequences.given(maps | behind_wide, wide.shape[-1])
     out, taken = _Join.apply(options, taken, out, wide[..., V:], given)
     if saved is not None:
         saved.save(taken, before)
@@ -193,7 +199,7 @@ class _Sequences:
 
     def __init__(self, library: Rule, tokens: Tokens, segments: Segments) -> None:
         """``tokens`` are activated."""
-        self.library, self.segments = library, segments
+        self.library, self.segments, self._gives = library, segments, set(segments.gives)
         bounds = segments.documents.bounds
         # Libraries count sequences by their first chunks, which an empty one does not have.
         self.every = [n for n, (start, stop) in enumerate(pairwise(bounds)) if start < stop]
@@ -205,8 +211,8 @@ class _Sequences:
 
     def __call__(
         self, numbers: Sequence[int], taken_sBHDV: Tensor | None = None, *, with_maps: bool = False
-    ) -> tuple[Tensor, Tensor]:
-        """Return the outputs [B, t, H, W] of segments, and the states [n, B, H, D, W] behind them.
+    ) -> tuple[Tensor, dict[int, Tensor]]:
+        """Return the outputs [B, t, H, W] of segments, and the states [B, H, D, W] behind those that give.
 
         ``taken`` enter those of ``segments.takes``. ``with_maps``: R and M stand behind O and U.
         """
@@ -222,17 +228,28 @@ class _Sequences:
             entering = dict(zip(self.segments.takes, taken_sBHDV, strict=True))
             states = torch.stack([entering.get(number, zero) for number in numbers])
         if not n:
-            return v, g.new_zeros(0, B, H, D, v.shape[-1])
+            return v, {}
         sizes = [self._size(number) for number in numbers]
         ends = tuple(accumulate(sizes * B, initial=0))
         out, behind = self.library(
             *(x.reshape(1, B * t, *x.shape[2:]) for x in (q, k, v, g, beta)),
             initial_state=None if states is None else states.to(g.dtype).transpose(0, 1).flatten(0, 1).contiguous(),
-            output_final_state=True,
+            output_final_state=not self._gives.isdisjoint(numbers),
             use_qk_l2norm_in_kernel=True,
             cu_seqlens=_boundaries(ends, q.device),
         )
-        return out.view(B, t, H, -1), behind.unflatten(0, (B, n)).transpose(0, 1)
+        states_of = {}
+        if behind is not None:
+            by_segment = zip(numbers, behind.unflatten(0, (B, n)).unbind(1), strict=True)
+            states_of = {number: x for number, x in by_segment if number in self._gives}
+        return out.reshape(B, t, H, -1), states_of
+
+    def given(self, states: Mapping[int, Tensor], columns: int | None = None) -> Tensor:
+        """Return the states [s, B, H, D, W] that leave segments, by their numbers; W is V unless ``columns`` says."""
+        if self.segments.gives:
+            return torch.stack([states[number] for number in self.segments.gives])
+        q, _, v, g, _ = self.tokens
+        return g.new_zeros(0, v.shape[0], v.shape[2], q.shape[-1], columns or v.shape[-1])
 
     def split(self, x_BtHW: Tensor, numbers: Sequence[int]) -> dict[int, Tensor]:
         """Return the tokens of each segment, of which ``x`` has those of these."""

@@ -10,6 +10,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from longctx.kernels.dtypes import accumulate_dtype
 from longctx.model.chunks.heads import ByGroups, groups_in_turn
 from longctx.model.chunks.parts import Differentiate, leaves
 from longctx.model.chunks.store import ChunkStore, PutOnce, Stored
@@ -59,12 +60,13 @@ def attend_backward(
     attend: Attend,
 ) -> Projected:
     """The gradients of queries, keys and values."""
-    gradients: list[list[Stored]] = [[], [], []]
+    groups = len(attended.caches)
+    sums = [_GroupSums(store, of_kind, groups) for of_kind in projected]
     arriving = groups_in_turn([projected.q, projected.k, projected.v, dout], frees=True)
     for group, (cache, values) in enumerate(zip(attended.caches, arriving, strict=True)):
         dout_BtHV = values.pop()
         # The cache has it.
-        attended.out.free(group)
+        attended.out.free(group, groups)
         with torch.enable_grad(), cache:
             inputs = leaves(values)
             out_BtHV = attend(group, inputs, cache)
@@ -73,6 +75,27 @@ def attend_backward(
         # In the next group's turn nothing is left of this one's but its gradients.
         values.clear()
         del inputs, out_BtHV, dout_BtHV
-        for of_kind, gradient in zip(gradients, found, strict=True):
-            of_kind.append(store.put(gradient))
-    return Projected._make(map(ByGroups, gradients))
+        for of_kind, gradient in zip(sums, found, strict=True):
+            of_kind.add(group, gradient)
+    return Projected._make(ByGroups(of_kind.stored) for of_kind in sums)
+
+
+class _GroupSums:
+    """The gradients of queries, keys or values: those of groups that read one place are added up."""
+
+    def __init__(self, store: ChunkStore, values: ByGroups, groups: int) -> None:
+        self.stored: list[Stored] = []
+        self._store, self._values, self._groups = store, values, groups
+        self._total: Tensor | None = None
+
+    def add(self, group: int, gradient: Tensor) -> None:
+        """Add a group's; groups come in order."""
+        assert gradient is not None, "a core's backward owes q, k and v a gradient each"
+        dtype = gradient.dtype
+        if self._total is not None:
+            gradient = self._total.add_(gradient)
+        if self._values.is_last(group, self._groups):
+            self._total = None
+            self.stored.append(self._store.put(gradient.to(dtype)))
+        elif self._total is None:
+            self._total = gradient.to(accumulate_dtype(dtype), copy=True)

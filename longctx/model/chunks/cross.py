@@ -15,6 +15,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from longctx.architecture.layers import groups_of
 from longctx.model.chunks.attend import Attended, Projected, attend_backward, attend_by_groups
 from longctx.model.chunks.heads import ByGroups
 from longctx.model.chunks.parts import Differentiate, LayerParts, leaves
@@ -88,7 +89,7 @@ class ChunkedCross:
         sides: list[ByGroups] = []
         # A source is whole here, as the encoder left it: its keys and values are cut by heads alone.
         for x_BsKD in self.block.source_keys(source_BsM):
-            groups = x_BsKD.chunk(stream.head_groups, dim=2)
+            groups = x_BsKD.chunk(groups_of(x_BsKD.shape[2], stream.head_groups), dim=2)
             sides.append(ByGroups([stream.store.put(group.contiguous()) for group in groups]))
         k, v = sides
         return Projected(q, k, v)

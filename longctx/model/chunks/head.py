@@ -5,20 +5,21 @@ Axes: B rows, t tokens of this rank, c of a chunk, M model width, V vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from longctx.kernels.cross_entropy import SumsAndGradients, as_scalars, scaled
+from longctx.kernels.cross_entropy import as_scalars, scaled
+from longctx.kernels.matmul import row_tiles
 from longctx.model.chunks.parts import WeightSums
-from longctx.model.chunks.store import in_turn
+from longctx.model.chunks.store import Stored, in_turn
 from longctx.model.chunks.stream import ResidualStream
+from longctx.model.head import HeadCalls
 
-ComputeLoss = Callable[..., SumsAndGradients]
-"""``sums_and_gradients`` of (hidden_NM, targets_N=, wanted=, dweight_VM=, dbias_V=)."""
+ROWS_OF_SUMS = 1 << 26
+"""Values of the head's weight whose gradient is summed at once, in float32: 256 MiB."""
 
 
 def chunked_loss_sums(
@@ -28,10 +29,10 @@ def chunked_loss_sums(
     weight_VM: Tensor,
     bias_V: Tensor | None,
     targets_Bt: Tensor,
-    compute: ComputeLoss,
+    calls: HeadCalls,
 ) -> tuple[Tensor, Tensor]:
     """``loss_sums`` of the residual stream behind the last layer, whose last ``norm`` is applied here."""
-    head = ChunkedHead(stream, norm, targets_Bt, compute, trains=torch.is_grad_enabled())
+    head = ChunkedHead(stream, norm, targets_Bt, calls, trains=torch.is_grad_enabled())
     return _HeadLoss.apply(handle, head, weight_VM, bias_V, *head.norm_weights)
 
 
@@ -43,11 +44,11 @@ class ChunkedHead:
         stream: ResidualStream,
         norm: nn.Module | None,
         targets_Bt: Tensor,
-        compute: ComputeLoss,
+        calls: HeadCalls,
         *,
         trains: bool,
     ) -> None:
-        self.stream, self.targets_Bt, self.compute, self.trains = stream, targets_Bt, compute, trains
+        self.stream, self.targets_Bt, self.calls, self.trains = stream, targets_Bt, calls, trains
         self.norm: nn.Module | None = norm
         self.norm_weights: list[Tensor] = []
         if norm is not None:
@@ -55,30 +56,63 @@ class ChunkedHead:
         self.norm_sums = WeightSums(self.norm_weights)
         self.dweight_VM: Tensor | None = None
         self.dbias_V: Tensor | None = None
+        self.hidden: Stored | None = None
+        """What the head read, if the weight's gradient is summed by rows in backward."""
+        self.softmax: list[Tensor] = []
+        """Of each chunk, for the same."""
 
-    def forward(self, weight_VM: Tensor) -> Tensor:
+    def forward(self, weight_VM: Tensor, bias_V: Tensor | None) -> Tensor:
         """Both sums [2] in float64. The gradient takes the place of the residual stream."""
-        stream, wanted = self.stream, (self.trains, self.trains and weight_VM.requires_grad)
+        stream, trains_weight = self.stream, self.trains and weight_VM.requires_grad
+        # A sum of all rows may be the largest tensor of a run; that of some needs their logits a second time.
+        by_rows = trains_weight and bias_V is None and weight_VM.numel() > ROWS_OF_SUMS
+        wanted = (self.trains, trains_weight and not by_rows)
         sums = torch.zeros(2, dtype=torch.float64, device=weight_VM.device)
         x = stream.take_values()
         for tokens, (x_BcM,) in in_turn(stream.chunks, [x]):
             with torch.set_grad_enabled(self.trains):
                 x_BcM = x_BcM.detach().requires_grad_(self.trains)
                 hidden_BcM = self._hidden(x_BcM)
-            computed = self.compute(
+            computed = self.calls.loss(
                 hidden_BcM.detach().flatten(0, 1),
                 targets_N=self.targets_Bt[:, tokens].flatten(),
                 wanted=wanted,
                 dweight_VM=self.dweight_VM,
                 dbias_V=self.dbias_V,
+                with_softmax=by_rows,
             )
             sums += computed.sums
+            if computed.softmax_2N is not None:
+                self.softmax.append(computed.softmax_2N)
+                self.hidden = self.hidden or stream.store.empty_chunks(stream.num_tokens, hidden_BcM)
+                self.hidden.write(tokens, hidden_BcM.detach())
             self.dweight_VM, self.dbias_V = computed.dweight_VM, computed.dbias_V
             if computed.dhidden_NM is not None:
                 x.write(tokens, self._through_norm(x_BcM, hidden_BcM, computed.dhidden_NM.view_as(hidden_BcM)))
         if self.trains:
             stream.gradient = x
         return sums
+
+    def gradient_by_rows(self, weight_VM: Tensor, factor: Tensor) -> Tensor | None:
+        """The weight's gradient times the ``factor``, some rows after the others; None if forward has its sum."""
+        if self.hidden is None:
+            return None
+        V, M = weight_VM.shape
+        dweight_VM = torch.empty_like(weight_VM)
+        for rows in row_tiles(V, max(1, ROWS_OF_SUMS // M)):
+            total: Tensor | None = None
+            for softmax_2N, (tokens, (hidden_BcM,)) in zip(
+                self.softmax, in_turn(self.stream.chunks, [self.hidden]), strict=True
+            ):
+                hidden_NM, targets_N = hidden_BcM.flatten(0, 1), self.targets_Bt[:, tokens].flatten()
+                total = self.calls.gradient(
+                    hidden_NM, weight_VM[rows], targets_N, softmax_2N, rows, V, dweight_vM=total
+                )
+            assert total is not None
+            dweight_VM[rows] = total.mul_(factor)
+        self.hidden = None
+        self.softmax.clear()
+        return dweight_VM
 
     def scale_gradient(self, factor: Tensor) -> None:
         """Multiply the gradient of the residual stream."""
@@ -109,9 +143,10 @@ class _HeadLoss(torch.autograd.Function):
     def forward(
         ctx: Any, handle: Tensor, head: ChunkedHead, weight_VM: Tensor, bias_V: Tensor | None, *norm_weights: Tensor
     ) -> tuple[Tensor, Tensor]:
-        sums = as_scalars(head.forward(weight_VM), handle.dtype)
+        sums = as_scalars(head.forward(weight_VM, bias_V), handle.dtype)
         ctx.head, ctx.weight_dtype = head, weight_VM.dtype
-        ctx.save_for_backward(head.dweight_VM, head.dbias_V, *head.norm_sums.results())
+        by_rows = None if head.hidden is None else weight_VM
+        ctx.save_for_backward(by_rows, head.dweight_VM, head.dbias_V, *head.norm_sums.results())
         # Held by the graph alone, which lets go of it before the layers' backward: it may be the largest tensor of all.
         head.dweight_VM = None
         ctx.mark_non_differentiable(sums[1])
@@ -120,9 +155,11 @@ class _HeadLoss(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dobjective: Tensor, _: Tensor):  # type: ignore[override]
-        dweight_VM, dbias_V, *dnorm = ctx.saved_tensors
+        weight_VM, dweight_VM, dbias_V, *dnorm = ctx.saved_tensors
         ctx.head.scale_gradient(dobjective)
-        if dweight_VM is not None:
+        if weight_VM is not None:
+            dweight_VM = ctx.head.gradient_by_rows(weight_VM, dobjective)
+        elif dweight_VM is not None:
             dweight_VM = scaled(dweight_VM, dobjective, ctx.weight_dtype)
         if dbias_V is not None:
             dbias_V = (dbias_V * dobjective).to(ctx.weight_dtype)

@@ -1,6 +1,7 @@
 """``ByGroups``: values of all tokens and heads, each group of heads in a place of its own.
 
-Chunks are read and written with all their heads, groups with all their tokens.
+Chunks are read and written with all their heads, groups with all their tokens. Of keys and values there may be fewer
+heads than groups; then neighbouring groups read one place.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
+from longctx.architecture.layers import groups_of
 from longctx.model.chunks.store import Arriving, ChunkStore, Stored
 
 
@@ -23,7 +25,7 @@ class ByGroups:
     @classmethod
     def empty(cls, store: ChunkStore, num_tokens: int, like: Tensor, groups: int) -> ByGroups:
         """Places for so many tokens; ``like`` [B, c, H, …] are the values of a few."""
-        return cls([store.empty(num_tokens, part) for part in like.chunk(groups, dim=2)])
+        return cls([store.empty(num_tokens, part) for part in like.chunk(groups_of(like.shape[2], groups), dim=2)])
 
     def write(self, tokens: slice, x: Tensor) -> None:
         """Set the values [B, c, H, …] of some tokens."""
@@ -38,18 +40,26 @@ class ByGroups:
         """Start to bring all values to the device."""
         return _AllHeads([_there(group).whole() for group in self._groups])
 
-    def group(self, number: int) -> Arriving:
-        """Start to bring the values [B, t, h, …] of one group to the device."""
-        return _there(self._groups[number]).whole()
+    def group(self, number: int, groups: int) -> Arriving:
+        """Start to bring the values [B, t, h, …] that one of so many groups reads to the device."""
+        return _there(self._groups[self._place(number, groups)]).whole()
 
     @property
-    def num_groups(self) -> int:
-        """Groups that there are, or were."""
+    def num_places(self) -> int:
+        """Places that there are, or were."""
         return len(self._groups)
 
-    def free(self, number: int) -> None:
-        """Give back the place of one group, which nobody reads any more."""
-        self._groups[number] = None
+    def is_last(self, number: int, groups: int) -> bool:
+        """Whether no later one of so many groups reads the same place."""
+        return self._place(number, groups) != self._place(number + 1, groups)
+
+    def free(self, number: int, groups: int) -> None:
+        """Give back what one of so many groups has read, if nobody reads it any more."""
+        if self.is_last(number, groups):
+            self._groups[self._place(number, groups)] = None
+
+    def _place(self, number: int, groups: int) -> int:
+        return number * len(self._groups) // groups
 
 
 class _AllHeads:
@@ -70,16 +80,17 @@ def groups_in_turn(values: Sequence[ByGroups], *, frees: bool) -> Iterator[list[
 
     ``frees`` gives back the place of a group whose values are here: nobody reads it a second time.
     """
-    arriving = [of_all.group(0) for of_all in values]
-    for number in range(values[0].num_groups):
+    groups = max(of_all.num_places for of_all in values)
+    arriving = [of_all.group(0, groups) for of_all in values]
+    for number in range(groups):
         arrived = [group.wait() for group in arriving]
         # What has arrived is held here alone.
         arriving.clear()
         for of_all in values:
             if frees:
-                of_all.free(number)
-        if number + 1 < values[0].num_groups:
-            arriving = [of_all.group(number + 1) for of_all in values]
+                of_all.free(number, groups)
+        if number + 1 < groups:
+            arriving = [of_all.group(number + 1, groups) for of_all in values]
         yield arrived
 
 

@@ -32,7 +32,7 @@ class ResidualStream:
     """Of this rank's tokens, in order."""
     num_tokens: int
     head_groups: int = 1
-    """Key heads go through attention in so many groups, one after another."""
+    """Heads go through attention in so many groups, one after another."""
     values: Stored | None = None
     """The residual stream behind the last layer that has run forward."""
     gradient: Stored | None = None

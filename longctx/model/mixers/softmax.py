@@ -11,12 +11,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
-from torch.nn import functional
 
 from longctx.architecture.layers import LayerSpec
 from longctx.architecture.mixers.mixer import Mixer
 from longctx.architecture.mixers.softmax import Softmax
 from longctx.config import ModelConfig
+from longctx.kernels.rms_norm import rms_norm
 from longctx.model.layers.linear import Linear, Weight
 from longctx.model.layers.norms import build_norm
 from longctx.model.mixers.network import Heads
@@ -90,7 +90,7 @@ class GroupedQueryAttention(nn.Module):
         if self.qk_norm == "head":
             q, k = self.q_norm(q), self.k_norm(k)
         if self.v_norm:
-            v = functional.rms_norm(v, (D,), eps=self.eps)
+            v = rms_norm(v, v.new_ones(D), self.eps)
         if table is None:
             return q, k, v
         # Positions come after the norm: rotation keeps a normed head's length.

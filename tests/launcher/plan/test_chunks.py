@@ -44,14 +44,14 @@ def test_whole_rows_come_first_then_large_chunks_in_few_groups():
     found = ways(llama())
     assert found[0] == (0, 1)
     assert found[1:5] == [(16384, groups) for groups in (1, 2, 4, 8)]
-    assert found[-1] == (LEAST_CHUNK, 8), "Llama has eight key heads"
-    assert len(found) == 1 + 5 * 4
+    assert found[-1] == (LEAST_CHUNK, 16), "half the query heads of each of Llama's eight key heads"
+    assert len(found) == 1 + 5 * 5
 
 
 def test_only_what_goes_with_the_other_settings_is_chosen_from():
     on_disk = {"train__store": "disk", "train__store_path": "/local"}
     assert 0 not in [chunk for chunk, _ in ways(llama(**on_disk))]
-    assert [groups for _, groups in ways(llama(train__head_groups=4))] == [4, 8] * 5
+    assert [groups for _, groups in ways(llama(train__head_groups=4))] == [4, 8, 16, 32] * 5
     # Chunks recompute experts, which this setting forbids.
     whole = {"model__preset": "qwen3-30b-a3b", "train__keep": "all", "train__recompute_experts": "none"}
     kept = llama(**whole, train__store="device")
@@ -99,4 +99,4 @@ def test_a_search_chooses_by_itself():
 
 def test_where_nothing_fits_the_leanest_is_taken():
     found = resolved(llama(), fits=lambda _: False)
-    assert (found.train.chunk_tokens, found.train.head_groups) == (LEAST_CHUNK, 8)
+    assert (found.train.chunk_tokens, found.train.head_groups) == (LEAST_CHUNK, 16)

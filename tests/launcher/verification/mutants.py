@@ -84,8 +84,8 @@ def a_micro_batch_lost() -> Patch:
 def everything_decays() -> Patch:
     """ZeRO's groups: norms and biases decay, too."""
 
-    def one_kind(model: Any, weight_decay: float) -> Any:
-        return [{**group, "weight_decay": weight_decay} for group in optimizer_groups(model, weight_decay)]
+    def one_kind(model: Any, weight_decay: float, matrices: Any) -> Any:
+        return [{**group, "weight_decay": weight_decay} for group in optimizer_groups(model, weight_decay, matrices)]
 
     return patch.object(partition, "optimizer_groups", one_kind)
 

@@ -30,6 +30,7 @@ PROBED = {
     "run.hostfile": "none",
 }
 LINEAR = {"model.layers": "linear full"}
+AHEAD = {"model.mtp_layers": 2, "train.mtp_weight": 0.3}
 HYBRID = {"model.layers": "gated_delta full", "model.delta_value_heads": 8, "model.attention_gate": "true"}
 BOTH_SIDES = {"model.causal": "false", "train.objective": "masked"}
 
@@ -49,7 +50,8 @@ def nothing_leaks(ways: list[dict[str, Any]]) -> None:
 
 @pytest.mark.timeout(200)
 def test_nothing_leaks():
-    run_distributed(nothing_leaks, 2, [{}, {**LINEAR, "train.chunk_tokens": 20}, HYBRID, BOTH_SIDES], timeout=180)
+    ways = [{}, {**LINEAR, "train.chunk_tokens": 20}, {**HYBRID, **AHEAD}, BOTH_SIDES]
+    run_distributed(nothing_leaks, 2, ways, timeout=180)
 
 
 WAYS: dict[str, list[dict[str, Any]]] = {
@@ -64,6 +66,10 @@ WAYS: dict[str, list[dict[str, Any]]] = {
         {"model.layers": "kda full", "train.chunk_tokens": 17},
     ],
     "experts": [{"model.num_experts": 4}],
+    "further ahead": [
+        AHEAD,
+        {**AHEAD, "train.chunk_tokens": 17, "model.layers": "gated_delta full", "parallel.layout": "balanced"},
+    ],
     "both sides": [
         {**BOTH_SIDES, "parallel.layout": "balanced"},
         {**BOTH_SIDES, **LINEAR, "train.chunk_tokens": 17},

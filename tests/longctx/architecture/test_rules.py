@@ -146,7 +146,7 @@ def ropes():
 
 
 TUPLES_OF_LAYERS = [("full",), ("window",), ("full", "window"), ("linear",), ("sparse", "full"), ("linear", "full")]
-TUPLES_OF_LAYERS += [("gated_delta", "full"), ("kda",)]
+TUPLES_OF_LAYERS += [("gated_delta", "full"), ("kda",), ("global",), ("window", "global")]
 
 SIZES = {"vocab_size": 13, "num_layers": 2, "head_dim": 8, "ffn_size": 6, "max_positions": 16, "init_std": 0.3}
 
@@ -249,7 +249,10 @@ def spelled_out(drawn: dict) -> dict:
     useless |= {"attention_scale", "attention_softcap", "sinks"} if "linear" in layers else set()
     if not {"gated_delta", "kda"} & set(layers):
         useless |= {name for name in values if name.startswith("delta_")}
-    useless |= set() if set(layers) - {"gated_delta", "kda"} else {"attention_gate"}
+    if "global" not in layers:
+        useless |= {name for name in values if name.startswith("global_")}
+    useless |= set() if set(layers) - {"gated_delta", "kda"} else {"attention_gate", "v_norm"}
+    useless |= {"v_norm"} if values.get("kv_lora_rank") or values.get("encoder_layers") else set()
     useless |= {"norm_offset"} if values.get("norm") == "layernorm" else set()
     return {name: value for name, value in values.items() if name not in useless}
 

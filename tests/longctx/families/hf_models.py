@@ -188,7 +188,7 @@ CASES = {
         "Gemma4Text",
         {
             "layer_types": ["sliding_attention", "sliding_attention", "full_attention"], "sliding_window": 7,
-            "global_head_dim": 16, "num_global_key_value_heads": 1, "attention_k_eq_v": True,
+            "head_dim": 8, "global_head_dim": 16, "num_global_key_value_heads": 1, "attention_k_eq_v": True,
             "hidden_size_per_layer_input": 0, "final_logit_softcapping": 5.0,
         },
     ),
@@ -196,7 +196,7 @@ CASES = {
         "Gemma4Text",
         {
             "layer_types": ["full_attention", "sliding_attention", "full_attention"], "sliding_window": 7,
-            "global_head_dim": 12, "hidden_size_per_layer_input": 0,
+            "head_dim": 8, "global_head_dim": 12, "hidden_size_per_layer_input": 0,
             "rope_parameters": {
                 "full_attention": {"rope_type": "default", "rope_theta": 500.0},
                 "sliding_attention": {"rope_type": "default", "rope_theta": 100.0},
@@ -407,7 +407,9 @@ def gradients_by_our_names(model: Any, folder: Path) -> dict[str, Tensor]:
     # A file of weights has no float64.
     found = {name: p.grad.float() for name, p in model.named_parameters() if p.grad is not None}
     found |= {
-        name: torch.zeros_like(b).float() for name, b in model.named_buffers() if name.endswith("correction_bias")
+        name: torch.zeros_like(b).float()
+        for name, b in model.named_buffers()
+        if name.endswith(("correction_bias", "layer_scalar"))
     }
     save_file({name: tensor.contiguous() for name, tensor in found.items()}, folder / "model.safetensors")
     model.config.save_pretrained(folder)

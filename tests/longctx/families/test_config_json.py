@@ -89,7 +89,8 @@ class TestThereAndBack:
         theirs.save_pretrained(tmp_path / "again")
         assert ModelConfig.from_hf(json.loads((tmp_path / "again" / "config.json").read_text())) == config
 
-    @pytest.mark.parametrize("name", CASES | TWO_STACKS)
+    # Gemma 4 has had no other keys.
+    @pytest.mark.parametrize("name", [name for name in CASES | TWO_STACKS if not name.startswith("gemma4")])
     def test_transformers_4_keys_alone_say_the_same(self, name, hf_configs):
         config = ModelConfig.from_hf(hf_configs[name])
         written = config_to_hf(config, model_type=hf_configs[name]["model_type"])

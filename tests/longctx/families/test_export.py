@@ -152,6 +152,9 @@ class TestTrainingOptions:
             kept |= {"factor": float(factor), "original_max_positions": 64}
         if kind in ("linear", "ntk"):
             del kept["original_max_positions"]
+        # Gemma 4's global layers have one way to be stretched.
+        if model_type == "gemma4_text":
+            kind, kept = "proportional", {"theta": 2e6, "partial": config.rope.partial, "factor": float(factor)}
         stretched = dataclasses.replace(config, rope=Rope(kind=kind, **kept), max_positions=64 * factor)
         if stretched.window:
             stretched = dataclasses.replace(stretched, window=stretched.window + 1)

@@ -37,7 +37,7 @@ WHOLE: dict[str, tuple[str, str, dict[str, Any], dict[str, Any]]] = {
         | {"mm_tokens_per_image": 4},
     ),
     "gemma4": (
-        "Gemma4", "gemma4_text", {},
+        "Gemma4", "gemma4_text", {"pad_token_id": 0},
         {
             "vision_config": {
                 "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2,

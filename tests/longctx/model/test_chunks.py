@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from longctx.batch import Batch
 from longctx.errors import ConfigError
 from longctx.model.block import Block
+from longctx.model.chunks import head
 from longctx.model.chunks.store import DeviceStore
 from longctx.model.decoder import Decoder
 from longctx.model.experts.replay import RoutingReplay
@@ -23,7 +25,7 @@ from tests.longctx.samples import ahead, dense_config, gradients, packed_batch, 
 
 KEEPS: tuple[Keep, ...] = ("all", "attention", "inputs")
 STORES: tuple[Store, ...] = ("device", "host", "disk")
-EVERY_WAY = list(itertools.product(KEEPS, STORES, (1, 7, 100), (1, 2)))
+EVERY_WAY = list(itertools.product(KEEPS, STORES, (1, 7, 100), (1, 2, 4)))
 WAYS = EVERY_WAY[::11]
 """Every eleventh: each way to keep, store, length of a chunk and number of groups is among them."""
 FEW = 2
@@ -54,9 +56,11 @@ CONFIGS = {
 BATCH = ahead(packed_batch([[9, 14], [20, 3]], padding=1))
 
 
-def train(config, execution: Execution, dtype: torch.dtype, batch: Batch = BATCH) -> dict[str | int, torch.Tensor]:
+def train(
+    config, execution: Execution, dtype: torch.dtype, batch: Batch = BATCH, **loss_options: float
+) -> dict[str | int, torch.Tensor]:
     """Loss sums and gradients of one step."""
-    lm = CausalLM(Decoder(config, execution=execution))
+    lm = CausalLM(Decoder(config, execution=execution), **loss_options)
     randomize(lm)
     lm.to(dtype)
     loss = lm.loss_sum(lm(batch, TrainingPass(seed=3)))
@@ -174,3 +178,17 @@ def test_the_output_heads_gradient_does_not_outlive_its_use():
     loss.backward()
     assert alive
     assert not any(alive)
+
+
+@pytest.mark.parametrize("rows", [1, 5, 1000])
+@pytest.mark.parametrize(("name", "loss"), [("dense", {}), ("ahead", {"z_loss": 0.1, "label_smoothing": 0.2})])
+def test_a_heads_gradient_is_summed_by_rows(name, loss, rows, monkeypatch):
+    """Rows whose logits are computed again, of tables of their own and tied ones, capped and scaled logits."""
+    for tied in (True, False):
+        config = replace(CONFIGS[name], tie_embeddings=tied, logit_softcap=3.0, logit_scale=0.5)
+        wanted = train(config, Execution(), torch.float64, **loss)
+        with monkeypatch.context() as patch:
+            patch.setattr(head, "ROWS_OF_SUMS", rows * config.hidden_size)
+            got = train(config, Execution("attention", "host", chunk_tokens=7), torch.float64, **loss)
+        for key, value in wanted.items():
+            torch.testing.assert_close(got[key], value, rtol=1e-12, atol=1e-12, msg=lambda t, k=key: f"{k}: {t}")

@@ -36,14 +36,15 @@ MODELS = {
     ),
     "linear": ModelConfig(**SIZES, layers=("linear", "full"), num_layers=2),
     "gated delta": ModelConfig(**SIZES, layers=("gated_delta", "kda", "full"), num_layers=3),
-    "bias": ModelConfig(**SIZES, layers=("full",), num_layers=2, position="t5"),
+    # Four groups of heads share two key heads.
+    "bias": ModelConfig(**SIZES | {"num_kv_heads": 2}, layers=("full",), num_layers=2, position="t5"),
     # What an expert drops depends on all chunks of all ranks.
     "capacity": ModelConfig(
         **SIZES, num_layers=2, num_experts=4, expert_ffn_size=24, capacity_factor=1.0, router_jitter=0.1
     ),
 }
 TOKENS = 240
-CHUNKS = ((1, 1), (7, 2), (29, 2), (1000, 1))
+CHUNKS = ((1, 1), (7, 2), (29, 4), (1000, 1))
 """(tokens of a chunk, groups of heads): one, primes, more than there are."""
 
 

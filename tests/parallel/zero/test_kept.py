@@ -8,6 +8,7 @@ from __future__ import annotations
 import itertools
 import sys
 from dataclasses import replace
+from unittest import mock
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from torch import Tensor
 
 from longctx.batch import Batch
 from longctx.config import ModelConfig
+from longctx.model.chunks import head
 from longctx.model.decoder import Decoder
 from longctx.model.kept import Keep, Store
 from longctx.model.training_pass import Execution, TrainingPass
@@ -181,3 +183,27 @@ def test_chunks_give_one_process_gradients(kind, stage):
 @pytest.mark.timeout(900)
 def test_chunks_in_more_stages_ways_and_in_bfloat16(kind):
     run_distributed(check_chunks, 2, kind, (1, 2, 3), (torch.float32, torch.bfloat16), CHUNK_WAYS, timeout=850)
+
+
+def check_rows(stages: tuple[int, ...], dtypes: tuple[torch.dtype, ...]) -> None:
+    """The head's gradient summed by rows in backward, for which ZeRO-3 gathers the weight again."""
+    for tied in (True, False):
+        config = replace(CONFIGS["dense"], tie_embeddings=tied)
+        wanted = alone(config)
+        with mock.patch.object(head, "ROWS_OF_SUMS", 7 * config.hidden_size):
+            for stage, dtype in itertools.product(stages, dtypes):
+                got = together(config, Execution("attention", "host", chunk_tokens=11), stage, dtype)
+                compare(got, wanted, dtype, f"head by rows, tied {tied}, ZeRO {stage}, {dtype}")
+
+
+@pytest.mark.parametrize(
+    ("stages", "dtypes"),
+    [
+        ((3,), (torch.float32,)),
+        pytest.param((0, 1, 2), (torch.float32,), marks=pytest.mark.slow),
+        pytest.param((1, 2, 3), (torch.bfloat16,), marks=pytest.mark.slow),
+    ],
+)
+@pytest.mark.timeout(300)
+def test_a_head_summed_by_rows_gives_one_process_gradients(stages, dtypes):
+    run_distributed(check_rows, 2, stages, dtypes, timeout=250)

@@ -35,7 +35,7 @@ def plain_orthogonal(x: torch.Tensor) -> torch.Tensor:
     """By the singular values: the polynomial of each, five times."""
     a, b, c = muon.COEFFICIENTS
     u, s, vh = torch.linalg.svd(x, full_matrices=False)
-    s = s / s.norm()
+    s = s / s.norm(dim=-1, keepdim=True)
     for _ in range(muon.STEPS):
         s = a * s + b * s**3 + c * s**5
     return u @ torch.diag_embed(s) @ vh

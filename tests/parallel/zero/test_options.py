@@ -119,6 +119,7 @@ def test_adamw_is_one_kernel_on_gpus(device_type):
             accumulation=1,
             options=OptimizerOptions(fused=wish),
             zero=ZeroOptions(),
+            matrices={},
         )
         optimizer = wrapping._optimizer([{"params": [nn.Parameter(torch.zeros(3))]}])
         assert (optimizer.defaults["fused"], optimizer.defaults["foreach"]) == (wanted, False)
