@@ -92,7 +92,7 @@ class AttentionFields:
     layers: tuple[str, ...] = ("full",)
     """Kinds of attention layers, repeated over the depth: full, window, sparse (a window and every sparse_stride-th
     token before it), global (full, with heads of its own), linear (elu + 1 features, no softmax), gated_delta (Gated
-    DeltaNet), kda (Kimi Delta Attention)."""
+    DeltaNet), kda (Kimi Delta Attention), mamba2 (Mamba-2: groups are key heads, the state's size is that of a key)."""
     window: int = 0
     """Tokens that a query of a window or sparse layer sees, itself included."""
     sparse_stride: int = 0
@@ -109,7 +109,7 @@ class AttentionFields:
 
 @dataclass(frozen=True, kw_only=True)
 class DeltaFields:
-    """Layers with a gated delta rule (kinds gated_delta and kda): a state in place of keys and values."""
+    """Layers with a gated delta rule (kinds gated_delta, kda and mamba2): a state in place of keys and values."""
 
     delta_key_heads: int = 0
     """Query and key heads of these layers; 0 is num_heads."""

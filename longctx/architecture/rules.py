@@ -287,7 +287,7 @@ def _check_mixers(config: ModelFields) -> None:
                     f"model.{name}={getattr(config, name)} belongs to latent attention; set model.kv_lora_rank too, or "
                     f"model.{name}=0."
                 )
-    for owners, group in (("gated_delta and kda", DeltaFields), ("global", GlobalFields)):
+    for owners, group in (("gated_delta, kda and mamba2", DeltaFields), ("global", GlobalFields)):
         for field in fields(group):
             value = getattr(config, field.name)
             if value != field.default and not is_read(config, field.name):

@@ -134,13 +134,14 @@ def _rotary() -> Rule:
                     f"{key}.{name}={shown(table)} in config.json is not supported; supported: {sorted(kinds)} with "
                     f"{', '.join(sorted(known))}."
                 )
-            found[name] = {k: typed(f"{key}.{name}.{k}", v, "float") for k, v in table.items() if k != "rope_type"}
+            numbers = {k: typed(f"{key}.{name}.{k}", v, "float") for k, v in table.items() if k != "rope_type"}
+            found[name] = {"rope_type": table["rope_type"], **numbers}
             if table["rope_type"] == "default" and set(table) > {"rope_type", "rope_theta"}:
                 raise ConfigError(f"{key}.{name}={shown(table)} in config.json has more than a default rope reads.")
         of_global, of_window = found[FULL], found[WINDOW]
         rope = Rope(theta=of_global["rope_theta"])
         partial, factor = of_global.get("partial_rotary_factor", 1.0), of_global.get("factor", 1.0)
-        if (partial, factor) != (1.0, 1.0):
+        if of_global["rope_type"] == "proportional":
             rope = Rope(theta=rope.theta, kind="proportional", partial=partial, factor=factor)
         local = of_window["rope_theta"]
         # Without windows nobody reads their base, and a field that nobody reads is refused.

@@ -118,14 +118,17 @@ def _score_factor() -> Rule:
     )
 
 
-# Factors of the embeddings, of what parts add, of scores and of logits (muP).
-_GRANITE = (
+# Of the embeddings, of what parts add, of scores and of logits (muP).
+GRANITE_FACTORS = (
     divided_head_dim(),
-    rotary(),
     same("embedding_multiplier", "embedding_scale", default=1.0),
     same("residual_multiplier", "residual_scale", default=1.0),
     _score_factor(),
     _divided("logits_scaling", "logit_scale"),
 )
 
-GRANITE = Family(model_type="granite", architecture="GraniteForCausalLM", rules=llama_like() + _SHARED + _GRANITE)
+GRANITE = Family(
+    model_type="granite",
+    architecture="GraniteForCausalLM",
+    rules=llama_like() + _SHARED + (rotary(),) + GRANITE_FACTORS,
+)

@@ -23,7 +23,7 @@ from torch import Tensor
 from longctx.kernels.attention.contract import Scores
 from longctx.kernels.devices import on_cpu
 from longctx.kernels.gated_delta.call import Carried, Options
-from longctx.kernels.gated_delta.front import Weights
+from longctx.kernels.gated_delta.front import StateSpaceWeights, Weights, weights_of
 from longctx.kernels.gated_delta.rule import gated_delta
 from longctx.model.attention.cache import LayerCache
 from longctx.model.attention.core import check_no_gradient
@@ -53,7 +53,7 @@ class ContextParallelGatedDelta(CoreOfStates):
     ) -> Tensor:
         """Return the output [B, t, K, G·V] of this rank's tokens, equal to one process's but for rounding."""
         B, t, K = q_BtKD.shape[:3]
-        batch, given = plan.shapes.batch, Weights._make(weights)
+        batch, given = plan.shapes.batch, weights_of(weights)
         if isinstance(plan, StatesOfChunk):
             assert cache is not None, "the plan of a cached chunk came without the layer's cache"
             return _attend_cached(q_BtKD, k_BtKD, v_BtKX, given, plan, cache)
@@ -77,7 +77,7 @@ class ContextParallelGatedDelta(CoreOfStates):
                 exchange=exchange,
                 saved=kept.of_group(group),
             )
-            of_group = Weights._make(weights_h)
+            of_group = weights_of(weights_h)
             outs.append(gated_delta(as_tokens(q_h, k_h, v_h, of_group), of_group, options)[0])
         kept.finish()
         if exchange is not None:
@@ -100,7 +100,12 @@ class _SettleBehind(torch.autograd.Function):
 
 
 def _attend_cached(
-    q_BtKD: Tensor, k_BtKD: Tensor, v_BtKX: Tensor, weights: Weights, plan: StatesOfChunk, cache: LayerCache
+    q_BtKD: Tensor,
+    k_BtKD: Tensor,
+    v_BtKX: Tensor,
+    weights: Weights | StateSpaceWeights,
+    plan: StatesOfChunk,
+    cache: LayerCache,
 ) -> Tensor:
     """Return the output [B, t, K, G·V] of new tokens, which the cached state then covers. Collective."""
     plan.shapes.check_call(q_BtKD, None)

@@ -27,6 +27,7 @@ MODELS: dict[str, dict] = {
     "linear alone": {"layers": ("linear",)},
     "gated delta": {"layers": ("gated_delta", "full"), "delta_value_heads": 8, "attention_gate": True},
     "kimi": {"layers": ("kda", "full"), "delta_negative": True},
+    "mamba": {"layers": ("mamba2", "full"), "delta_key_heads": 1, "delta_value_heads": 4},
     "all kinds": {"layers": ("linear", "sparse", "full", "window"), "num_layers": 4, "window": 10, "sparse_stride": 3},
     "latent": {"num_kv_heads": 4, "kv_lora_rank": 12, "rope_head_dim": 4, "value_head_dim": 6, "q_lora_rank": 10},
     "latent, window": {

@@ -100,3 +100,34 @@ class KimiDelta(GatedDelta):
     def vectors(self, config: ModelFields) -> int:
         sizes = config.delta_sizes
         return sizes.channels * sizes.conv + sizes.key_heads + sizes.key_heads * sizes.key_dim
+
+
+@dataclass(frozen=True)
+class Mamba2(GatedDelta):
+    """Mamba-2 (arXiv 2405.21060): nothing is taken off a state; one number a head is decay and strength of a step."""
+
+    name: ClassVar[str] = "mamba2"
+
+    def check(self, config: ModelFields) -> None:
+        super().check(config)
+        if config.delta_negative:
+            raise ConfigError("model.delta_negative=true is of gated_delta and kda layers; mamba2 has no such step.")
+
+    def matrices(self, config: ModelFields) -> int:
+        sizes = config.delta_sizes
+        values = sizes.value_heads * sizes.value_dim
+        return config.hidden_size * (sizes.channels + values + sizes.value_heads + values)
+
+    def vectors(self, config: ModelFields) -> int:
+        sizes = config.delta_sizes
+        # The convolution and its bias; rates, their biases, and what skips the states.
+        return sizes.channels * (sizes.conv + 1) + 3 * sizes.value_heads
+
+    def norms(self, config: ModelFields) -> int:
+        return config.delta_sizes.value_heads * config.delta_sizes.value_dim
+
+    def flops(self, config: ModelFields, lengths: Sequence[int]) -> int:
+        """``4·H·D·V`` a token to write and query the states, ``2·W`` a channel to convolve."""
+        sizes = config.delta_sizes
+        states = 4 * sizes.value_heads * sizes.key_dim * sizes.value_dim
+        return (states + 2 * sizes.conv * sizes.channels) * sum(lengths)

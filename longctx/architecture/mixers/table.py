@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import fields
 
 from longctx.architecture.fields import DeltaFields, GlobalFields, ModelFields
-from longctx.architecture.mixers.gated_delta import GatedDelta, KimiDelta
+from longctx.architecture.mixers.gated_delta import GatedDelta, KimiDelta, Mamba2
 from longctx.architecture.mixers.latent import Latent
 from longctx.architecture.mixers.linear import LatentLinear, Linear
 from longctx.architecture.mixers.mixer import Mixer
@@ -45,6 +45,7 @@ MIXERS: dict[str, Callable[[ModelFields], Mixer]] = {
     "linear": _linear,
     "gated_delta": lambda config: GatedDelta(config.causal),
     "kda": lambda config: KimiDelta(config.causal),
+    "mamba2": lambda config: Mamba2(config.causal),
 }
 """What a layer sees of its document, and by what."""
 DELTA_FIELDS = tuple(f.name for f in fields(DeltaFields))
@@ -55,5 +56,6 @@ READS: dict[str, tuple[str, ...]] = {
     "global": GLOBAL_FIELDS,
     "gated_delta": DELTA_FIELDS,
     "kda": DELTA_FIELDS,
+    "mamba2": DELTA_FIELDS,
 }
 """Fields of a config that these kinds of layers alone read: without such a layer they have to be 0."""

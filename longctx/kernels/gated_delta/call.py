@@ -16,7 +16,7 @@ from torch.nn import functional
 
 from longctx.errors import ConfigError
 from longctx.kernels.dtypes import accumulate_dtype
-from longctx.kernels.gated_delta.front import Tokens, Weights, activate
+from longctx.kernels.gated_delta.front import StateSpaceWeights, Tokens, Weights, activate, weights_of
 from longctx.kernels.gated_delta.spans import Block, Cut, Span, cut_spans
 from longctx.kernels.linear_attention import Segments
 
@@ -80,7 +80,7 @@ class Options:
     block_chunks: int = BLOCK_CHUNKS
 
 
-def check(tokens: Tokens, weights: Weights, options: Options, carried: Carried | None) -> None:
+def check(tokens: Tokens, weights: Weights | StateSpaceWeights, options: Options, carried: Carried | None) -> None:
     """Raise ConfigError if sizes do not fit."""
     q, v, a = tokens.q_BtKD, tokens.v_BtKGV, tokens.a_BtKGX
     B, t, K, D = q.shape
@@ -94,6 +94,9 @@ def check(tokens: Tokens, weights: Weights, options: Options, carried: Carried |
         "log_rate": (weights.log_rate_KG, (K, G)),
         "rate_bias": (weights.rate_bias_KGX, (K, G, a.shape[-1])),
     }
+    if isinstance(weights, StateSpaceWeights):
+        sizes["convolution's bias"] = (weights.conv_bias_KC, (K, 2 * D + G * V))
+        sizes["skip"] = (weights.skip_KG, (K, G))
     if carried is not None:
         takes, reach = len(options.segments.takes), weights.conv_KCR.shape[-1] - 1
         sizes["carried states"] = (carried.states_sBHDV, (takes, B, K * G, D, V))
@@ -112,7 +115,7 @@ class Call:
     """What forward and backward of one call share."""
 
     tokens: Tokens
-    weights: Weights
+    weights: Weights | StateSpaceWeights
     options: Options
     spans: Sequence[Span] = field(init=False)
 
@@ -125,7 +128,7 @@ class Call:
     @classmethod
     def of(cls, tensors: Sequence[Tensor], options: Options) -> Call:
         """Return the call with the fields of ``Tokens`` and ``Weights``, one after the other."""
-        return cls(Tokens._make(tensors[:5]), Weights._make(tensors[5:]), options)
+        return cls(Tokens._make(tensors[:5]), weights_of(tensors[5:]), options)
 
     @property
     def reach(self) -> int:
@@ -199,6 +202,11 @@ class Differentiable(NamedTuple):
     """Its leaves: the tokens before it, the fields of ``Tokens`` and those of ``Weights``."""
     activated: Tokens
 
+    @property
+    def skip(self) -> Tensor | None:
+        """That leaf of Mamba-2, [K, G]."""
+        return skip_of(weights_of(self.inputs[6:]))
+
 
 class InputGradients:
     """The gradients of a call's inputs, added up block by block."""
@@ -216,13 +224,16 @@ class InputGradients:
         if span.takes is not None:
             entering = self.before[span.takes]
         before = call.before(block, entering).requires_grad_()
-        tokens, weights = Tokens._make(_leaves(call.tokens.rows(block.rows))), Weights._make(_leaves(call.weights))
+        tokens, weights = Tokens._make(_leaves(call.tokens.rows(block.rows))), weights_of(_leaves(call.weights))
         with torch.enable_grad():
             activated = activate(before, tokens, weights, block, call.options.beta_scale)
         return Differentiable(span, block, [before, *tokens, *weights], activated)
 
     def add(self, part: Differentiable, outputs: Sequence[Tensor], gradients: Sequence[Tensor]) -> None:
         """Add what follows for the inputs from the gradients of what was computed of a block."""
+        # Mamba-2 takes nothing off a state: that factor is a constant.
+        pairs = [pair for pair in zip(outputs, gradients, strict=True) if pair[0].requires_grad]
+        outputs, gradients = zip(*pairs, strict=True)
         found = torch.autograd.grad(outputs, part.inputs, gradients)
         span, block = part.span, part.block
         dbefore = found[0]
@@ -253,6 +264,11 @@ class InputGradients:
     def results(self) -> list[Tensor]:
         """Return the gradients of the fields of ``Tokens`` and of ``Weights``."""
         return [*self.dtokens, *(total.to(x.dtype) for total, x in zip(self.dweights, self.call.weights, strict=True))]
+
+
+def skip_of(weights: Weights | StateSpaceWeights) -> Tensor | None:
+    """Return the skip of Mamba-2, which ``prepare`` needs; None otherwise."""
+    return weights.skip_KG if isinstance(weights, StateSpaceWeights) else None
 
 
 def _leaves(tensors: Sequence[Tensor]) -> list[Tensor]:

@@ -5,6 +5,9 @@ for j ≤ i their decayed product, and T = (I + β_i·D(k, k)_ij for j < i)⁻¹
 T·(β v) − T·(β k exp(c))·S, where S is the state that enters it. Everything that does not depend on S is computed here
 for many chunks at once; ``rule`` passes S through.
 
+Mamba-2 (arXiv 2405.21060) has no inverse: a chunk writes β v, nothing is taken off, and queries and keys are as they
+come. There β stands beside the keys instead of the values, so that the skip is a number on the diagonal.
+
 No exponent is positive, and none is a difference of two sums: behind a token that forgets everything (g = -50) the
 decays of its successors keep their digits.
 
@@ -47,27 +50,35 @@ class Chunked(NamedTuple):
     """Decay of the state over the chunk."""
 
 
-def prepare(tokens: Tokens, block: Block, chunk: int) -> Chunked:
-    """Return the factors of a block's tokens, whose a and b are g and β, in chunks; differentiable."""
-    # A key of length 1 makes I − β k kᵀ a contraction for β up to 2.
-    q, k = (fold(_normalized(x).unsqueeze(3), block, chunk) for x in (tokens.q_BtKD, tokens.k_BtKD))
-    q = q * q.shape[-1] ** -0.5
+def prepare(tokens: Tokens, block: Block, chunk: int, skip_KG: Tensor | None = None) -> Chunked:
+    """Return the factors of a block's tokens, whose a and b are g and β, in chunks; differentiable.
+
+    With ``skip`` those of Mamba-2.
+    """
+    q, k = (fold(x.unsqueeze(3), block, chunk) for x in (tokens.q_BtKD, tokens.k_BtKD))
+    if skip_KG is None:
+        # A key of length 1 makes I − β k kᵀ a contraction for β up to 2.
+        q, k = _normalized(q) * q.shape[-1] ** -0.5, _normalized(k)
     v, decay = (fold(x, block, chunk) for x in (tokens.v_BtKGV, tokens.a_BtKGX))
     beta = fold(tokens.b_BtKG.unsqueeze(-1), block, chunk)
     lower = torch.ones(chunk, chunk, dtype=torch.bool, device=q.device).tril()
     if block.masks is not None:
         lower = (lower & block.masks.same_NCC)[:, None, None, None]
     kk, qk = _decayed_products(k, q, decay, lower)
-    identity = torch.eye(chunk, dtype=q.dtype, device=q.device)
-    system = (beta * kk).tril(-1)
-    # Explicitly: forward multiplies it with two factors, and backward needs it transposed.
-    inverse = torch.linalg.solve_triangular(system, identity.expand_as(system), upper=False, unitriangular=True)
     entering, leaving, total = decay.cumsum(-2).exp(), _sums_after(decay).exp(), decay.sum(-2, keepdim=True).mT.exp()
     # Tokens of other segments neither read the state that enters nor write to the one that leaves.
     if block.masks is not None:
         entering = entering * block.masks.enter_NC[:, None, None, None, :, None]
         leaving = leaving * block.masks.leave_NC[:, None, None, None, :, None]
         total = total * block.masks.pass_N[:, None, None, None, None, None]
+    identity = torch.eye(chunk, dtype=q.dtype, device=q.device)
+    if skip_KG is not None:
+        own = qk * beta.mT + identity * skip_KG.to(q.dtype)[..., None, None]
+        keys = beta * k
+        return Chunked(v, torch.zeros_like(keys), q * entering, keys * leaving, own, total)
+    system = (beta * kk).tril(-1)
+    # Explicitly: forward multiplies it with two factors, and backward needs it transposed.
+    inverse = torch.linalg.solve_triangular(system, identity.expand_as(system), upper=False, unitriangular=True)
     return Chunked(inverse @ (beta * v), inverse @ (beta * entering * k), q * entering, k * leaving, qk, total)
 
 

@@ -3,7 +3,8 @@
     x ← silu(Σ_r w_r x_{t−r})        g = −exp(A)·softplus(a + δ)        β = s·sigmoid(b)
 
 for queries, keys and values x, with learned w, A and δ a head (by channel: δ a channel), and s = 2 if the step may
-have negative eigenvalues (arXiv 2411.12537), else 1. The convolution reads the tokens of its own document alone.
+have negative eigenvalues (arXiv 2411.12537), else 1. The convolution reads the tokens of its own document alone. In
+Mamba-2 it has a bias, and β = softplus(b + δ), of which b is a itself.
 
 Axes: B batch, t tokens of a block, K key heads, G value heads of a key head, D key head size, V value head size,
 C = 2·D + G·V channels of a key head, R tokens before its own that the convolution reads, X = D or 1.
@@ -11,6 +12,7 @@ C = 2·D + G·V channels of a key head, R tokens before its own that the convolu
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple, Self
 
 import torch
@@ -31,6 +33,25 @@ class Weights(NamedTuple):
     """δ."""
 
 
+class StateSpaceWeights(NamedTuple):
+    """Learned weights of a layer of Mamba-2, heads first: those of ``Weights``, and two more."""
+
+    conv_KCR: Tensor
+    log_rate_KG: Tensor
+    rate_bias_KGX: Tensor
+    conv_bias_KC: Tensor
+    """Of the convolution."""
+    skip_KG: Tensor
+    """Share of a token's own values in its output."""
+
+
+def weights_of(tensors: Sequence[Tensor]) -> Weights | StateSpaceWeights:
+    """Return the weights that so many tensors are."""
+    if len(tensors) == len(StateSpaceWeights._fields):
+        return StateSpaceWeights._make(tensors)
+    return Weights._make(tensors)
+
+
 class Tokens(NamedTuple):
     """What the layer's projections give of each token."""
 
@@ -49,7 +70,9 @@ class Tokens(NamedTuple):
         return torch.cat((self.q_BtKD[:, rows], self.k_BtKD[:, rows], self.v_BtKGV[:, rows].flatten(3)), -1)
 
 
-def activate(before_BRKC: Tensor, tokens: Tokens, weights: Weights, block: Block, beta_scale: float) -> Tokens:
+def activate(
+    before_BRKC: Tensor, tokens: Tokens, weights: Weights | StateSpaceWeights, block: Block, beta_scale: float
+) -> Tokens:
     """Return queries, keys, values, g and β of a block, in the dtype of ``before_BRKC``; differentiable.
 
     ``before_BRKC`` are the channels of the tokens before the block, 0 if the document has none there.
@@ -67,9 +90,15 @@ def activate(before_BRKC: Tensor, tokens: Tokens, weights: Weights, block: Block
         if block.masks is not None:
             part = part * block.masks.reach_tR[:, distance - 1, None, None]
         y = y + part
+    is_state_space = isinstance(weights, StateSpaceWeights)
+    if is_state_space:
+        y = y + weights.conv_bias_KC.to(dtype)
     q, k, v = functional.silu(y).split((D, D, y.shape[-1] - 2 * D), -1)
     # Rates are learned as logarithms, so none becomes negative.
     rates = weights.log_rate_KG.to(dtype).exp().unsqueeze(-1)
     decay = -rates * functional.softplus(tokens.a_BtKGX.to(dtype) + weights.rate_bias_KGX.to(dtype))
-    beta = tokens.b_BtKG.to(dtype).sigmoid() * beta_scale
+    if is_state_space:
+        beta = functional.softplus(tokens.b_BtKG.to(dtype) + weights.rate_bias_KGX.to(dtype).squeeze(-1))
+    else:
+        beta = tokens.b_BtKG.to(dtype).sigmoid() * beta_scale
     return Tokens(q, k, v.unflatten(-1, tokens.v_BtKGV.shape[3:]), decay, beta)

@@ -6,6 +6,8 @@ A token decays its document's state S [D, V], replaces what its key reads of it,
 
 g ≤ 0 is one number a head or one a channel of the keys.
 
+Mamba-2's step (arXiv 2405.21060) takes nothing off: S ← exp(g)·S + β k vᵀ, out = qᵀS + skip·v, with any q and k.
+
 The step is affine in S. So a segment of a document is one pair a head: what leaves it is M·S + U for the state S that
 enters it. Devices exchange the pairs of their segments, compose those of a document in its order, and continue with the
 state that enters each of their own. Backward is the mirror image: with dS of the leaving state, the gradient of the
@@ -29,15 +31,15 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from longctx.kernels.gated_delta.call import Call, Carried, InputGradients, Options, check
+from longctx.kernels.gated_delta.call import Call, Carried, InputGradients, Options, check, skip_of
 from longctx.kernels.gated_delta.chunks import Chunked, fold, prepare, unfold
-from longctx.kernels.gated_delta.front import Tokens, Weights
+from longctx.kernels.gated_delta.front import StateSpaceWeights, Tokens, Weights
 from longctx.kernels.gated_delta.library import gated_delta_by, library_for
 from longctx.kernels.gated_delta.spans import Block, Span
 
 
 def gated_delta(
-    tokens: Tokens, weights: Weights, options: Options, carried: Carried | None = None
+    tokens: Tokens, weights: Weights | StateSpaceWeights, options: Options, carried: Carried | None = None
 ) -> tuple[Tensor, Tensor]:
     """Return the output [B, t, H, V] in the dtype of the values, and the states [s, B, H, D, V] that leave segments.
 
@@ -47,7 +49,7 @@ def gated_delta(
     """
     check(tokens, weights, options, carried)
     library = library_for(tokens, options)
-    if library is not None:
+    if library is not None and isinstance(weights, Weights):
         return gated_delta_by(library, tokens, weights, options, carried)
     states, before = carried or (None, None)
     return _GatedDelta.apply(options, states, before, *(tokens + weights))
@@ -202,7 +204,7 @@ class _Backward:
         for block in reversed(span.blocks):
             part = self.inputs.activate(span, block)
             with torch.enable_grad():
-                factors = prepare(part.activated, block, self.call.options.chunk)
+                factors = prepare(part.activated, block, self.call.options.chunk, part.skip)
             dfactors, dstate = _retreat(factors, self.starts[block], self._dout(block), dstate)
             self.inputs.add(part, factors, dfactors)
         if span.takes is not None:
@@ -225,7 +227,7 @@ class _Backward:
 
 def _factors(call: Call, block: Block, entering_BRKC: Tensor | None) -> Chunked:
     """Return the factors of a block, not differentiable."""
-    return prepare(call.activated(block, entering_BRKC), block, call.options.chunk)
+    return prepare(call.activated(block, entering_BRKC), block, call.options.chunk, skip_of(call.weights))
 
 
 def _advance(factors: Chunked, state: Tensor) -> tuple[Tensor, Tensor, Tensor]:

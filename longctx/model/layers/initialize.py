@@ -130,6 +130,8 @@ def _constant(name: str, config: ModelConfig) -> float | None:
         if config.norm_offset:
             return 0.0  # the factor is 1 + weight
         return 1.0
-    if name.endswith((".bias", "_bias", "sinks.weight")) or "relative_bias" in name:
+    if name.endswith("self_attn.skip.weight"):
+        return 1.0
+    if name.endswith((".bias", "_bias", "conv_bias.weight", "sinks.weight")) or "relative_bias" in name:
         return 0.0
     return None

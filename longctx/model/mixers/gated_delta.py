@@ -21,7 +21,7 @@ from longctx.config import ModelConfig
 from longctx.kernels.attention.contract import Scores
 from longctx.kernels.dtypes import accumulate_dtype
 from longctx.kernels.gated_delta.call import CHUNK, Carried, Options
-from longctx.kernels.gated_delta.front import Tokens, Weights
+from longctx.kernels.gated_delta.front import StateSpaceWeights, Tokens, Weights, weights_of
 from longctx.kernels.gated_delta.rule import gated_delta
 from longctx.kernels.linear_attention import Segments
 from longctx.model.attention.cache import LayerCache
@@ -140,6 +140,59 @@ class KimiDeltaAttention(GatedDeltaNet):
         return self.o_proj(self.o_norm(heads_BtHV, gate_BtKV).flatten(-2))
 
 
+class Mamba2(GatedDeltaNet):
+    """Mamba-2 (arXiv 2405.21060): its C, B and x are queries, keys and values; dt is the input of decay and of β."""
+
+    def __init__(self, config: ModelConfig, spec: LayerSpec) -> None:
+        nn.Module.__init__(self)
+        M, self.sizes = config.hidden_size, config.delta_sizes
+        H, values = self.sizes.value_heads, self.sizes.value_heads * self.sizes.value_dim
+        self.in_proj_qkv = Linear(M, self.sizes.channels, bias=False)
+        self.in_proj_z = Linear(M, values, bias=False)
+        self.in_proj_dt = Linear(M, H, bias=False)
+        self.conv1d = Weight(self.sizes.channels, 1, self.sizes.conv)
+        self.conv_bias = Weight(self.sizes.channels)
+        self.A_log = Weight(H)
+        self.dt_bias = Weight(H)
+        self.skip = Weight(H)
+        eps = config.delta_norm_eps or config.norm_eps
+        self.norm = GateThenNorm(values, values // self.sizes.key_heads, eps)
+        self.out_proj = Linear(values, M, bias=False)
+
+    def core_weights(self) -> tuple[Tensor, ...]:
+        K, D = self.sizes.key_heads, self.sizes.key_dim
+        bias_C = self.conv_bias()
+        parts = bias_C.split((K * D, K * D, len(bias_C) - 2 * K * D))
+        bias_KC = torch.cat([part.unflatten(0, (K, -1)) for part in parts], dim=1)
+        return StateSpaceWeights(*super().core_weights(), bias_KC, self.skip().unflatten(0, (K, -1)))
+
+    def project(
+        self, x_BtM: Tensor, table: RotaryTable | None, *, cached: bool, only_graph: bool = False
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        q, k, v = self._channels(x_BtM, only_graph=only_graph)
+        dt = self.in_proj_dt(x_BtM, only_graph=only_graph).unflatten(-1, (self.sizes.key_heads, -1))
+        return q, k, torch.cat((v, dt, dt), dim=-1)
+
+    def output(self, heads_BtHV: Tensor, input_BtM: Tensor | None, *, cached: bool) -> Tensor:
+        assert input_BtM is not None
+        return self.out_proj(self.norm(heads_BtHV.flatten(-2), self.in_proj_z(input_BtM)))
+
+
+class GateThenNorm(nn.Module):
+    """x · silu(gate), normed group by group of channels, times the weight; in float32 (float64 for float64 inputs)."""
+
+    def __init__(self, size: int, group: int, eps: float) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(size))
+        self.group, self.eps = group, eps
+
+    def forward(self, x: Tensor, gate: Tensor) -> Tensor:
+        dtype = accumulate_dtype(x.dtype)
+        gated = (x.to(dtype) * functional.silu(gate.to(dtype))).unflatten(-1, (-1, self.group))
+        normed = functional.rms_norm(gated, (self.group,), eps=self.eps).flatten(-2)
+        return (normed * self.weight.to(dtype)).to(x.dtype)
+
+
 class GatedNorm(nn.Module):
     """x / sqrt(mean(x²) + eps) · weight · f(gate) over the last axis, in float32 (float64 for float64 inputs)."""
 
@@ -195,7 +248,7 @@ class LocalGatedDelta(AttentionCore):
     ) -> Tensor:
         """Output [B, t, K, G·V]; there are no ``scores``."""
         B, T, K = q_BtKD.shape[:3]
-        given = Weights._make(weights)
+        given = weights_of(weights)
         if cache is None:
             # Rows are laid end to end: documents are boundaries in the flattened tokens.
             q, k, v = (x.flatten(0, 1).unsqueeze(0) for x in (q_BtKD, k_BtKD, v_BtKX))
@@ -210,14 +263,14 @@ class LocalGatedDelta(AttentionCore):
         return out.unflatten(2, (K, -1)).flatten(3)
 
 
-def as_tokens(q_BtKD: Tensor, k_BtKD: Tensor, v_BtKX: Tensor, weights: Weights) -> Tokens:
+def as_tokens(q_BtKD: Tensor, k_BtKD: Tensor, v_BtKX: Tensor, weights: Weights | StateSpaceWeights) -> Tokens:
     """What ``GatedDeltaNet.project`` gives, taken apart."""
     G, X = weights.rate_bias_KGX.shape[1:]
     v, a, b = v_BtKX.split((v_BtKX.shape[-1] - G * X - G, G * X, G), dim=-1)
     return Tokens(q_BtKD, k_BtKD, v.unflatten(-1, (G, -1)), a.unflatten(-1, (G, X)), b)
 
 
-def newest(tokens: Tokens, weights: Weights, carried: Carried | None) -> Tensor:
+def newest(tokens: Tokens, weights: Weights | StateSpaceWeights, carried: Carried | None) -> Tensor:
     """The channels of the last tokens, which the convolution of the next ones reads, [1, B, R, K, C]."""
     reach = weights.conv_KCR.shape[-1] - 1
     num_tokens = tokens.q_BtKD.shape[1]

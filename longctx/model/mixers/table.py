@@ -8,7 +8,7 @@ from longctx.errors import ConfigError
 from longctx.kernels.processor import Products
 from longctx.model.attention.core import AttentionCore
 from longctx.model.attention.local import LocalAttention
-from longctx.model.mixers.gated_delta import GatedDeltaNet, KimiDeltaAttention, LocalGatedDelta
+from longctx.model.mixers.gated_delta import GatedDeltaNet, KimiDeltaAttention, LocalGatedDelta, Mamba2
 from longctx.model.mixers.latent import LatentAttention, UnfoldedLatentAttention
 from longctx.model.mixers.linear import LocalLinearAttention
 from longctx.model.mixers.network import MixerNetwork
@@ -23,6 +23,7 @@ NETWORKS: dict[str, type[MixerNetwork]] = {
     "latent_linear": UnfoldedLatentAttention,
     "gated_delta": GatedDeltaNet,
     "kda": KimiDeltaAttention,
+    "mamba2": Mamba2,
 }
 
 

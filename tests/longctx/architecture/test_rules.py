@@ -146,7 +146,7 @@ def ropes():
 
 
 TUPLES_OF_LAYERS = [("full",), ("window",), ("full", "window"), ("linear",), ("sparse", "full"), ("linear", "full")]
-TUPLES_OF_LAYERS += [("gated_delta", "full"), ("kda",), ("global",), ("window", "global")]
+TUPLES_OF_LAYERS += [("gated_delta", "full"), ("kda",), ("global",), ("window", "global"), ("mamba2", "full")]
 
 SIZES = {"vocab_size": 13, "num_layers": 2, "head_dim": 8, "ffn_size": 6, "max_positions": 16, "init_std": 0.3}
 
@@ -247,8 +247,9 @@ def spelled_out(drawn: dict) -> dict:
     useless |= set() if values.get("position") == "learned" else {"position_offset"}
     useless |= set() if "window" in layers else {"local_rope_theta"}
     useless |= {"attention_scale", "attention_softcap", "sinks"} if "linear" in layers else set()
-    if not {"gated_delta", "kda"} & set(layers):
+    if not {"gated_delta", "kda", "mamba2"} & set(layers):
         useless |= {name for name in values if name.startswith("delta_")}
+    useless |= {"delta_negative"} if "mamba2" in layers else set()
     if "global" not in layers:
         useless |= {name for name in values if name.startswith("global_")}
     useless |= set() if set(layers) - {"gated_delta", "kda"} else {"attention_gate", "v_norm"}

@@ -203,6 +203,24 @@ CASES = {
             },
         },
     ),
+    "granitemoehybrid": Case(
+        "GraniteMoeHybrid",
+        {
+            "layer_types": ["linear_attention", "linear_attention", "full_attention"], "mamba_n_heads": 8,
+            "mamba_d_head": 8, "mamba_d_state": 6, "mamba_n_groups": 2, "num_local_experts": 0,
+            "shared_intermediate_size": 40, "embedding_multiplier": 2.0, "residual_multiplier": 0.7,
+            "logits_scaling": 3.0, "attention_multiplier": 0.2,
+        },
+    ),
+    "granitemoehybrid, experts": Case(
+        "GraniteMoeHybrid",
+        {
+            "layer_types": ["full_attention", "linear_attention", "linear_attention"], "mamba_n_heads": 4,
+            "mamba_d_head": 16, "mamba_d_state": 5, "num_local_experts": 6,
+            "num_experts_per_tok": 2, "shared_intermediate_size": 24, "intermediate_size": 20,
+            "position_embedding_type": "rope",
+        },
+    ),
     "gemma3_text": Case(
         "Gemma3Text",
         {"head_dim": 12, "sliding_window": 6, "query_pre_attn_scalar": 19, "sliding_window_pattern": 3}

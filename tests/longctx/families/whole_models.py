@@ -44,8 +44,9 @@ WHOLE: dict[str, tuple[str, str, dict[str, Any], dict[str, Any]]] = {
                 "num_key_value_heads": 2, "head_dim": 8, "patch_size": 4, "position_embedding_size": 16,
                 "model_type": "gemma4_vision",
             },
-            "audio_config": None, "image_token_id": 90, "video_token_id": 91, "audio_token_id": 92,
-            "boi_token_id": 93, "eoi_token_id": 94, "boa_token_id": 95, "eoa_token_index": 96,
+            # Ids that no text has: transformers reads these tokens as padding.
+            "audio_config": None, "image_token_id": 190, "video_token_id": 191, "audio_token_id": 192,
+            "boi_token_id": 193, "eoi_token_id": 194, "boa_token_id": 195, "eoa_token_index": 196,
         },
     ),
     "mistral3": (

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch.nn import functional
 
-from longctx.kernels.gated_delta.front import Tokens, Weights
+from longctx.kernels.gated_delta.front import StateSpaceWeights, Tokens, Weights
 
 
 def plain(tokens, weights, bounds, beta_scale=1.0, state=None, before=None):
@@ -23,21 +23,28 @@ def plain(tokens, weights, bounds, beta_scale=1.0, state=None, before=None):
         elif t == 0:
             state, window = state.unflatten(1, (K, G)), before
         window = torch.cat((window, x[:, t : t + 1]), 1)
-        y = functional.silu(torch.einsum("brkc,kcr->bkc", window, weights.conv_KCR))
+        y = torch.einsum("brkc,kcr->bkc", window, weights.conv_KCR)
+        is_mamba = isinstance(weights, StateSpaceWeights)
+        y = functional.silu(y + weights.conv_bias_KC if is_mamba else y)
         window = window[:, 1:]
         qt, kt, vt = y[..., :D], y[..., D : 2 * D], y[..., 2 * D :].unflatten(-1, (G, V))
-        qt, kt = (z / (z.square().sum(-1, keepdim=True) + 1e-6).sqrt() for z in (qt, kt))
+        if not is_mamba:
+            qt, kt = (z / (z.square().sum(-1, keepdim=True) + 1e-6).sqrt() for z in (qt, kt))
         g = -weights.log_rate_KG.exp()[..., None] * functional.softplus(a[:, t] + weights.rate_bias_KGX)
         state = state * g.exp()[..., None]
-        read = torch.einsum("bkgdv,bkd->bkgv", state, kt)
-        written = (vt - read) * (b[:, t].sigmoid() * beta_scale)[..., None]
+        if is_mamba:
+            written = vt * functional.softplus(b[:, t] + weights.rate_bias_KGX[..., 0])[..., None]
+        else:
+            read = torch.einsum("bkgdv,bkd->bkgv", state, kt)
+            written = (vt - read) * (b[:, t].sigmoid() * beta_scale)[..., None]
         state = state + kt[:, :, None, :, None] * written[..., None, :]
-        outputs.append(torch.einsum("bkgdv,bkd->bkgv", state, qt) * D**-0.5)
+        out = torch.einsum("bkgdv,bkd->bkgv", state, qt)
+        outputs.append(out + weights.skip_KG[..., None] * vt if is_mamba else out * D**-0.5)
     return torch.stack(outputs, 1).flatten(2, 3), state.flatten(1, 2)
 
 
-def make(t, *, K=2, G=2, D=6, V=5, X=1, reach=3, batch=2, dtype=torch.float64, seed=0):
-    """Tokens and weights of a layer, as leaves."""
+def make(t, *, K=2, G=2, D=6, V=5, X=1, reach=3, batch=2, dtype=torch.float64, seed=0, mamba=False):
+    """Tokens and weights of a layer, as leaves; with ``mamba`` of Mamba-2."""
     generator = torch.Generator().manual_seed(seed)
 
     def normal(*shape, scale=1.0, shift=0.0):
@@ -52,4 +59,6 @@ def make(t, *, K=2, G=2, D=6, V=5, X=1, reach=3, batch=2, dtype=torch.float64, s
         normal(batch, t, K, G),
     )
     weights = Weights(normal(K, 2 * D + G * V, reach + 1, scale=0.5), normal(K, G, shift=0.5), normal(K, G, X))
+    if mamba:
+        weights = StateSpaceWeights(*weights, normal(K, 2 * D + G * V), normal(K, G))
     return tokens, weights

@@ -9,7 +9,7 @@ import torch
 
 from longctx.errors import ConfigError
 from longctx.kernels.gated_delta.call import Carried, Options
-from longctx.kernels.gated_delta.front import Tokens, Weights
+from longctx.kernels.gated_delta.front import Tokens, Weights, weights_of
 from longctx.kernels.gated_delta.rule import gated_delta
 from longctx.kernels.linear_attention import Segments
 from tests.longctx.kernels.delta_oracle import make, plain
@@ -30,10 +30,10 @@ def close(got, want, bound=1e-10):
 
 
 @pytest.mark.few(6)
-@pytest.mark.parametrize("X", [1, 6], ids=["by-head", "by-channel"])
+@pytest.mark.parametrize(("X", "mamba"), [(1, False), (6, False), (1, True)], ids=["by-head", "by-channel", "mamba2"])
 @pytest.mark.parametrize("bounds", DOCUMENTS, ids=len)
-def test_output_and_gradients_are_those_of_the_recurrence(bounds, X):
-    tokens, weights = make(bounds[-1], X=X)
+def test_output_and_gradients_are_those_of_the_recurrence(bounds, X, mamba):
+    tokens, weights = make(bounds[-1], X=X, mamba=mamba)
     leaves = (*tokens, *weights)
     want, _ = plain(tokens, weights, bounds, 2.0)
     dout = torch.randn_like(want)
@@ -55,16 +55,16 @@ def test_other_heads_and_convolutions(K, G, X, reach):
     close((out, *torch.autograd.grad(out, leaves, dout)), (want, *torch.autograd.grad(want, leaves, dout)))
 
 
-@pytest.mark.parametrize("X", [1, 2], ids=["by-head", "by-channel"])
-def test_gradcheck_with_states_in_and_out(X):
-    tokens, weights = make(9, K=1, D=2, V=2, X=X, batch=1)
+@pytest.mark.parametrize(("X", "mamba"), [(1, False), (2, False), (1, True)], ids=["by-head", "by-channel", "mamba2"])
+def test_gradcheck_with_states_in_and_out(X, mamba):
+    tokens, weights = make(9, K=1, D=2, V=2, X=X, batch=1, mamba=mamba)
     segments = Segments((0, 4, 4, 9), takes=(0, 2), gives=(1, 2))
     states = torch.randn(2, 1, 2, 2, 2, dtype=torch.float64, requires_grad=True)
     before = torch.randn(2, 1, 3, 1, 8, dtype=torch.float64, requires_grad=True)
 
     def run(states, before, *leaves):
         options = Options(segments=segments, chunk=2, block_chunks=2)
-        return gated_delta(Tokens(*leaves[:5]), Weights(*leaves[5:]), options, Carried(states, before))
+        return gated_delta(Tokens(*leaves[:5]), weights_of(leaves[5:]), options, Carried(states, before))
 
     assert torch.autograd.gradcheck(run, (states, before, *tokens, *weights))
 

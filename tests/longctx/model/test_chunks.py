@@ -41,6 +41,9 @@ CONFIGS = {
     "gated delta": dense_config(
         **RANDOM, layers=("gated_delta", "full", "gated_delta"), delta_value_heads=8, attention_gate=True
     ),
+    "mamba": dense_config(
+        **RANDOM, layers=("mamba2", "full", "mamba2"), delta_key_heads=2, delta_value_heads=8, delta_value_dim=6
+    ),
     "kimi": dense_config(**RANDOM, layers=("kda", "full", "kda"), delta_negative=True),
     "t5, sinks": dense_config(**RANDOM, position="t5"),
     "sinks": dense_config(**RANDOM, sinks=True),

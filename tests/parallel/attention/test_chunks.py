@@ -36,6 +36,7 @@ MODELS = {
     ),
     "linear": ModelConfig(**SIZES, layers=("linear", "full"), num_layers=2),
     "gated delta": ModelConfig(**SIZES, layers=("gated_delta", "kda", "full"), num_layers=3),
+    "mamba": ModelConfig(**SIZES, layers=("mamba2", "full"), num_layers=2, delta_key_heads=1, delta_value_heads=4),
     # Four groups of heads share two key heads.
     "bias": ModelConfig(**SIZES | {"num_kv_heads": 2}, layers=("full",), num_layers=2, position="t5"),
     # What an expert drops depends on all chunks of all ranks.

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from longctx.kernels.gated_delta.call import Options
-from longctx.kernels.gated_delta.front import Tokens, Weights
+from longctx.kernels.gated_delta.front import Tokens, weights_of
 from longctx.kernels.gated_delta.library import gated_delta_by
 from longctx.kernels.gated_delta.rule import gated_delta
 from parallel.attention.join_segments import JoinSegments
@@ -21,6 +21,8 @@ from tests.longctx.kernels.delta_library import plain_rule
 from tests.longctx.kernels.delta_oracle import make, plain
 
 T = 240
+MAMBA = 0
+"""In place of a number of decays: Mamba-2's, of one."""
 DOCUMENTS = {
     "one": [0, T],
     "packed": [0, 1, 3, 3, 6, 69, 133, 198, T - 7, T],  # 1, 2, 3, 63, 64, 65 tokens, an empty one
@@ -31,7 +33,7 @@ DOCUMENTS = {
 @functools.cache
 def recurrence(name, X):
     """Tokens and weights, the plain recurrence's output, a gradient of it, and those of tokens and weights."""
-    tokens, weights = make(T, X=X, batch=1)
+    tokens, weights = make(T, X=1 if X == MAMBA else X, batch=1, mamba=X == MAMBA)
     want, _ = plain(tokens, weights, DOCUMENTS[name])
     dout = torch.randn(want.shape, generator=torch.Generator().manual_seed(1), dtype=want.dtype)
     return tokens, weights, want.detach(), dout, torch.autograd.grad(want, (*tokens, *weights), dout)
@@ -42,7 +44,7 @@ def run_one(layout, name, mesh, X, chunk, rule=gated_delta):
     tokens, weights, want, dout, wanted = recurrence(name, X)
     rank = mesh.context_rank
     mine = Tokens(*(layout.split(x.detach(), rank, 1).requires_grad_() for x in tokens))
-    own = Weights(*(x.detach().requires_grad_() for x in weights))
+    own = weights_of([x.detach().requires_grad_() for x in weights])
     states = StatePlan.build(layout, DOCUMENTS[name])
     exchange = JoinSegments(mesh, states) if mesh.context > 1 else None
     options = Options(segments=states.segments(rank), exchange=exchange, chunk=chunk, block_chunks=2)
@@ -63,7 +65,7 @@ def test_every_layout_and_packing_is_the_recurrence():
     for kind in ("contiguous", "zigzag", "balanced"):
         for name, bounds in DOCUMENTS.items():
             layout = SequenceLayout.build(kind, T, mesh.context, bounds)
-            for X in (1, 6):
+            for X in (1, 6, MAMBA):
                 got, want = run_one(layout, name, mesh, X, 16)
                 where = f"{kind}, {name}, {X} decays, rank {mesh.rank}"
                 for n, (a, b) in enumerate(zip(got, want, strict=True)):
