@@ -86,6 +86,7 @@ def practice(folder: Path, *, quick: bool) -> None:
 def measure_recall(folder: Path, model: str, seed: int, *, quick: bool) -> dict[str, Any]:
     """Train a model as the demo does, and look for needles; returns the mean score by length."""
     origin: dict[str, Any] = {}
+    output = folder
     for stage, (_, settings) in STAGES.items():
         output = folder / f"{model}-{seed}-{stage}"
         steps = {"train.steps": 3, "train.warmup_steps": 1} if quick else {}

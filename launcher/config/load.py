@@ -49,7 +49,9 @@ def load_run_config(argv: list[str], *, quiet: bool = False) -> RunConfig:
     prints = "--print-config" in argv
     argv = [argument for argument in argv if argument != "--print-config"]
     named = _named_keys(values) | flags
-    base = find_base(values)
+    # A flag like others, of which the model of a folder depends.
+    weight = take_flag(argv, "--train.mtp_weight")[1] or values.get("train", {}).get("mtp_weight", 0)
+    base = find_base(values, trains_ahead=str(weight) not in ("0", "0.0"))
     config = settle_model(_with_flags(from_values(values, base), argv, quiet=quiet), base, named)
     if prints:
         end_with(config.to_toml().rstrip(), quiet=quiet)

@@ -54,9 +54,10 @@ def _rope_under(under: ModelConfig, rope: dict[str, Any]) -> dict[str, Any]:
 # ------------------------------------------------------------------------------------------------- the model's source
 
 
-def find_base(values: dict[str, Any]) -> ModelConfig | None:
+def find_base(values: dict[str, Any], *, trains_ahead: bool = False) -> ModelConfig | None:
     """The model that the file's and the early flags' values take from a checkpoint; None without one.
 
+    If the run ``trains_ahead``, a folder's blocks for multi-token prediction are the model's own.
     That is the checkpoint that a run resumes from, else the one that it starts from. ConfigError beside a preset.
     """
     run = values.get("run", {})
@@ -78,7 +79,7 @@ def find_base(values: dict[str, Any]) -> ModelConfig | None:
             f"Leave model.preset out (on the command line: --model.preset {NO_PRESET}): the checkpoint's model is "
             "taken, and [model] names only what shall change."
         )
-    return started_model(start_from, mtp=bool(values.get("train", {}).get("mtp_weight")))
+    return started_model(start_from, mtp=trains_ahead)
 
 
 def find_start(start_from: str) -> Path:

@@ -274,7 +274,7 @@ class _Layers(_TokenBytes):
             again = 3 * self.x + self.before_core(layer) + core.behind
         if self.config.train.keep == "inputs":
             again += core.out + core.lse
-        ffn = self.tokens * again + self._ffn(layer, self.tokens)
+        ffn = self.tokens * again + _ffn(self, layer, self.tokens)
         if model.has_experts(layer):
             ffn += self.tokens * self.x
         # The FFN's inputs are gone by then, and so are plain copies of queries, keys and values.
@@ -283,31 +283,6 @@ class _Layers(_TokenBytes):
         if self.config.train.keep == "all":
             attention -= self.tokens * (2 * self.x + self.saved_of_ffn(layer) + self.before_core(layer) + core.behind)
         return [ffn, attention]
-
-    def _ffn(self, layer: int, tokens: int) -> int:
-        """Bytes that backward of an FFN adds to its normed input and its output's gradient, tokens of one call."""
-        model, width = self.model, self.width
-        if not model.has_experts(layer):
-            factors = 3
-            if self.config.train.keep != "all" or self.chunked:
-                factors += self.inputs_of_activation()
-            return factors * model.ffn_size * width * tokens + model.ffn_size * self.x
-        return self._experts(tokens)
-
-    def _experts(self, tokens: int) -> int:
-        """The same of a layer of experts: assignments are gathered, and weights' gradients formed."""
-        model, width = self.model, self.width
-        tile = min(self.config.parallel.expert_tile_tokens or tokens, tokens)
-        assignments = tile * model.experts_per_token
-        inner = model.expert_ffn_size * width
-        # Behind the second product: gate, up, their gradients, these side by side; tokens, and gradients of the output.
-        of_tile = assignments * (6 * inner + 2 * self.x)
-        weights = 3 * model.num_experts // self.config.parallel.expert * model.expert_ffn_size * model.hidden_size
-        sums, bytes_of_weights = 0, width
-        if tile < tokens:
-            sums, bytes_of_weights = tokens * 2 * model.hidden_size * _FLOAT32, width + _FLOAT32
-        shared = 5 * model.shared_ffn_size * width * tokens
-        return max(of_tile, shared) + sums + weights * bytes_of_weights
 
     def _core_backward(self, layer: int, groups: tuple[int, int] = (1, 1)) -> int:
         """Bytes of a core's backward, queries, keys and values with it, but not the kept output.
@@ -343,7 +318,7 @@ class _Layers(_TokenBytes):
         core = self.core(layer)
         saved = 6 * self.x + self.before_core(layer) + core.out + core.behind
         # The input's gradient takes the place of the output's, chunk by chunk.
-        ffn = 2 * chunk * saved + self._ffn(layer, chunk) + self._stored(self.x + core.out)
+        ffn = 2 * chunk * saved + _ffn(self, layer, chunk) + self._stored(self.x + core.out)
         return ffn + _weight_sums(self, layer)
 
     def _chunk(self) -> int:
@@ -386,6 +361,33 @@ class _Layers(_TokenBytes):
         return self.tokens * per_token
 
 
+def _ffn(layers: _Layers, layer: int, tokens: int) -> int:
+    """Bytes that backward of an FFN adds to its normed input and its output's gradient, tokens of one call."""
+    model, width = layers.model, layers.width
+    if not model.has_experts(layer):
+        factors = 3
+        if layers.config.train.keep != "all" or layers.chunked:
+            factors += layers.inputs_of_activation()
+        return factors * model.ffn_size * width * tokens + model.ffn_size * layers.x
+    return _experts(layers, tokens)
+
+
+def _experts(layers: _Layers, tokens: int) -> int:
+    """The same of a layer of experts: assignments are gathered, and weights' gradients formed."""
+    model, width = layers.model, layers.width
+    tile = min(layers.config.parallel.expert_tile_tokens or tokens, tokens)
+    assignments = tile * model.experts_per_token
+    inner = model.expert_ffn_size * width
+    # Behind the second product: gate, up, their gradients, these side by side; tokens, and gradients of the output.
+    of_tile = assignments * (6 * inner + 2 * layers.x)
+    weights = 3 * model.num_experts // layers.config.parallel.expert * model.expert_ffn_size * model.hidden_size
+    sums, bytes_of_weights = 0, width
+    if tile < tokens:
+        sums, bytes_of_weights = tokens * 2 * model.hidden_size * _FLOAT32, width + _FLOAT32
+    shared = 5 * model.shared_ffn_size * width * tokens
+    return max(of_tile, shared) + sums + weights * bytes_of_weights
+
+
 def _weight_sums(layers: _Layers, layer: int) -> int:
     """Sums of a layer's gradients over chunks."""
     return num_layer_parameters(layers.config, layer) * _FLOAT32
@@ -394,7 +396,7 @@ def _weight_sums(layers: _Layers, layer: int) -> int:
 def _of_each_kind(layers: _Layers) -> set[int]:
     """The first and the last layer, and one with each mixer."""
     specs = layer_specs(layers.model)
-    return {0, len(specs) - 1, *{spec.mixer: n for n, spec in enumerate(specs)}.values()}
+    return {0, len(specs) - 1} | set({spec.mixer: n for n, spec in enumerate(specs)}.values())
 
 
 def _kept_ahead(layers: _Layers) -> int:

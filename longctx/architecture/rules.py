@@ -247,6 +247,7 @@ def _check_layers(config: ModelFields) -> None:
             )
     if config.shared_layers:
         _check_shared(config)
+    # An option without effect is an error: the model would not be the one that was meant.
     for name, readers, usual in (("window", "window and sparse", 4096), ("sparse_stride", "sparse", 128)):
         is_needed, value = is_read(config, name), getattr(config, name)
         if is_needed != (value > 0):
@@ -287,6 +288,7 @@ def _check_mixers(config: ModelFields) -> None:
                     f"model.{name}={getattr(config, name)} belongs to latent attention; set model.kv_lora_rank too, or "
                     f"model.{name}=0."
                 )
+    # Sizes of kinds of layers that the model does not have.
     for owners, group in (("gated_delta, kda and mamba2", DeltaFields), ("global", GlobalFields)):
         for field in fields(group):
             value = getattr(config, field.name)
@@ -322,6 +324,7 @@ def _check_positions(config: ModelFields) -> None:
         config.rope.check_size(config.rotary_size)
     else:
         # An option without effect is an error, not a silence: the model would not be the one that was meant.
+        # Compared with defaults: a config file may name them all.
         defaults = {"rope": type(config.rope)(), "rope_layers": (True,), "local_rope_theta": 0}
         for name, value in defaults.items():
             if getattr(config, name) != value:

@@ -144,6 +144,7 @@ def _with_keys(text: Mapping[str, Any], original: Mapping[str, Any], keys: tuple
     # A copy of all tables: the caller's stay as they are.
     found: dict[str, Any] = json.loads(json.dumps(text))
     for key in keys:
+        # A dot leads into a table.
         *tables, last = key.split(".")
         source, target = original, found
         for table in tables:

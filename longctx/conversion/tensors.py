@@ -150,6 +150,7 @@ def is_carried(name: str, family: Family, config: ModelConfig, mtp_layers: int) 
     if config.mtp_layers:
         # All of them are the decoder's.
         return False
+    # Such blocks have the numbers behind the last layer's, and nothing else tells them from it.
     found = re.match(r"model\.layers\.(\d{1,6})\.", name)
     if found is not None and 0 <= int(found[1]) - config.num_layers < mtp_layers:
         return True
@@ -212,6 +213,7 @@ def _whole(layout: Layout, members: list[Tensor]) -> Tensor:
     for member in members:
         stop = start + member.shape[0]
         values = _our_view(member, layout.steps)
+        # Written through the index, so that no reordered copy lies beside the whole.
         if layout.order is None:
             view[start:stop].copy_(values)
         else:

@@ -103,6 +103,7 @@ def _agreed(table: Any, layers: Sequence[int]) -> Mapping[str, Any]:
 
     A table without entries says nothing.
     """
+    # One spec a kind of layer is all that the decoder has, so layers that differ are refused.
     entries = list(table.values()) if isinstance(table, dict) else [table]
     fits = all(isinstance(entry, dict) and set(entry) <= set(_HEADS) for entry in entries)
     if entries and fits:
@@ -125,6 +126,7 @@ def _rotary() -> Rule:
             raise ConfigError(f"{key}={shown(tables)} in config.json must have the tables {FULL} and {WINDOW}.")
         found: dict[str, dict[str, Any]] = {}
         for name, usual in _ROPES.items():
+            # The class's own where the file is silent, as transformers fills it in.
             table = tables.get(name) or usual
             kinds = {"default", usual["rope_type"]}
             known = {"rope_type", "rope_theta", "partial_rotary_factor", "factor"}

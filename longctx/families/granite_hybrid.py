@@ -44,6 +44,7 @@ def _layers() -> Rule:
             return found
         found |= {ours: integer(hf, key, usual) for key, (ours, usual) in _SIZES.items()}
         heads, values = found["delta_value_heads"], integer(hf, expand, 2) * integer(hf, "hidden_size")
+        # transformers divides as well if the key is missing.
         if hf.get(head, "auto") == "auto":
             hf = {**hf, head: values // max(1, heads)}
         found["delta_value_dim"] = integer(hf, head)
@@ -88,6 +89,7 @@ def _ffn() -> Rule:
 
     def read(hf: HfConfig) -> dict[str, Any]:
         routed, shared = integer(hf, keys[0], 8), integer(hf, keys[3], 1024)
+        # The dense models of the line have a shared expert alone, in the place of an FFN.
         if not routed:
             return {"num_experts": 0, "ffn_size": shared}
         return {
@@ -127,16 +129,21 @@ def _projection_rows(config: ModelFields) -> Sequence[int]:
     """On disk: gates, values, keys, queries, steps. Here queries come before keys and values."""
     K, H, D, V, _ = config.delta_sizes
     values = H * V
-    channels = [values + row for row in _channel_rows(config)]
     steps = 2 * values + 2 * K * D
-    return [*range(values), *channels, *range(steps, steps + H)]
+    rows = list(range(values))
+    rows += [values + row for row in _channel_rows(config)]
+    rows += range(steps, steps + H)
+    return rows
 
 
 def _channel_rows(config: ModelFields) -> Sequence[int]:
     """Rows of queries, keys and values among values, keys and queries."""
     K, H, D, V, _ = config.delta_sizes
     values, keys = H * V, K * D
-    return [*range(values + keys, values + 2 * keys), *range(values, values + keys), *range(values)]
+    rows = list(range(values + keys, values + 2 * keys))
+    rows += range(values, values + keys)
+    rows += range(values)
+    return rows
 
 
 def _of_mamba(name: str, *members: str, rows: Any = None) -> TensorRule:

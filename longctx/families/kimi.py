@@ -69,6 +69,7 @@ def _delta_layers() -> Rule:
 
 def _by_table(table: dict[str, Any], count: int) -> list[str]:
     """Kinds of the layers that the makers' table numbers from 1; without it every fourth is full."""
+    # transformers' own pattern: layer 0 is linear, too.
     if "full_attn_layers" not in table and "kda_layers" not in table:
         return [FULL if n and n % 4 == 0 else LINEAR for n in range(count)]
     # What neither list names is no kind.

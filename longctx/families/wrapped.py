@@ -47,6 +47,7 @@ class Naming:
 
     def plain(self, name: str) -> str:
         """Return the name that a tensor has in a text model alone; that of another part stays."""
+        # Other parts first: their names may begin as the text model's do.
         for wrapped, plain in ((self.text, _PLAIN), (self.head, _PLAIN_HEAD)):
             if name.startswith(wrapped) and not self.is_other(name):
                 return plain + name.removeprefix(wrapped)
@@ -230,6 +231,7 @@ def _check_around(config: HfConfig, wrapper: Wrapper) -> None:
             f"{wrapper.architecture}."
         )
     known = wrapper.keys | IGNORED_KEYS | {TEXT, _TIE, _QUANTIZED}
+    # Keys that only say how transformers runs a model mean nothing to it either.
     unknown = sorted(key for key in set(config) - known if not is_leftover(key, config[key]))
     if unknown:
         listed = ", ".join(f"{printable(key)}={shown(config[key])}" for key in unknown[:12])
@@ -243,6 +245,7 @@ def rewrapped(original: HfConfig, text: Mapping[str, Any]) -> dict[str, Any]:
     """Return the config.json of a wrapped model whose text model has this one; other parts are as in ``original``."""
     # Where the classes of the text model and of the whole differ, the whole model's is the one that loads it.
     found = {**original, TEXT: {key: value for key, value in text.items() if key != "architectures"}}
+    # Exports are not quantised.
     found.pop(_QUANTIZED, None)
     of_both = {key: text[key] for key in (*_OF_THE_WHOLE, "torch_dtype") if key in original and key in text}
     return found | of_both | {_TIE: text[_TIE], "dtype": text["dtype"]}

@@ -71,8 +71,8 @@ def _group_folders(proc: Path, groups: Path) -> Iterator[Path]:
     except OSError:
         lines = []
     # A container sees its own group as the root, whatever its path is outside.
-    names = {"", *(line.split(":", 2)[2].strip("/") for line in lines if line.count(":") >= 2)}
-    for name in sorted(names):
+    names = {line.split(":", 2)[2].strip("/") for line in lines if line.count(":") >= 2}
+    for name in sorted(names | {""}):
         inner = Path(name)
         for part in (inner, *inner.parents):
             yield groups / part

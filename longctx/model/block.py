@@ -116,14 +116,9 @@ class Block(nn.Module):
         # A cache grows with every run, so a layer that fills one runs once.
         if call.cache is not None or not torch.is_grad_enabled():
             return self._run(x_BtM, table, call, None)
-        if call.store is not None:
-            return self._run_with_store(x_BtM, table, call, call.store)
-        return self._run_and_keep(x_BtM, table, call)
-
-    def _run_with_store(
-        self, x_BtM: Tensor, table: RotaryTable | None, call: Call, store: HostStore
-    ) -> tuple[Tensor, ...]:
-        with store.layer(call.layer):
+        if call.store is None:
+            return self._run_and_keep(x_BtM, table, call)
+        with call.store.layer(call.layer):
             return self._run_and_keep(x_BtM, table, call)
 
     def _run_and_keep(self, x_BtM: Tensor, table: RotaryTable | None, call: Call) -> tuple[Tensor, ...]:

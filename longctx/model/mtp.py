@@ -50,6 +50,7 @@ class MtpJoin(nn.Module):
 
     def forward(self, before: HeadInput, embedded_BtM: Tensor, stream: ResidualStream | None) -> tuple[Tensor, Tensor]:
         """What the head goes on with, and what the block reads: its ``stream`` begins with it, if it has one."""
+        # Without chunks autograd sums what the head and the block give back.
         if before.stream is None or stream is None:
             return before.hidden_BtM, self.join(before.hidden_BtM, embedded_BtM)
         # Two go on from one residual stream. In this forward alone the weights are whole, with ZeRO-3.

@@ -45,7 +45,7 @@ _DOING = "making matrices of Muon's momentum orthogonal"
 class Matrices(NamedTuple):
     """What a parameter is made of."""
 
-    count: int
+    number: int
     rows: int
     columns: int
 
@@ -169,7 +169,7 @@ class FlatMatrices:
         filled = BUCKET_VALUES
         for number, held in enumerate(self.held):
             matrices = held.matrices
-            for index in range(matrices.count):
+            for index in range(matrices.number):
                 first = index * matrices.size
                 if any(start <= first and first + matrices.size <= start + n for start, n in self._of(number)):
                     continue

@@ -185,7 +185,7 @@ class Partition(ABC):
                 extent, at = self.extent(name, p), 0
                 if extent.numel:
                     own = self.part(name, p, (MASTER,))[MASTER]
-                    at = own.storage_offset() - flat.storage_offset()
+                    at = int(own.storage_offset()) - int(flat.storage_offset())
                 held.append(Held(self._matrices[name], extent.start, extent.numel, at))
             else:
                 first = parameters[0][0]

@@ -100,7 +100,7 @@ def order_of_auto(generation: int | None) -> list[AttentionKernel]:
     """Every kernel in the order in which ``auto`` asks them on devices of this generation (None: no CUDA device)."""
     first = _FIRST_ON.get(generation or 0, ())
     # the deterministic ones are slower: ``auto`` reaches them only where the request refuses the others
-    names = [*first, *(f"{name}_deterministic" for name in first), *KERNELS]
+    names = list(first) + [f"{name}_deterministic" for name in first] + list(KERNELS)
     return [KERNELS[name] for name in dict.fromkeys(names) if name in KERNELS]
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from itertools import compress
 from typing import NamedTuple, Protocol
 
 import torch
@@ -173,6 +174,7 @@ class Call:
         """Return the channels of the R tokens before a block, of which ``entering_BRKC`` precede its span."""
         start, n = block.rows.start, block.num_before
         own = self.tokens.channels(slice(start - n, start)).to(self.dtype)
+        # All of them are in the span, as for every block of it but the first.
         if n == self.reach:
             return own
         if entering_BRKC is None:
@@ -223,17 +225,18 @@ class InputGradients:
         call, entering = self.call, None
         if span.takes is not None:
             entering = self.before[span.takes]
+        # The R tokens before a block are inputs of their own: the block before, or another device, has their gradient.
         before = call.before(block, entering).requires_grad_()
         tokens, weights = Tokens._make(_leaves(call.tokens.rows(block.rows))), weights_of(_leaves(call.weights))
         with torch.enable_grad():
             activated = activate(before, tokens, weights, block, call.options.beta_scale)
-        return Differentiable(span, block, [before, *tokens, *weights], activated)
+        return Differentiable(span, block, [before, *(tokens + weights)], activated)
 
     def add(self, part: Differentiable, outputs: Sequence[Tensor], gradients: Sequence[Tensor]) -> None:
         """Add what follows for the inputs from the gradients of what was computed of a block."""
         # Mamba-2 takes nothing off a state: that factor is a constant.
-        pairs = [pair for pair in zip(outputs, gradients, strict=True) if pair[0].requires_grad]
-        outputs, gradients = zip(*pairs, strict=True)
+        varies = [x.requires_grad for x in outputs]
+        outputs, gradients = list(compress(outputs, varies)), list(compress(gradients, varies))
         found = torch.autograd.grad(outputs, part.inputs, gradients)
         span, block = part.span, part.block
         dbefore = found[0]
@@ -263,7 +266,9 @@ class InputGradients:
 
     def results(self) -> list[Tensor]:
         """Return the gradients of the fields of ``Tokens`` and of ``Weights``."""
-        return [*self.dtokens, *(total.to(x.dtype) for total, x in zip(self.dweights, self.call.weights, strict=True))]
+        gradients = list(self.dtokens)
+        gradients += [total.to(x.dtype) for total, x in zip(self.dweights, self.call.weights, strict=True)]
+        return gradients
 
 
 def skip_of(weights: Weights | StateSpaceWeights) -> Tensor | None:

@@ -108,7 +108,7 @@ def gated_delta_by(
     if exchange is not None and saved is not None:
         # A second run of the layer takes what arrived in the first one.
         taken, before = saved.load() or (None, None)
-    *activated, before = _Front.apply(options, before, *tokens, *weights)
+    *activated, before = _Front.apply(options, before, *(tokens + weights))
     sequences = _Sequences(library, Tokens._make(activated), segments)
     if exchange is None:
         out, behind = sequences(sequences.every, taken)
@@ -181,10 +181,10 @@ def _call_of(tensors: Sequence[Tensor], options: Options) -> Call:
     return Call.of(tensors, replace(options, block_chunks=FRONT_CHUNKS))
 
 
-def _dtypes(call: Call) -> Tokens:
-    """The dtypes of activated tokens: channels as they came, gates as they are computed."""
+def _dtypes(call: Call) -> tuple[torch.dtype, ...]:
+    """Return the dtypes of activated tokens: channels as they came, gates as they are computed."""
     own = call.tokens.v_BtKGV.dtype
-    return Tokens(own, own, own, call.dtype, call.dtype)
+    return own, own, own, call.dtype, call.dtype
 
 
 @lru_cache(maxsize=64)
@@ -231,8 +231,10 @@ class _Sequences:
             return v, {}
         sizes = [self._size(number) for number in numbers]
         ends = tuple(accumulate(sizes * B, initial=0))
+        # Libraries take sequences of several lengths as one row; those of a batch follow each other.
+        row = [x.flatten(0, 1).unsqueeze(0) for x in (q, k, v, g, beta)]
         out, behind = self.library(
-            *(x.reshape(1, B * t, *x.shape[2:]) for x in (q, k, v, g, beta)),
+            *row,
             initial_state=None if states is None else states.to(g.dtype).transpose(0, 1).flatten(0, 1).contiguous(),
             output_final_state=not self._gives.isdisjoint(numbers),
             use_qk_l2norm_in_kernel=True,
@@ -296,7 +298,10 @@ class _Join(torch.autograd.Function):
     def backward(ctx: Any, dout_BtHV: Tensor, _: Tensor):  # type: ignore[override]
         taken_sBHDV, reads_BtHD, maps_sBHDD = ctx.saved_tensors
         options: Options = ctx.options
+        assert options.exchange is not None
         takes, gives = options.segments.takes, options.segments.gives
+        # As for the states: what leads backward out of a segment is affine in what enters it, so the gradient for an
+        # entering 0 goes out at once, with the transposed maps of the segments that states pass through.
         dreads, at = torch.empty_like(reads_BtHD), 0
         dtaken, back_maps = torch.zeros_like(taken_sBHDV), maps_sBHDD.new_zeros(len(takes), *maps_sBHDD.shape[1:])
         for n, (state, segment) in enumerate(zip(taken_sBHDV, takes, strict=True)):

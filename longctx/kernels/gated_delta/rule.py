@@ -88,7 +88,8 @@ class _GatedDelta(torch.autograd.Function):
         gradients: list[Tensor | None] = [None]
         for dtype, gradient in zip(ctx.carried_dtypes, (call.by_batch(run.dtaken), run.inputs.dbefore), strict=True):
             gradients.append(None if dtype is None else gradient.to(dtype))
-        return (*gradients, *run.inputs.results())
+        gradients += run.inputs.results()
+        return tuple(gradients)
 
 
 def _run_forward(call: Call, states: Tensor | None, before: Tensor | None) -> tuple[Tensor, ...]:

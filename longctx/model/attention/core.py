@@ -197,6 +197,7 @@ def plan_alone(
         chunk, placement = chunks[sequence], None
         if has_placement:
             placement = chunk.placement
+        # Sequences of a batch are mostly in step, and a plan costs as much as an exchange between processes.
         place = chunk.start, chunk.num_given, chunk.later_tokens, placement
         if place not in known:
             of_one = replace(shapes, tokens=chunk.num_given, cached_tokens=chunk.start, later_tokens=chunk.later_tokens)

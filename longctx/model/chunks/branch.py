@@ -76,6 +76,7 @@ class _Branch:
         dfirst, dx = self.branch.take_gradient(), self.stream.take_gradient()
         dentering: Stored | None = None
         for tokens, (dfirst_BcM, dx_BcM, x_BcM, entering_BcM) in in_turn(self.stream.chunks, [dfirst, dx, x, entering]):
+            # The norm and the join a second time cost less than to keep what their backward reads.
             with torch.enable_grad():
                 inputs = leaves([x_BcM, entering_BcM])
                 own_BcM, entering_BcM = differentiate([self._first(inputs[0], inputs[1])], inputs, [dfirst_BcM])

@@ -73,6 +73,7 @@ class ChunkedHead:
             with torch.set_grad_enabled(self.trains):
                 x_BcM = x_BcM.detach().requires_grad_(self.trains)
                 hidden_BcM = self._hidden(x_BcM)
+            # Without a graph: this computes the loss's gradients itself, and the norm's graph waits for them.
             computed = self.calls.loss(
                 hidden_BcM.detach().flatten(0, 1),
                 targets_N=self.targets_Bt[:, tokens].flatten(),
@@ -98,6 +99,7 @@ class ChunkedHead:
         if self.hidden is None:
             return None
         V, M = weight_VM.shape
+        # Each row is written once, so the whole needs no sum in float32; a range of rows has one over all chunks.
         dweight_VM = torch.empty_like(weight_VM)
         for rows in row_tiles(V, max(1, ROWS_OF_SUMS // M)):
             total: Tensor | None = None

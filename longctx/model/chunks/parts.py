@@ -98,6 +98,7 @@ class WeightSums:
             if gradient is None:
                 continue
             total = self._sums[n]
+            # The first one becomes the sum: no zeros are allocated for weights that no chunk meets.
             if total is None:
                 self._sums[n] = gradient.to(accumulate_dtype(gradient.dtype))
             else:
@@ -125,6 +126,7 @@ class Differentiate:
     ) -> Sequence[Tensor]:
         """The gradients of ``inputs``, each of which has a share in the outputs; None is no gradient."""
         differentiable, known = [], []
+        # Autograd refuses outputs without a graph, such as the ids of experts.
         for output, gradient in zip(outputs, gradients, strict=True):
             if gradient is not None and output.requires_grad:
                 differentiable.append(output)

@@ -164,7 +164,8 @@ class Mamba2(GatedDeltaNet):
         bias_C = self.conv_bias()
         parts = bias_C.split((K * D, K * D, len(bias_C) - 2 * K * D))
         bias_KC = torch.cat([part.unflatten(0, (K, -1)) for part in parts], dim=1)
-        return StateSpaceWeights(*super().core_weights(), bias_KC, self.skip().unflatten(0, (K, -1)))
+        conv, rates, rate_bias = super().core_weights()
+        return StateSpaceWeights(conv, rates, rate_bias, bias_KC, self.skip().unflatten(0, (K, -1)))
 
     def project(
         self, x_BtM: Tensor, table: RotaryTable | None, *, cached: bool, only_graph: bool = False

@@ -11,6 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from launcher.config.check import check_run
 from launcher.config.model import find_start
 from launcher.run_folder import IMPORTED
 from launcher.training.origin import Origin, converted
@@ -212,7 +213,8 @@ def test_blocks_for_multi_token_prediction_are_trained_where_their_loss_has_a_we
     assert after["model.layers.3.embed_tokens.weight"][2] == after["model.embed_tokens.weight"][2]
     changed = {"run.start_from": tmp_path / "run2", "parallel.context": 1, "train.steps": 1}
     run(start_from_ahead, 1, shards, tmp_path / "run2", tmp_path / "further", changed)
-    assert rows(tmp_path / "further")[0]["mtp_loss"] < ahead[0][0]
+    first = next(record for record in rows(tmp_path / "further") if record["kind"] == "train")
+    assert first["mtp_loss"] < ahead[0][0]
 
 
 def test_blocks_that_nothing_trains_are_refused(shards, tmp_path):
@@ -221,4 +223,4 @@ def test_blocks_that_nothing_trains_are_refused(shards, tmp_path):
         ({"train.mtp_weight": 0.1}, "the model has none"),
     ):
         with pytest.raises(ConfigError, match=message):
-            tiny_start(shards, tmp_path / "run", changed)
+            check_run(tiny_start(shards, tmp_path / "run", changed), 2)

@@ -9,8 +9,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-import parallel.attention.linear
 import parallel.attention.plan
+import parallel.attention.state_plans
 from longctx.errors import ClusterError, ConfigError
 from longctx.kernels.attention.contract import Scores
 from longctx.kernels.attention.select import KERNELS, explain_choice
@@ -46,7 +46,7 @@ def test_ranks_agree_once_a_forward_pass_and_kind_of_layer():
         agreed.append(schedule)
         return agree(schedule, *arguments)
 
-    modules = (parallel.attention.plan, parallel.attention.linear)
+    modules = (parallel.attention.plan, parallel.attention.state_plans)
     with patch.object(modules[0], "agree", counted), patch.object(modules[1], "agree", counted):
         for passes in (1, 2):
             lm(mine)[0].backward()

@@ -131,7 +131,8 @@ class Prepared(NamedTuple):
 
     def num_bytes(self) -> int:
         """What it takes on the device."""
-        tensors = [self.from_q, self.from_k, *(x for x in self.mask.as_tuple() if isinstance(x, Tensor))]
+        tensors = [x for x in self.mask.as_tuple() if isinstance(x, Tensor)]
+        tensors.extend((self.from_q, self.from_k))
         return sum(x.numel() * x.element_size() for x in tensors)
 
 
