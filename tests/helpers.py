@@ -185,3 +185,20 @@ def lines_run(action: Callable[[], object]) -> int:
     finally:
         sys.settrace(before)
     return count
+
+
+def tensors_in_cycles(action: Callable[[], object]) -> list[str]:
+    """The tensors that an action leaves to the garbage collector: memory that is free some time later, or never."""
+    import torch
+
+    gc.collect()
+    gc.disable()
+    try:
+        action()
+        gc.set_debug(gc.DEBUG_SAVEALL)
+        gc.collect()
+        return [f"{tuple(x.shape)} {x.dtype}" for x in gc.garbage if isinstance(x, torch.Tensor)]
+    finally:
+        gc.set_debug(0)
+        gc.garbage.clear()
+        gc.enable()

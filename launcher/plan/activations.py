@@ -7,25 +7,20 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import NamedTuple
 
 from launcher.config.resolved import ResolvedConfig
 from launcher.plan.encoder import encoder_run, num_source_tokens
 from launcher.plan.parameters import num_layer_parameters
+from launcher.plan.token_bytes import FLOAT32, TokenBytes
 from launcher.plan.workspace import BackwardCall, backward_workspace, expected_kernel
 from longctx.architecture.layers import groups_of, layer_specs
-from longctx.architecture.mixers.gated_delta import GatedDelta, KimiDelta
-from longctx.architecture.mixers.mixer import Mixer
+from longctx.architecture.mixers.gated_delta import GatedDelta
 from longctx.architecture.mixers.softmax import Softmax
-from longctx.architecture.rules import GATED
 from longctx.config import ModelConfig
 from longctx.kernels.cross_entropy import TILE_ELEMENTS, tokens_of_chunk
-from longctx.kernels.gated_delta.call import BLOCK_CHUNKS, CHUNK
-from longctx.model.chunks.head import ROWS_OF_SUMS
+from longctx.model.chunks.table import SUMMED_VALUES, is_summed_by_rows
+from longctx.model.stack import enters_by_rows
 
-_FLOAT32 = 4
-_LOGSUMEXP = 8
-"""Bytes a head."""
 _LOGITS_OF_GPU = 1 << 29
 """Of a chunk, at most (longctx/kernels/cross_entropy.py)."""
 _BLOCK_OF_GPU = 1 << 27
@@ -76,140 +71,7 @@ def _with_encoder(decoder: Activations, encoder: _Layers, config: ResolvedConfig
     )
 
 
-class _CoreBytes(NamedTuple):
-    """Bytes of a token around the core of a layer."""
-
-    q: int
-    """Its queries."""
-    kv: int
-    """Its keys and values."""
-    out: int
-    """The core's result."""
-    lse: int
-    """What else the core keeps: log-sum-exps, or a share of the states."""
-    behind: int = 0
-    """What the way from the result to the output projection saves."""
-
-    def of_group(self, of_heads: int, of_keys: int) -> _CoreBytes:
-        """Return those of one of so many groups of query heads, and of key heads."""
-        return _CoreBytes(
-            self.q // of_heads, self.kv // of_keys, self.out // of_heads, self.lse // of_heads, self.behind // of_heads
-        )
-
-
-def _around_delta(model: ModelConfig, mixer: Mixer, width: int) -> _CoreBytes:
-    """Of a layer with a gated delta rule: the state at the start of each block, and gate and norm behind it."""
-    K, H, D, V, _ = model.delta_sizes
-    # Beside the values stand the inputs of decays, one a head or a channel, and of β.
-    gates = 2 * H
-    if isinstance(mixer, KimiDelta):
-        gates = H * (D + 1)
-    states = H * D * V * _FLOAT32 // (CHUNK * BLOCK_CHUNKS)
-    # In float32 the norm's input and output and the gate before and behind its function; gate and product in the dtype.
-    return _CoreBytes(K * D * width, (K * D + H * V + gates) * width, H * V * width, states, H * V * (16 + 2 * width))
-
-
-class _TokenBytes:
-    """Bytes of a token's values in a layer of a run's model, in the run's dtype.
-
-    ``x`` is the residual stream's, ``attention`` that of a softmax layer; ``q``, ``kv``, ``out`` and ``lse`` are its.
-    """
-
-    def __init__(self, config: ResolvedConfig) -> None:
-        self.config, self.model, self.width = config, config.model.config(), config.dtype.itemsize
-        model, width = self.model, self.width
-        self.x = model.hidden_size * width
-        self.q = model.num_heads * model.head_dim * width
-        self.out = model.num_heads * model.value_dim * width
-        self.kv = model.num_kv_heads * (model.head_dim + model.value_dim) * width
-        self.lse = model.num_heads * _LOGSUMEXP
-        self.attention = _CoreBytes(self.q, self.kv, self.out, self.lse)
-        if model.attention_gate:
-            # The gate, and its product with the result.
-            self.attention = self.attention._replace(behind=2 * self.out + self.x)
-        self.chunked = bool(config.train.chunk_tokens)
-
-    def core(self, layer: int) -> _CoreBytes:
-        """Of a layer's core."""
-        mixer = layer_specs(self.model)[layer].mixer
-        if isinstance(mixer, GatedDelta):
-            return _around_delta(self.model, mixer, self.width)
-        if isinstance(mixer, Softmax) and mixer.has_own_heads:
-            K, D = mixer.key_heads(self.model)
-            queries = self.model.num_heads * D * self.width
-            return self.attention._replace(q=queries, kv=2 * K * D * self.width, out=queries)
-        return self.attention
-
-    def is_delta(self, layer: int) -> bool:
-        """Whether a layer passes a state on."""
-        return isinstance(layer_specs(self.model)[layer].mixer, GatedDelta)
-
-    def kept_of(self, layer: int) -> int:
-        """What forward keeps of a layer."""
-        keep, model, core = self.config.train.keep, self.model, self.core(layer)
-        routing = 0
-        if model.has_experts(layer):
-            routing = self.routing()
-        if keep == "inputs":
-            return self.x + routing
-        crossed = self.kept_of_cross()
-        if keep == "attention":
-            return self.x + core.out + core.lse + routing + crossed
-        if self.chunked:
-            return self.x + core.q + core.kv + core.out + core.lse + routing + crossed
-        # Inputs of both norms and parts; queries, keys, values and attention's result; the FFN's.
-        own = self.before_core(layer) + core.out + core.lse + core.behind
-        return 4 * self.x + own + routing + self.saved_of_ffn(layer) + crossed
-
-    def kept_of_cross(self) -> int:
-        """What forward keeps of a layer's cross attention, but for keys and values."""
-        if not self.model.encoder_layers:
-            return 0
-        kept = self.q + self.lse
-        if self.config.train.keep == "all" and not self.chunked:
-            # Queries, the norm's input and theirs.
-            kept += self.q + 2 * self.x
-        return kept
-
-    def routing(self) -> int:
-        """A token's experts and gates."""
-        return 2 * self.model.experts_per_token * 8
-
-    def before_core(self, layer: int) -> int:
-        """Queries, keys and values, and what their projections save beside the layer's normed input."""
-        core = self.core(layer)
-        model, saved = self.model, core.q + core.kv
-        if self.is_delta(layer):
-            return saved
-        if model.qk_norm != "none":
-            # Of keys and values the keys.
-            saved += core.q + core.kv * model.head_dim // (model.head_dim + model.value_dim)
-        if model.v_norm:
-            saved += core.kv // 2
-        if model.is_latent:
-            saved += 2 * (model.q_lora_rank + model.kv_lora_rank) * self.width + model.rope_head_dim * self.width
-        return saved
-
-    def saved_of_ffn(self, layer: int) -> int:
-        model, width = self.model, self.width
-        if not model.has_experts(layer):
-            return self.inputs_of_activation() * model.ffn_size * width
-        saved = self.inputs_of_activation() * model.shared_ffn_size * width
-        per_token = model.experts_per_token * width
-        wide = self.inputs_of_activation() * model.expert_ffn_size
-        if self.config.train.recompute_experts == "none":
-            saved += per_token * (wide + model.expert_ffn_size + model.hidden_size)
-        elif self.config.train.recompute_experts == "activation":
-            saved += per_token * wide
-        return saved
-
-    def inputs_of_activation(self) -> int:
-        if self.model.activation in GATED:
-            return 2
-        return 1
-
-
-class _Layers(_TokenBytes):
+class _Layers(TokenBytes):
     """The layers of a model over the tokens of a rank; sums of bytes a token where nothing else is said."""
 
     def __init__(
@@ -225,9 +87,9 @@ class _Layers(_TokenBytes):
         layers = [self.kept_of(layer) for layer in range(model.depth)]
         heads, weights = 1 + model.mtp_layers, model.vocab_size * model.embedding_dim
         by_rows = sums_head_by_rows(self.config, model)
-        head = 0 if by_rows else heads * weights * _FLOAT32
+        head = 0 if by_rows else heads * weights * FLOAT32
         # Rotary tables, ids, positions.
-        shared = self.tokens * (model.head_dim * _FLOAT32 + 64)
+        shared = self.tokens * (model.head_dim * FLOAT32 + 64)
         if model.num_experts:
             # Of the layer at work: choices and gates, and their order.
             shared += self.tokens * 2 * self.routing()
@@ -246,9 +108,10 @@ class _Layers(_TokenBytes):
         peaks = [kept + loss_bytes(self.config, self.tokens, self.device_type)]
         if by_rows:
             # The gradient in the weight's dtype, one more that it is added to, and a sum of rows with their logits.
-            rows = self._chunk() * ROWS_OF_SUMS // model.embedding_dim
-            peaks.append(kept + min(2, heads) * weights * self.width + (ROWS_OF_SUMS + 2 * rows) * _FLOAT32)
+            rows = self.chunk() * SUMMED_VALUES // model.embedding_dim
+            peaks.append(kept + min(2, heads) * weights * self.width + (SUMMED_VALUES + 2 * rows) * FLOAT32)
         peaks += [below + point for layer in _of_each_kind(self) for point in self.points(layer)]
+        peaks.append(shared + _of_embeddings(self))
         return Activations(
             kept=kept,
             kept_on_host=self.tokens * on_host,
@@ -260,7 +123,7 @@ class _Layers(_TokenBytes):
         """Bytes of all layers, without a head, that are kept on the device, on the host and on a disk."""
         model = self.model
         on_device, on_host, on_disk, stream = _places(self, [self.kept_of(layer) for layer in range(model.num_layers)])
-        shared = self.tokens * (model.head_dim * _FLOAT32 + 64)
+        shared = self.tokens * (model.head_dim * FLOAT32 + 64)
         return self.tokens * (sum(on_device) + stream) + shared, self.tokens * on_host, self.tokens * on_disk
 
     def points(self, layer: int) -> list[int]:
@@ -301,8 +164,8 @@ class _Layers(_TokenBytes):
             padded = 2 * model.num_kv_heads * model.head_dim * self.width // groups[1] + core.q
         if self.ring == 1 and self.device_type == "cpu":
             # Block by block; gradients in float32, then as they are handed on.
-            grads = (core.q + keys) * _FLOAT32 // self.width
-            if self.width < _FLOAT32:
+            grads = (core.q + keys) * FLOAT32 // self.width
+            if self.width < FLOAT32:
                 grads += core.q + keys
             return core.q + keys + core.out + grads + padded
         within = _within_kernel(self, layer, groups) + padded
@@ -310,18 +173,19 @@ class _Layers(_TokenBytes):
             return max(5 * heads // 2 + 4 * keys + padded, within)
         if self.config.parallel.transport == "all_gather":
             # All keys and values at once, and their gradients in float32.
-            keys += core.kv * (self.ring - 1) * (1 + 2 * _FLOAT32 // self.width) // 8
+            keys += core.kv * (self.ring - 1) * (1 + 2 * FLOAT32 // self.width) // 8
         return max(max(11 * heads // 4 + 12 * keys, 7 * heads // 2 + 17 * keys // 2) + padded, within)
 
     def _ffn_of_chunk(self, layer: int) -> int:
-        chunk = self._chunk()
+        chunk = self.chunk()
         core = self.core(layer)
         saved = 6 * self.x + self.before_core(layer) + core.out + core.behind
         # The input's gradient takes the place of the output's, chunk by chunk.
-        ffn = 2 * chunk * saved + _ffn(self, layer, chunk) + self._stored(self.x + core.out)
+        ffn = 2 * chunk * saved + _ffn(self, layer, chunk) + _stored(self, self.x + core.out)
         return ffn + _weight_sums(self, layer)
 
-    def _chunk(self) -> int:
+    def chunk(self) -> int:
+        """Tokens of a chunk."""
         return min(self.config.train.chunk_tokens, self.tokens)
 
     def _attention_by_groups(self, layer: int) -> int:
@@ -335,9 +199,9 @@ class _Layers(_TokenBytes):
             arriving = -(one.q + one.kv + one.out)
         if groups[0] > groups[1]:
             # The gradients of keys and values that several groups read, in float32.
-            arriving += one.kv * _FLOAT32 // self.width
+            arriving += one.kv * FLOAT32 // self.width
         of_group = self.tokens * (arriving + self._core_backward(layer, groups))
-        stored = self._stored(self.x + passed)
+        stored = _stored(self, self.x + passed)
         if self.config.train.store == "host" and self.device_type == "cpu":
             # The machine's memory, too, is the device's.
             stored = self.tokens * passed
@@ -354,11 +218,12 @@ class _Layers(_TokenBytes):
             key_heads = self.model.num_heads
         return groups_of(self.model.num_heads, wanted), groups_of(key_heads, wanted)
 
-    def _stored(self, per_token: int) -> int:
-        """What passes between a layer's parts, where the device is the store."""
-        if self.config.train.store != "device":
-            return 0
-        return self.tokens * per_token
+
+def _stored(layers: _Layers, per_token: int) -> int:
+    """What passes between a layer's parts, if the device is the store."""
+    if layers.config.train.store != "device":
+        return 0
+    return layers.tokens * per_token
 
 
 def _ffn(layers: _Layers, layer: int, tokens: int) -> int:
@@ -383,14 +248,26 @@ def _experts(layers: _Layers, tokens: int) -> int:
     weights = 3 * model.num_experts // layers.config.parallel.expert * model.expert_ffn_size * model.hidden_size
     sums, bytes_of_weights = 0, width
     if tile < tokens:
-        sums, bytes_of_weights = tokens * 2 * model.hidden_size * _FLOAT32, width + _FLOAT32
+        sums, bytes_of_weights = tokens * 2 * model.hidden_size * FLOAT32, width + FLOAT32
     shared = 5 * model.shared_ffn_size * width * tokens
     return max(of_tile, shared) + sums + weights * bytes_of_weights
 
 
 def _weight_sums(layers: _Layers, layer: int) -> int:
     """Sums of a layer's gradients over chunks."""
-    return num_layer_parameters(layers.config, layer) * _FLOAT32
+    return num_layer_parameters(layers.config, layer) * FLOAT32
+
+
+def _of_embeddings(layers: _Layers) -> int:
+    """Bytes at the end of backward: the gradient of the first values, and that of their table."""
+    model = layers.model
+    table, of_head = model.vocab_size * model.embedding_dim * layers.width, 0
+    if model.tie_embeddings:
+        of_head = table
+    if layers.chunked and not model.residual_dropout and enters_by_rows(model):
+        # Sums of some rows, and what a chunk adds to them from its gradients.
+        return table + of_head + 2 * SUMMED_VALUES * FLOAT32 + layers.chunk() * model.hidden_size * FLOAT32
+    return table + of_head + layers.tokens * layers.x
 
 
 def _of_each_kind(layers: _Layers) -> set[int]:
@@ -434,7 +311,7 @@ def _within_kernel(layers: _Layers, layer: int, groups: tuple[int, int]) -> int:
     held = 2 * (core.q + core.kv) + core.out + core.lse // 2
     if layers.ring > 1:
         # Sums over hops in float32, and the keys and values of the next hop.
-        held += (core.q + core.kv) * _FLOAT32 // layers.width + 2 * core.kv
+        held += (core.q + core.kv) * FLOAT32 // layers.width + 2 * core.kv
     keys, value_dim = mixer.key_heads(model), model.value_dim
     if isinstance(mixer, Softmax) and mixer.has_own_heads:
         value_dim = keys.head_dim
@@ -453,7 +330,7 @@ def _within_kernel(layers: _Layers, layer: int, groups: tuple[int, int]) -> int:
 
 def sums_head_by_rows(config: ResolvedConfig, model: ModelConfig) -> bool:
     """Whether the gradient of the head's weight is summed some rows at a time, whose logits are computed again."""
-    is_large = model.vocab_size * model.embedding_dim > ROWS_OF_SUMS
+    is_large = is_summed_by_rows(model.vocab_size * model.embedding_dim)
     return bool(config.train.chunk_tokens) and is_large and not model.head_bias
 
 
@@ -465,7 +342,7 @@ def loss_bytes(config: ResolvedConfig, tokens: int, device_type: str) -> int:
     logits = min(_LOGITS_OF_GPU, tokens * config.model.vocab_size)
     chunk = logits * config.dtype.itemsize
     # Eager, a block's copies in float32; compiled, the gradient of the whole chunk.
-    return chunk + max(3 * min(_BLOCK_OF_GPU, logits) * _FLOAT32, chunk)
+    return chunk + max(3 * min(_BLOCK_OF_GPU, logits) * FLOAT32, chunk)
 
 
 def _on_cpu(config: ResolvedConfig, tokens: int) -> int:
@@ -477,10 +354,10 @@ def _on_cpu(config: ResolvedConfig, tokens: int) -> int:
         # The projection, its activation, and what the norm makes of it.
         normed += 3 * tokens * model_width * width
     chunk = min(tokens_of_chunk(vocab_size, model_width, "cpu"), tokens)
-    if width < _FLOAT32 and config.train.products == "float32":
+    if width < FLOAT32 and config.train.products == "float32":
         # Tiles of the head's weight and the chunk's hidden states, converted.
-        head = 2 * min(TILE_ELEMENTS, vocab_size * model_width) * _FLOAT32 + chunk * model_width * _FLOAT32
-        width = _FLOAT32
-    elif width < _FLOAT32:
+        head = 2 * min(TILE_ELEMENTS, vocab_size * model_width) * FLOAT32 + chunk * model_width * FLOAT32
+        width = FLOAT32
+    elif width < FLOAT32:
         head = vocab_size * model_width * width
     return chunk * (vocab_size + model_width) * width + head + normed

@@ -26,6 +26,7 @@ from launcher.trace.figures import HostWait
 from launcher.trace.host_waits import HostWaits
 from launcher.trace.links import Links
 from launcher.trace.live_bytes import LiveBytes
+from longctx.kernels.alike import times
 
 
 class StoppedAtWaitError(Exception):
@@ -63,7 +64,7 @@ class Recorder(TorchDispatchMode):
             raise StoppedAtWaitError(wait) from error
         # Asking a tensor for its device launches nothing.
         if func is not torch.ops.prim.device.default:
-            self.operators[func.name()] += 1
+            self.operators[func.name()] += times()
         self.live.see(func.name(), out, inside=_workspace(func.name(), args))
         if kwargs.get("pin_memory"):
             self.pinned.see(func.name(), out)

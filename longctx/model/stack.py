@@ -20,6 +20,7 @@ from longctx.kernels.attention.bias import alibi_slopes
 from longctx.kernels.attention.contract import RelativeBias, Scores
 from longctx.model.block import Block, Call
 from longctx.model.chunks.stream import ResidualStream
+from longctx.model.chunks.table import TokenTable, is_summed_by_rows
 from longctx.model.cross_block import CrossBlock
 from longctx.model.layers.dropout import Dropout
 from longctx.model.layers.linear import Embedding, Linear, Weight
@@ -51,7 +52,7 @@ class Stack(nn.Module):
         self.config = config
         E = config.embedding_dim
         if owns_table:
-            self.embed_tokens = Embedding(config.vocab_size, E)
+            self.embed_tokens = TokenTable(config.vocab_size, E)
         if config.position == "learned":
             self.embed_positions = Embedding(config.max_positions + config.position_offset, E)
         if config.segments:
@@ -93,9 +94,13 @@ class Stack(nn.Module):
         are of the first segment. ``embed_tokens`` is the table's module where the stack has none.
         """
         # The module and not its weight: ZeRO-3 gathers a weight for the forward of its owner.
-        x_BtM = self._embed((embed_tokens or self.embed_tokens)(tokens_Bt), positions_Bt, segments_Bt, dropout)
-        if stream is not None:
-            x_BtM = stream.enter(x_BtM)
+        table: Any = embed_tokens or self.embed_tokens
+        if stream is not None and dropout is None and enters_by_rows(self.config):
+            x_BtM = table(tokens_Bt, stream, self._factor(table.weight.dtype, tokens_Bt.device))
+        else:
+            x_BtM = self._embed(table(tokens_Bt), positions_Bt, segments_Bt, dropout)
+            if stream is not None:
+                x_BtM = stream.enter(x_BtM)
         for layer in range(self.config.num_layers):
             x_BtM = self.run_layer(layer, x_BtM, calls)
         if stream is None:
@@ -152,11 +157,15 @@ class Stack(nn.Module):
 
     def _scaled(self, x_BtM: Tensor) -> Tensor:
         """Rows of the table of tokens with the config's factor."""
+        factor = self._factor(x_BtM.dtype, x_BtM.device)
+        return x_BtM if factor is None else x_BtM * factor
+
+    def _factor(self, dtype: torch.dtype, device: torch.device) -> Tensor | None:
+        """The factor of the rows; None if it is 1."""
         if self.config.embedding_scale == 1:
-            return x_BtM
+            return None
         # rounded to the model's dtype first, as Gemma was trained
-        scale = torch.tensor(self.config.embedding_scale, dtype=x_BtM.dtype)
-        return x_BtM * scale.to(x_BtM.device, non_blocking=True)
+        return torch.tensor(self.config.embedding_scale, dtype=dtype).to(device, non_blocking=True)
 
     def scores(self, device: torch.device) -> Scores:
         """How queries and keys become scores: the same in all layers."""
@@ -176,15 +185,25 @@ class Stack(nn.Module):
 
     def tables(self, positions_Bt: Tensor, longest: int, dtype: torch.dtype) -> list[RotaryTable | None]:
         """What rotates queries and keys of ``dtype``: layers of one rope share a table."""
-        return [self._table(rope, size, positions_Bt, longest, dtype) for rope, size in self._ropes]
+        return [_table(self.config, rope, size, positions_Bt, longest, dtype) for rope, size in self._ropes]
 
-    def _table(
-        self, rope: Rope | None, rotary_size: int, positions_Bt: Tensor, longest: int, dtype: torch.dtype
-    ) -> RotaryTable | None:
-        config = self.config
-        if rope is not None:
-            whole = config.is_latent or rope.is_whole
-            return RotaryTable.build(positions_Bt, rope, rotary_size, dtype, length=longest, is_whole=whole)
-        if config.position == "relative":
-            return RotaryTable(*sinusoid_table(positions_Bt, config.hidden_size, dtype))
-        return None
+
+def enters_by_rows(config: ModelConfig) -> bool:
+    """Return whether residual streams by chunks begin with rows of a large table, with nothing added to them.
+
+    Dropout would add.
+    """
+    changes = config.segments or config.embedding_norm or config.embedding_size
+    is_added = config.position in ("learned", "sinusoidal", "sinusoidal_halves")
+    return not changes and not is_added and is_summed_by_rows(config.vocab_size * config.hidden_size)
+
+
+def _table(
+    config: ModelConfig, rope: Rope | None, rotary_size: int, positions_Bt: Tensor, longest: int, dtype: torch.dtype
+) -> RotaryTable | None:
+    if rope is not None:
+        whole = config.is_latent or rope.is_whole
+        return RotaryTable.build(positions_Bt, rope, rotary_size, dtype, length=longest, is_whole=whole)
+    if config.position == "relative":
+        return RotaryTable(*sinusoid_table(positions_Bt, config.hidden_size, dtype))
+    return None

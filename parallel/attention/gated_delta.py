@@ -181,9 +181,11 @@ class _ByGroup:
         """Hand the results of all groups to the cache."""
         if self._cache is not None and self._known is None:
             self._cache.save(*chain.from_iterable(self._results))
+        # A graph that holds its own results is freed by the garbage collector alone.
+        self._results.clear()
 
 
-@dataclass(frozen=True)
+@dataclass
 class _OneGroup:
     """One group's part (``longctx.kernels.gated_delta.call.Saved``)."""
 
@@ -192,7 +194,9 @@ class _OneGroup:
     known: tuple[Tensor, ...] | None
 
     def load(self) -> tuple[Tensor, ...] | None:
-        return self.known
+        # Handed over and not held, as by the cache.
+        known, self.known = self.known, None
+        return known
 
     def save(self, *tensors: Tensor) -> None:
         self.results[self.group] = tensors

@@ -6,7 +6,7 @@ channels of the convolution, R tokens before its own that it reads; s states, W 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import compress
 from typing import NamedTuple, Protocol
@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from longctx.errors import ConfigError
+from longctx.kernels.alike import in_a_trace_once
 from longctx.kernels.dtypes import accumulate_dtype
 from longctx.kernels.gated_delta.front import StateSpaceWeights, Tokens, Weights, activate, weights_of
 from longctx.kernels.gated_delta.spans import Block, Cut, Span, cut_spans
@@ -138,6 +139,10 @@ class Call:
     @property
     def blocks(self) -> list[Block]:
         return [block for span in self.spans for block in span.blocks]
+
+    def each(self, blocks: Sequence[Block]) -> Iterator[Block]:
+        """Yield blocks of a span in this order."""
+        return in_a_trace_once(blocks, self.tokens.q_BtKD)
 
     @property
     def sizes(self) -> tuple[int, int, int]:

@@ -96,10 +96,7 @@ def _run_forward(call: Call, states: Tensor | None, before: Tensor | None) -> tu
     """Return output, given states, and what backward needs beside the inputs."""
     run = _Forward(call, states, before)
     run()
-    starts = call.zero_maps(len(call.blocks), call.sizes[2])
-    for start, block in zip(starts, call.blocks, strict=True):
-        start.copy_(run.starts[block])
-    return run.out.flatten(2, 3), call.by_batch(run.given), run.before, starts, run.maps
+    return run.out.flatten(2, 3), call.by_batch(run.given), run.before, run.starts, run.maps
 
 
 class _Forward:
@@ -116,7 +113,8 @@ class _Forward:
         self.before = call.zero_rows(len(segments.takes))
         if before is not None:
             self.before = before.to(call.dtype)
-        self.starts: dict[Block, Tensor] = {}
+        self.starts = call.zero_maps(len(call.blocks), V)
+        self.start_of = dict(zip(call.blocks, self.starts, strict=True))
 
     def __call__(self) -> None:
         call, exchange = self.call, self.call.options.exchange
@@ -146,8 +144,8 @@ class _Forward:
 
     def _finish(self, span: Span, state: Tensor) -> None:
         """Compute a span's output from the state that enters it, and the state that leaves it."""
-        for block in span.blocks:
-            self.starts[block] = state
+        for block in self.call.each(span.blocks):
+            self.start_of[block].copy_(state)
             factors = self._factors(span, block)
             states, written, state = _advance(factors, state)
             out = factors.p_NBKGCC @ written + factors.q_NBKGCD @ states
@@ -163,7 +161,7 @@ class _Forward:
         state = self.call.zero_maps(1, V + D)[0]
         # The identity beside a state of 0: its columns become M, those of the state U.
         state[..., V:] = torch.eye(D, dtype=state.dtype, device=state.device)
-        for block in span.blocks:
+        for block in self.call.each(span.blocks):
             state = _advance(self._factors(span, block), state)[2]
         self.given[span.gives], self.maps[span.gives] = state.split((V, D), -1)
 
@@ -202,7 +200,7 @@ class _Backward:
     def _finish(self, span: Span, dstate: Tensor) -> None:
         """Compute a span's gradients from that of the state that leaves it, and that of the state that enters it."""
         # From the last block on: each is given the gradient of the state that it left.
-        for block in reversed(span.blocks):
+        for block in self.call.each(span.blocks[::-1]):
             part = self.inputs.activate(span, block)
             with torch.enable_grad():
                 factors = prepare(part.activated, block, self.call.options.chunk, part.skip)
@@ -216,7 +214,7 @@ class _Backward:
         if span.takes is None or span.gives is None:
             return
         dstate = self.call.zero_state()
-        for block in reversed(span.blocks):
+        for block in self.call.each(span.blocks[::-1]):
             factors = _factors(self.call, block, self.inputs.before[span.takes])
             dstate = _pull_back(factors, self._dout(block), dstate)[2]
         self.dtaken[span.takes], self.back_maps[span.takes] = dstate, self.maps[span.gives].mT

@@ -12,14 +12,11 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from longctx.kernels.cross_entropy import as_scalars, scaled
-from longctx.kernels.matmul import row_tiles
 from longctx.model.chunks.parts import WeightSums
 from longctx.model.chunks.store import Stored, in_turn
 from longctx.model.chunks.stream import ResidualStream
+from longctx.model.chunks.table import gradient_by_rows, is_summed_by_rows
 from longctx.model.head import HeadCalls
-
-ROWS_OF_SUMS = 1 << 26
-"""Values of the head's weight whose gradient is summed at once, in float32: 256 MiB."""
 
 
 def chunked_loss_sums(
@@ -65,7 +62,7 @@ class ChunkedHead:
         """Both sums [2] in float64. The gradient takes the place of the residual stream."""
         stream, trains_weight = self.stream, self.trains and weight_VM.requires_grad
         # A sum of all rows may be the largest tensor of a run; that of some needs their logits a second time.
-        by_rows = trains_weight and bias_V is None and weight_VM.numel() > ROWS_OF_SUMS
+        by_rows = trains_weight and bias_V is None and is_summed_by_rows(weight_VM.numel())
         wanted = (self.trains, trains_weight and not by_rows)
         sums = torch.zeros(2, dtype=torch.float64, device=weight_VM.device)
         x = stream.take_values()
@@ -98,23 +95,20 @@ class ChunkedHead:
         """The weight's gradient times the ``factor``, some rows after the others; None if forward has its sum."""
         if self.hidden is None:
             return None
-        V, M = weight_VM.shape
-        # Each row is written once, so the whole needs no sum in float32; a range of rows has one over all chunks.
-        dweight_VM = torch.empty_like(weight_VM)
-        for rows in row_tiles(V, max(1, ROWS_OF_SUMS // M)):
-            total: Tensor | None = None
-            for softmax_2N, (tokens, (hidden_BcM,)) in zip(
-                self.softmax, in_turn(self.stream.chunks, [self.hidden]), strict=True
-            ):
+        hidden, self.hidden = self.hidden, None
+        softmax, self.softmax = self.softmax, []
+
+        def sum_of(rows: slice) -> Tensor:
+            total_vM: Tensor | None = None
+            for softmax_2N, (tokens, (hidden_BcM,)) in zip(softmax, in_turn(self.stream.chunks, [hidden]), strict=True):
                 hidden_NM, targets_N = hidden_BcM.flatten(0, 1), self.targets_Bt[:, tokens].flatten()
-                total = self.calls.gradient(
-                    hidden_NM, weight_VM[rows], targets_N, softmax_2N, rows, V, dweight_vM=total
+                total_vM = self.calls.gradient(
+                    hidden_NM, weight_VM[rows], targets_N, softmax_2N, rows, len(weight_VM), dweight_vM=total_vM
                 )
-            assert total is not None
-            dweight_VM[rows] = total.mul_(factor)
-        self.hidden = None
-        self.softmax.clear()
-        return dweight_VM
+            assert total_vM is not None
+            return total_vM.mul_(factor)
+
+        return gradient_by_rows(weight_VM, sum_of)
 
     def scale_gradient(self, factor: Tensor) -> None:
         """Multiply the gradient of the residual stream."""

@@ -12,7 +12,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from longctx.batch import Batch
 from longctx.errors import ConfigError
 from longctx.model.block import Block
-from longctx.model.chunks import head
+from longctx.model.chunks import table
 from longctx.model.chunks.store import DeviceStore
 from longctx.model.decoder import Decoder
 from longctx.model.experts.replay import RoutingReplay
@@ -185,13 +185,18 @@ def test_the_output_heads_gradient_does_not_outlive_its_use():
 
 @pytest.mark.parametrize("rows", [1, 5, 1000])
 @pytest.mark.parametrize(("name", "loss"), [("dense", {}), ("ahead", {"z_loss": 0.1, "label_smoothing": 0.2})])
-def test_a_heads_gradient_is_summed_by_rows(name, loss, rows, monkeypatch):
-    """Rows whose logits are computed again, of tables of their own and tied ones, capped and scaled logits."""
-    for tied in (True, False):
-        config = replace(CONFIGS[name], tie_embeddings=tied, logit_softcap=3.0, logit_scale=0.5)
+def test_gradients_of_tables_are_summed_by_rows(name, loss, rows, monkeypatch):
+    """Rows whose logits are computed again, of tables of their own and tied ones, capped and scaled logits.
+
+    Without dropout those of the embedding table, too.
+    """
+    for tied, dropout in ((True, 0.0), (False, 0.0), (False, 0.2)):
+        config = replace(
+            CONFIGS[name], tie_embeddings=tied, logit_softcap=3.0, logit_scale=0.5, residual_dropout=dropout
+        )
         wanted = train(config, Execution(), torch.float64, **loss)
         with monkeypatch.context() as patch:
-            patch.setattr(head, "ROWS_OF_SUMS", rows * config.hidden_size)
+            patch.setattr(table, "SUMMED_VALUES", rows * config.hidden_size)
             got = train(config, Execution("attention", "host", chunk_tokens=7), torch.float64, **loss)
         for key, value in wanted.items():
             torch.testing.assert_close(got[key], value, rtol=1e-12, atol=1e-12, msg=lambda t, k=key: f"{k}: {t}")

@@ -16,7 +16,7 @@ from longctx.objectives.causal_lm import CausalLM
 from parallel.layout.sequence import KINDS, SequenceLayout
 from parallel.mesh import Mesh
 from parallel.parallelize import build_parallel_model
-from tests.helpers import run_distributed
+from tests.helpers import run_distributed, tensors_in_cycles
 from tests.longctx.samples import gradients
 from tests.oracles import packed_batch
 from tests.parallel.attention.test_attention import ways
@@ -108,6 +108,25 @@ def test_chunks_over_ranks_give_one_process_gradients(name, layout):
 @pytest.mark.parametrize("name", MODELS)
 def test_chunks_give_one_process_gradients_in_every_way_and_layout(world_size, name):
     layouts = KINDS
-    if name in ("linear", "gated delta"):
+    if name in ("linear", "gated delta", "mamba"):
         layouts = tuple(kind for kind in KINDS if kind != "striped")
     run_distributed(check, world_size, world_size, name, layouts, timeout=850)
+
+
+def check_frees(world_size: int) -> None:
+    mesh = Mesh.build(context=world_size)
+    batch = batch_of_documents()
+    layout = SequenceLayout.build("zigzag", TOKENS, world_size, batch.cu_seqlens)
+    shard = batch.map_tokens(lambda x: layout.split(x, mesh.context_rank, 1))
+    for name, keep, chunk_tokens in itertools.product(MODELS, ("all", "attention", "inputs"), (0, 29)):
+        execution = Execution(keep, chunk_tokens=chunk_tokens, head_groups=2 if chunk_tokens else 1)
+        lm = build_parallel_model(MODELS[name], mesh, layout="zigzag", execution=execution)
+        # The first step of a process imports.
+        step(lm, shard)
+        left = tensors_in_cycles(lambda lm=lm: step(lm, shard))
+        assert not left, f"{name}, {execution}: {left}"
+
+
+@pytest.mark.timeout(200)
+def test_memory_of_a_step_is_free_behind_it_without_garbage_collection():
+    run_distributed(check_frees, 2, 2, timeout=180)

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from longctx.batch import Batch
 from longctx.config import ModelConfig
-from longctx.model.chunks import head
+from longctx.model.chunks import table
 from longctx.model.decoder import Decoder
 from longctx.model.kept import Keep, Store
 from longctx.model.training_pass import Execution, TrainingPass
@@ -186,14 +186,15 @@ def test_chunks_in_more_stages_ways_and_in_bfloat16(kind):
 
 
 def check_rows(stages: tuple[int, ...], dtypes: tuple[torch.dtype, ...]) -> None:
-    """The head's gradient summed by rows in backward, for which ZeRO-3 gathers the weight again."""
-    for tied in (True, False):
-        config = replace(CONFIGS["dense"], tie_embeddings=tied)
+    """Gradients of tables summed by rows in backward, for which ZeRO-3 gathers the weight again."""
+    # Without dropout those of the embedding table, too.
+    for tied, dropout in ((True, 0.0), (False, 0.1)):
+        config = replace(CONFIGS["dense"], tie_embeddings=tied, residual_dropout=dropout)
         wanted = alone(config)
-        with mock.patch.object(head, "ROWS_OF_SUMS", 7 * config.hidden_size):
+        with mock.patch.object(table, "SUMMED_VALUES", 7 * config.hidden_size):
             for stage, dtype in itertools.product(stages, dtypes):
                 got = together(config, Execution("attention", "host", chunk_tokens=11), stage, dtype)
-                compare(got, wanted, dtype, f"head by rows, tied {tied}, ZeRO {stage}, {dtype}")
+                compare(got, wanted, dtype, f"tables by rows, tied {tied}, ZeRO {stage}, {dtype}")
 
 
 @pytest.mark.parametrize(
@@ -205,5 +206,5 @@ def check_rows(stages: tuple[int, ...], dtypes: tuple[torch.dtype, ...]) -> None
     ],
 )
 @pytest.mark.timeout(300)
-def test_a_head_summed_by_rows_gives_one_process_gradients(stages, dtypes):
+def test_tables_summed_by_rows_give_one_process_gradients(stages, dtypes):
     run_distributed(check_rows, 2, stages, dtypes, timeout=250)

@@ -1,0 +1,155 @@
+"""Bytes of a token's values in a layer: what a kind of layer keeps of it, and what passes.
+
+Names of sizes: M model width, K key heads, H value heads, D key head size, V value head size.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from launcher.config.resolved import ResolvedConfig
+from longctx.architecture.layers import layer_specs
+from longctx.architecture.mixers.gated_delta import GatedDelta, KimiDelta
+from longctx.architecture.mixers.mixer import Mixer
+from longctx.architecture.mixers.softmax import Softmax
+from longctx.architecture.rules import GATED
+from longctx.config import ModelConfig
+from longctx.kernels.gated_delta.call import BLOCK_CHUNKS, CHUNK
+
+FLOAT32 = 4
+"""Bytes of a value."""
+_LOGSUMEXP = 8
+"""Bytes a head."""
+
+
+class CoreBytes(NamedTuple):
+    """Bytes of a token around the core of a layer."""
+
+    q: int
+    """Its queries."""
+    kv: int
+    """Its keys and values."""
+    out: int
+    """The core's result."""
+    lse: int
+    """What else the core keeps: log-sum-exps, or a share of the states."""
+    behind: int = 0
+    """What the way from the result to the output projection saves."""
+
+    def of_group(self, of_heads: int, of_keys: int) -> CoreBytes:
+        """Return those of one of so many groups of query heads, and of key heads."""
+        return CoreBytes(
+            self.q // of_heads, self.kv // of_keys, self.out // of_heads, self.lse // of_heads, self.behind // of_heads
+        )
+
+
+def _around_delta(model: ModelConfig, mixer: Mixer, width: int) -> CoreBytes:
+    """Of a layer with a gated delta rule: the state at the start of each block, and gate and norm behind it."""
+    K, H, D, V, _ = model.delta_sizes
+    # Beside the values stand the inputs of decays, one a head or a channel, and of β.
+    gates = 2 * H
+    if isinstance(mixer, KimiDelta):
+        gates = H * (D + 1)
+    states = H * D * V * FLOAT32 // (CHUNK * BLOCK_CHUNKS)
+    # In float32 the norm's input and output and the gate before and behind its function; gate and product in the dtype.
+    return CoreBytes(K * D * width, (K * D + H * V + gates) * width, H * V * width, states, H * V * (16 + 2 * width))
+
+
+class TokenBytes:
+    """Bytes of a token's values in a layer of a run's model, in the run's dtype.
+
+    ``x`` is the residual stream's, ``attention`` that of a softmax layer; ``q``, ``kv``, ``out`` and ``lse`` are its.
+    """
+
+    def __init__(self, config: ResolvedConfig) -> None:
+        self.config, self.model, self.width = config, config.model.config(), config.dtype.itemsize
+        model, width = self.model, self.width
+        self.x = model.hidden_size * width
+        self.q = model.num_heads * model.head_dim * width
+        self.out = model.num_heads * model.value_dim * width
+        self.kv = model.num_kv_heads * (model.head_dim + model.value_dim) * width
+        self.lse = model.num_heads * _LOGSUMEXP
+        self.attention = CoreBytes(self.q, self.kv, self.out, self.lse)
+        if model.attention_gate:
+            # The gate, and its product with the result.
+            self.attention = self.attention._replace(behind=2 * self.out + self.x)
+        self.chunked = bool(config.train.chunk_tokens)
+
+    def core(self, layer: int) -> CoreBytes:
+        """Of a layer's core."""
+        mixer = layer_specs(self.model)[layer].mixer
+        if isinstance(mixer, GatedDelta):
+            return _around_delta(self.model, mixer, self.width)
+        if isinstance(mixer, Softmax) and mixer.has_own_heads:
+            K, D = mixer.key_heads(self.model)
+            queries = self.model.num_heads * D * self.width
+            return self.attention._replace(q=queries, kv=2 * K * D * self.width, out=queries)
+        return self.attention
+
+    def is_delta(self, layer: int) -> bool:
+        """Whether a layer passes a state on."""
+        return isinstance(layer_specs(self.model)[layer].mixer, GatedDelta)
+
+    def kept_of(self, layer: int) -> int:
+        """What forward keeps of a layer."""
+        keep, model, core = self.config.train.keep, self.model, self.core(layer)
+        routing = 0
+        if model.has_experts(layer):
+            routing = self.routing()
+        if keep == "inputs":
+            return self.x + routing
+        crossed = self.kept_of_cross()
+        if keep == "attention":
+            return self.x + core.out + core.lse + routing + crossed
+        if self.chunked:
+            return self.x + core.q + core.kv + core.out + core.lse + routing + crossed
+        # Inputs of both norms and parts; queries, keys, values and attention's result; the FFN's.
+        own = self.before_core(layer) + core.out + core.lse + core.behind
+        return 4 * self.x + own + routing + self.saved_of_ffn(layer) + crossed
+
+    def kept_of_cross(self) -> int:
+        """What forward keeps of a layer's cross attention, but for keys and values."""
+        if not self.model.encoder_layers:
+            return 0
+        kept = self.q + self.lse
+        if self.config.train.keep == "all" and not self.chunked:
+            # Queries, the norm's input and theirs.
+            kept += self.q + 2 * self.x
+        return kept
+
+    def routing(self) -> int:
+        """A token's experts and gates."""
+        return 2 * self.model.experts_per_token * 8
+
+    def before_core(self, layer: int) -> int:
+        """Queries, keys and values, and what their projections save beside the layer's normed input."""
+        core = self.core(layer)
+        model, saved = self.model, core.q + core.kv
+        if self.is_delta(layer):
+            return saved
+        if model.qk_norm != "none":
+            # Of keys and values the keys.
+            saved += core.q + core.kv * model.head_dim // (model.head_dim + model.value_dim)
+        if model.v_norm:
+            saved += core.kv // 2
+        if model.is_latent:
+            saved += 2 * (model.q_lora_rank + model.kv_lora_rank) * self.width + model.rope_head_dim * self.width
+        return saved
+
+    def saved_of_ffn(self, layer: int) -> int:
+        model, width = self.model, self.width
+        if not model.has_experts(layer):
+            return self.inputs_of_activation() * model.ffn_size * width
+        saved = self.inputs_of_activation() * model.shared_ffn_size * width
+        per_token = model.experts_per_token * width
+        wide = self.inputs_of_activation() * model.expert_ffn_size
+        if self.config.train.recompute_experts == "none":
+            saved += per_token * (wide + model.expert_ffn_size + model.hidden_size)
+        elif self.config.train.recompute_experts == "activation":
+            saved += per_token * wide
+        return saved
+
+    def inputs_of_activation(self) -> int:
+        if self.model.activation in GATED:
+            return 2
+        return 1

@@ -1,0 +1,34 @@
+"""Loops whose steps do the same on the device. A trace has no data, so one step stands for many."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import TypeVar
+
+from torch import Tensor
+from torch._subclasses import FakeTensor
+
+T = TypeVar("T")
+
+_times = 1
+
+
+def in_a_trace_once(steps: Sequence[T], example: Tensor) -> Iterator[T]:
+    """Yield the steps; of a loop over a fake ``example`` the first, one for all that lie between, and the last."""
+    global _times
+    # The ends of a loop may be shorter than what lies between them.
+    if len(steps) < 4 or not isinstance(example, FakeTensor):
+        yield from steps
+        return
+    yield steps[0]
+    outer, _times = _times, _times * (len(steps) - 2)
+    try:
+        yield steps[1]
+    finally:
+        _times = outer
+    yield steps[-1]
+
+
+def times() -> int:
+    """Return how often what runs now would run with data."""
+    return _times

@@ -1,0 +1,106 @@
+"""Tables of a row for each id of the vocabulary: their gradients, some rows at a time.
+
+In float32 the gradient of a large vocabulary may be the largest tensor of a run. Summed some rows at a time only these
+are in float32, for which all chunks of tokens are read once for each range of rows.
+
+Axes: B rows of a batch, t tokens of this rank, c of a chunk, M model width, V vocabulary, v some rows of the table.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+from torch.nn import functional
+
+from longctx.kernels.dtypes import accumulate_dtype
+from longctx.kernels.matmul import row_tiles
+from longctx.model.chunks.store import Stored, in_turn
+from longctx.model.chunks.stream import ResidualStream
+from longctx.model.layers.linear import Embedding
+
+SUMMED_VALUES = 1 << 25
+"""Values of a table whose gradient is summed at once, in float32: 128 MiB."""
+
+
+def is_summed_by_rows(num_values: int) -> bool:
+    """Return whether the gradient of a table of so many values is summed some rows at a time."""
+    return num_values > 2 * SUMMED_VALUES
+
+
+def gradient_by_rows(weight_VM: Tensor, sum_of: Callable[[slice], Tensor]) -> Tensor:
+    """Return the gradient of a table, of which ``sum_of`` returns a range of rows [v, M]."""
+    # Each row is written once, so the whole needs no sum in float32.
+    gradient_VM = torch.empty_like(weight_VM)
+    V, M = weight_VM.shape
+    for rows in row_tiles(V, max(1, SUMMED_VALUES // M)):
+        gradient_VM[rows] = sum_of(rows)
+    return gradient_VM
+
+
+class TokenTable(Embedding):
+    """The rows of tokens, with which a residual stream may begin."""
+
+    def forward(self, input: Tensor, stream: ResidualStream | None = None, factor: Tensor | None = None) -> Tensor:
+        """The rows [B, t, M] of tokens [B, t].
+
+        With a ``stream`` that begins with them, times a ``factor`` if there is one, its handle for the first layer.
+        Neither the rows of all tokens nor their gradients are on the device at a time then, if they do not lie there.
+        """
+        if stream is None:
+            return super().forward(input)
+        return _EnterRows.apply(self.weight, stream, input, factor)
+
+
+class _EnterRows(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, weight_VM: Tensor, stream: ResidualStream, tokens_Bt: Tensor, factor: Tensor | None
+    ) -> Tensor:
+        ctx.stream = stream
+        ctx.save_for_backward(weight_VM, tokens_Bt, factor)
+        values: Stored | None = None
+        for tokens in stream.chunks:
+            x_BcM = _scaled(functional.embedding(tokens_Bt[:, tokens], weight_VM), factor)
+            values = values or stream.store.empty_chunks(stream.num_tokens, x_BcM)
+            values.write(tokens, x_BcM)
+        stream.values = values
+        return weight_VM.new_empty(0)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, _: Tensor):  # type: ignore[override]
+        weight_VM, tokens_Bt, factor = ctx.saved_tensors
+        dx = ctx.stream.take_gradient()
+
+        def chunks() -> Iterator[tuple[Tensor, Tensor]]:
+            for tokens, (dx_BcM,) in in_turn(ctx.stream.chunks, [dx]):
+                yield tokens_Bt[:, tokens], _scaled(dx_BcM, factor)
+
+        def sum_of(rows: slice) -> Tensor:
+            return _sum_of_rows(chunks(), rows, weight_VM)
+
+        return gradient_by_rows(weight_VM, sum_of), None, None, None
+
+
+def _sum_of_rows(chunks: Iterator[tuple[Tensor, Tensor]], rows: slice, weight_VM: Tensor) -> Tensor:
+    """Return the gradient of a range of rows [v, M], from the ids of each chunk and the gradients of their rows."""
+    v, dtype = rows.stop - rows.start, accumulate_dtype(weight_VM.dtype)
+    total_vM = weight_VM.new_zeros(v, weight_VM.shape[1], dtype=dtype)
+    for ids_Bc, dx_BcM in chunks:
+        ids_Bc = ids_Bc - rows.start
+        # Ids of other rows count as padding, of which the operator takes nothing: the shapes depend on no value, and
+        # it adds in one order on every device.
+        ids_Bc = ids_Bc.where((ids_Bc >= 0) & (ids_Bc < v), v)
+        part = torch.ops.aten.embedding_dense_backward(dx_BcM.to(dtype), ids_Bc, v + 1, v, False)
+        total_vM += part[:v]
+    return total_vM
+
+
+def _scaled(x: Tensor, factor: Tensor | None) -> Tensor:
+    if factor is None:
+        return x
+    return x * factor
