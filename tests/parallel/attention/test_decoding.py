@@ -42,7 +42,7 @@ def parallel_decoder(name: str, *, layout: str = "zigzag", ulysses: int = 1, ker
 
 
 def is_served(name: str, layout: str, ulysses: int) -> bool:
-    if layout == "striped" and {"linear", "gated_delta", "kda"} & set(config_of(name).layers):
+    if layout == "striped" and {"linear", "gated_delta", "kda", "mamba2"} & set(config_of(name).layers):
         return False
     return dist.get_world_size() % ulysses == 0
 
