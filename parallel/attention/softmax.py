@@ -17,6 +17,7 @@ from torch import Tensor
 from longctx.errors import ConfigError
 from longctx.kernels.attention.contract import Gradients, Scores
 from longctx.kernels.attention.sinks import apply_sinks, sinks_gradient
+from longctx.kernels.dtypes import accumulate_dtype, as_dtype
 from longctx.kernels.processor import Products
 from longctx.model.attention.core import AttentionShapes
 from longctx.model.attention.work import attend_work, attend_work_backward
@@ -204,7 +205,7 @@ def _attend_blocks_backward(
             dout[:, rows], q[:, rows], keys, values, out[:, rows], lse[:, rows], block.work, kernel_backward
         )
         if dq is None:  # the rank's own keys come first and meet all its queries
-            dq, dtable = grads.dq_BtHD, grads.dtable_NH
+            dq, dtable = as_dtype(grads.dq_BtHD, accumulate_dtype(q.dtype)), grads.dtable_NH
         else:
             dq[:, rows] += grads.dq_BtHD
             dtable = _sum(dtable, grads.dtable_NH)

@@ -16,6 +16,7 @@ from parallel.comm.messages.kinds import Kind
 from parallel.mesh import Mesh
 from parallel.schedule.schedule import Schedule
 from parallel.transport.block import KeysAndValues, KVBlock, PartialResult, merge_block_
+from parallel.transport.exchange import widened
 
 
 class AllGather:
@@ -49,7 +50,7 @@ class AllGather:
         own = (k_BnKD, v_BnKV)
         # Gathered once more, not saved: keys and values of all ranks would live through the whole forward pass.
         gathering = self._gather(own)
-        own_gradients = compute(self._own_block(own))
+        own_gradients = widened(compute(self._own_block(own)))
         if gathering is not None:
             gradients = compute(self._others_block(gathering.wait()))
             for total, gradient in zip(own_gradients, gradients, strict=True):
@@ -77,7 +78,7 @@ class AllGather:
         """Send the gradients of every rank's rows to it, and add those of this rank's rows to ``total``, in place."""
         degree, num_own = self.mesh.ring_degree, total_BnKD.shape[1]
         by_owner = gradient_BsKD.unflatten(1, (degree, num_own)).transpose(0, 1)
-        outgoing = by_owner.to(self.communication_dtype or gradient_BsKD.dtype).contiguous()
+        outgoing = by_owner.to(self.communication_dtype or total_BnKD.dtype).contiguous()
         assert self.mesh.ring_group is not None
         received = self.mesh.comm.all_to_all(
             outgoing,

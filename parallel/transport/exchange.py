@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from longctx.kernels.dtypes import accumulate_dtype
+from longctx.kernels.dtypes import accumulate_dtype, as_dtype
 from parallel.comm.communicator import Pending
 from parallel.comm.messages.kinds import Kind
 from parallel.mesh import Mesh
@@ -64,7 +64,7 @@ class RingExchange:
         return PendingGradients(self._start(outgoing, to, buffers, source, kind), rows)
 
     def _to_communicate(self, gradient: Tensor) -> Tensor:
-        return gradient.to(self.communication_dtype or gradient.dtype).contiguous()
+        return gradient.to(self.communication_dtype or accumulate_dtype(gradient.dtype)).contiguous()
 
     def _start(
         self, outgoing: KeysAndValues | None, to: int, buffers: KeysAndValues | None, source: int, kind: Kind
@@ -86,6 +86,12 @@ class RingExchange:
             received[sender] = buffers
         doing = f"exchanging {what} with ranks {receiver} (to) and {sender} (from)"
         return self.mesh.comm.send_recv(sent, received, group, doing=doing, kind=kind, hop=hop)
+
+
+def widened(gradients: KeysAndValues) -> KeysAndValues:
+    """Return gradients in the dtype in which those of other ranks are added to them."""
+    dk, dv = (as_dtype(x, accumulate_dtype(x.dtype)) for x in gradients)
+    return dk, dv
 
 
 def take_rows(tensors: KeysAndValues, rows: RowRanges) -> KeysAndValues | None:

@@ -16,7 +16,7 @@ from parallel.mesh import Mesh
 from parallel.runtime.spans import enter_hop
 from parallel.schedule.schedule import Schedule
 from parallel.transport.block import KeysAndValues, KVBlock, PartialResult, merge_block_
-from parallel.transport.exchange import PendingGradients, RingExchange, take_rows
+from parallel.transport.exchange import PendingGradients, RingExchange, take_rows, widened
 
 
 class PointToPoint:
@@ -56,7 +56,7 @@ class PointToPoint:
     def backward(self, k_BnKD: Tensor, v_BnKV: Tensor, compute: Callable[[KVBlock], KeysAndValues]) -> KeysAndValues:
         own = (k_BnKD, v_BnKV)
         arriving, returning = self._fetch(own, 0), PendingGradients()
-        own_gradients = compute(self._own_block(own))
+        own_gradients = widened(compute(self._own_block(own)))
         for number, hop in enumerate(self.hops):
             enter_hop(hop)
             block = self._block(hop, arriving.wait())

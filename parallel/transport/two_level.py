@@ -19,7 +19,7 @@ from parallel.runtime.spans import enter_hop
 from parallel.schedule.rows import RowRanges
 from parallel.schedule.schedule import Schedule
 from parallel.transport.block import KeysAndValues, KVBlock, PartialResult, merge_block_
-from parallel.transport.exchange import PendingGradients, RingExchange, add_rows_, take_rows
+from parallel.transport.exchange import PendingGradients, RingExchange, add_rows_, take_rows, widened
 
 
 @dataclass(frozen=True)
@@ -173,7 +173,7 @@ class TwoLevel:
         total: KeysAndValues | None = None
         returning = PendingGradients()
         for hop, block in enumerate(self._hops(step, held)):
-            gradients = compute(block) if block is not None else None
+            gradients = None if block is None else widened(compute(block))
             if hop == 0:
                 # Held for the node: neighbours may need rows that this rank does not, and their gradients come here.
                 total = self._as_held_rows(held, gradients)

@@ -16,6 +16,7 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
+from longctx.kernels.dtypes import accumulate_dtype
 from parallel.comm.groups import ProcessGroup
 from parallel.comm.messages.kinds import Kind
 from parallel.mesh import Mesh
@@ -88,7 +89,8 @@ class HeadExchange:
         if key_of_query is None:
             return grad_BshD
         B, s, _, D = grad_BshD.shape
-        folded = grad_BshD.new_zeros(B, s, self.key_heads.stop - self.key_heads.start, D)
+        dtype = accumulate_dtype(grad_BshD.dtype)
+        folded = grad_BshD.new_zeros(B, s, self.key_heads.stop - self.key_heads.start, D, dtype=dtype)
         # Head after head: index_add_ on a GPU adds those of one key head in whatever order its threads have.
         for query, key in enumerate(key_of_query):
             folded[:, :, key] += grad_BshD[:, :, query]

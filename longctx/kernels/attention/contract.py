@@ -12,6 +12,7 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
+from longctx.kernels.dtypes import accumulate_dtype, as_dtype
 from longctx.kernels.merge import merge_ as merge_
 from longctx.kernels.processor import Products
 
@@ -107,13 +108,18 @@ class KernelRequest:
 
 
 class Gradients(NamedTuple):
-    """A kernel's gradients, partial results all."""
+    """A kernel's gradients: partial results, or in the inputs' dtype if the kernel has rounded them so."""
 
     dq_BtHD: Tensor
     dk_BsKD: Tensor
     dv_BsKV: Tensor
     dtable_NH: Tensor | None = None
     """Of the relative bias's table; None where the scores have none."""
+
+    def widened(self) -> Gradients:
+        """Return them in ``accumulate_dtype``, in which others can be added."""
+        dq, dk, dv = (as_dtype(x, accumulate_dtype(x.dtype)) for x in self[:3])
+        return Gradients(dq, dk, dv, self.dtable_NH)
 
 
 class AttentionKernel(Protocol):

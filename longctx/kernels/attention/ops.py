@@ -105,7 +105,7 @@ def _backward(
     kernel: str,
     *scores: Any,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    grads = KERNELS[kernel].backward(dout, q, k, v, out, lse, slices, scores=_scores(*scores))
+    grads = KERNELS[kernel].backward(dout, q, k, v, out, lse, slices, scores=_scores(*scores)).widened()
     dtable = q.new_empty(0)
     if grads.dtable_NH is not None:
         dtable = grads.dtable_NH.to(accumulate_dtype(q.dtype))

@@ -73,6 +73,7 @@ def attend_work_backward(
         if total is None:  # the first entry covers every row
             total = part
             continue
+        total = total.widened()
         _add_rows_(total.dq_BtHD, query_rows, part.dq_BtHD)
         _add_rows_(total.dk_BsKD, key_rows, part.dk_BsKD)
         _add_rows_(total.dv_BsKV, key_rows, part.dv_BsKV)

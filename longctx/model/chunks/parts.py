@@ -26,6 +26,9 @@ class LayerParts:
         """``num_tokens`` of each row are this rank's."""
         self.block, self.table, self.call, self.num_tokens = block, table, call, num_tokens
         self.draws = call.draws()
+        names = [name for name, _ in block.named_parameters()]
+        self.ffn_weights = [number for number, name in enumerate(names) if name.startswith("mlp.")]
+        """Numbers of the block's parameters that attention's backward adds nothing to."""
 
     def project(self, x_BcM: Tensor, tokens: slice, *, only_graph: bool = False) -> tuple[Tensor, Tensor, Tensor]:
         """Queries, keys and values of a chunk, of all heads; with ``only_graph`` for their backward alone."""
@@ -103,6 +106,13 @@ class WeightSums:
                 self._sums[n] = gradient.to(accumulate_dtype(gradient.dtype))
             else:
                 total += gradient
+
+    def finish(self, weights: Sequence[Tensor]) -> None:
+        """Round the sums of weights to which nothing is added any more: they take half the memory."""
+        finished = set(map(id, weights))
+        for n, (weight, total) in enumerate(zip(self._weights, self._sums, strict=True)):
+            if id(weight) in finished and total is not None:
+                self._sums[n] = total.to(weight.dtype)
 
     def results(self) -> list[Tensor | None]:
         """The gradients in the dtypes of the weights; None for a weight to which nothing was added."""

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from longctx.kernels.attention.contract import Scores, merge_
 from longctx.kernels.attention.cpu_flash import CpuFlashKernel
+from longctx.kernels.dtypes import accumulate_dtype
 from longctx.model.attention.work import attend_work, attend_work_backward
 from parallel.attention import attend
 from parallel.layout.sequence import KINDS, SequenceLayout
@@ -233,8 +234,9 @@ def exchange_of(heads: int, kv_heads: int, ulysses: int, rank: int) -> HeadExcha
 
 def by_index(exchange: HeadExchange, key_of_query: list[int], grad: Tensor) -> Tensor:
     """The same sums by ``index_add_``, which on a CPU adds head after head."""
-    folded = grad.new_zeros(1, FEW_TOKENS, exchange.key_heads.stop - exchange.key_heads.start, HEAD_SIZE)
-    return folded.index_add_(2, torch.tensor(key_of_query), grad)
+    dtype = accumulate_dtype(grad.dtype)
+    folded = grad.new_zeros(1, FEW_TOKENS, exchange.key_heads.stop - exchange.key_heads.start, HEAD_SIZE, dtype=dtype)
+    return folded.index_add_(2, torch.tensor(key_of_query), grad.to(dtype))
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
@@ -254,7 +256,7 @@ def test_gradients_of_expanded_heads_are_added_head_after_head(heads, kv_heads, 
         assert torch.equal(folded, by_index(exchange, key_of_query, grad))
         # Each of n − 1 additions rounds by eps/2 of a partial sum, which the sum of magnitudes bounds; twice that.
         exact = by_index(exchange, key_of_query, grad.double())
-        bound = by_index(exchange, key_of_query, grad.double().abs()) * torch.finfo(dtype).eps * heads / kv_heads
+        bound = by_index(exchange, key_of_query, grad.double().abs()) * torch.finfo(folded.dtype).eps * heads / kv_heads
         assert ((folded.double() - exact).abs() <= bound).all()
     assert num_uneven
 

@@ -17,7 +17,7 @@ from longctx.kernels.attention.bias import check_scores
 from longctx.kernels.attention.contract import RULES, Gradients, KernelRequest, Scores, merge_
 from longctx.kernels.attention.flash.calls import Rows, VarlenCall, translate
 from longctx.kernels.attention.slices import once_per_table
-from longctx.kernels.dtypes import accumulate_dtype
+from longctx.kernels.dtypes import accumulate_dtype, as_dtype
 
 ThreeTensors = tuple[Tensor, Tensor, Tensor]
 HALF = (torch.bfloat16, torch.float16)
@@ -219,9 +219,9 @@ class _Gradient:
         B, t = self._like_Bt.shape[:2]
         part_Bn = part.unflatten(0, (B, -1))
         if self._total_Bt is None and _is_all(rows, t):
-            self._total_Bt = part_Bn.to(self._dtype)
+            self._total_Bt = part_Bn
             return
-        total_Bt = self._total_Bt = self.get()
+        total_Bt = self._total_Bt = as_dtype(self.get(), self._dtype)
         if isinstance(rows, slice):
             total_Bt[:, rows] += part_Bn
         else:
@@ -229,7 +229,7 @@ class _Gradient:
             total_Bt[:, rows] = total_Bt.index_select(1, rows) + part_Bn
 
     def get(self) -> Tensor:
-        """Return the sum; zeros where there was no call."""
+        """Return the sum, zeros without a call; of a single call in the dtype that the library gave it."""
         if self._total_Bt is None:
             return self._like_Bt.new_zeros(self._like_Bt.shape, dtype=self._dtype)
         return self._total_Bt
